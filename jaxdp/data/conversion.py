@@ -1,7 +1,6 @@
 """Batches of a user's loader as NumPy arrays that JAX takes: checked and narrowed."""
 
 import dataclasses
-import functools
 import itertools
 import math
 import operator
@@ -160,7 +159,7 @@ def fetch(
         for one_list in lists
     )
 
-    def split(parts: list[Any]) -> list[tuple[np.ndarray, ...]]:
+    def split(parts: list[Any]) -> Iterator[tuple[np.ndarray, ...]]:
         if not all(map(len, parts)):
             raise IndexError("the sampler gave an index list without indices")
         if all([isinstance(part, np.ndarray) for part in parts]):
@@ -171,12 +170,9 @@ def fetch(
         for subset in subsets:
             indices = subset.take(indices)
         rows = to_host(tuple([column.take(indices, axis=0) for column in columns]))
-        batches, start = [], 0
-        for part in parts:
-            stop = start + len(part)
-            batches.append(tuple([column[start:stop] for column in rows]))
-            start = stop
-        return batches
+        stops = [*itertools.accumulate(map(len, parts))]
+        slices = [*map(slice, [0, *stops], stops)]
+        return zip(*[map(column.__getitem__, slices) for column in rows], strict=True)
 
     # As many small batches together as `_FETCH_AT_ONCE` allows.
     for first in lists:
@@ -217,33 +213,30 @@ def check_targets(
         if _greatest(labels) < num_classes:  # quick: small steps wait for it
             return None
     of_tokens = math.prod(labels.shape[2:]) > 1 if num_classes is not None else False
-    looked_at = weights if num_classes is None else [labels, *weights]
+    looked_at = [None if num_classes is None else labels, *weights]
     if any([isinstance(array, jax.Array) for array in looked_at]):
-        bounds = _bounds_there(looked_at, num_classes is not None)
+        bounds = _bounds_there(looked_at)
         return lambda _: _check_bounds(bounds, num_classes, of_tokens, _LATE)
-    least, low, high = 0, 0, 0
-    if weights:
-        least = weights[0].min()
-    if num_classes is not None:
-        low, high = labels.min(), labels.max()
-        if (low < 0 or high >= num_classes) and weights:
-            labels = labels[_counting(weights[0])]
-            low, high = labels.min(initial=0), labels.max(initial=0)
-    _check_bounds((least, low, high), num_classes, of_tokens)
+    _check_bounds(_bounds(looked_at, np), num_classes, of_tokens)
     return None
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _bounds_there(looked_at: list[Any], has_labels: bool) -> tuple[Any, Any, Any]:
-    label, *weights = looked_at if has_labels else (None, *looked_at)
+def _bounds(looked_at: list[Any], numpy: Any) -> tuple[Any, Any, Any]:
+    """The least weight, and the least and greatest label, by NumPy or JAX's."""
+    label, *weights = looked_at
+    least = weights[0].min() if weights else 0
     if label is None:
-        return weights[0].min(), 0, 0
-    if not weights:
-        return 0, label.min(), label.max()
-    (weight,) = weights
-    counting = _counting(weight).reshape(*label.shape[:2], *[1] * (label.ndim - 2))
-    label = jnp.where(counting, label, 0)
-    return weight.min(), label.min(), label.max()
+        return least, 0, 0
+    if weights:
+        counting = _counting(weights[0])
+        axes = [1] * (label.ndim - 2)
+        label = numpy.where(counting.reshape(*counting.shape, *axes), label, 0)
+    return least, label.min(), label.max()
+
+
+@jax.jit
+def _bounds_there(looked_at: list[Any]) -> tuple[Any, Any, Any]:
+    return _bounds(looked_at, jnp)
 
 
 def _check_bounds(

@@ -10,7 +10,6 @@ were when the pass ends.
 
 import collections
 import itertools
-import operator
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -94,8 +93,10 @@ class _OfTorch(Source):
             )
 
     def _generators(self) -> dict[str, Any]:
-        theirs = [*map(id, torch_generators(self.apart_from).values())]
         own = torch_generators(self.loader)
+        if self.apart_from is None:
+            return own
+        theirs = [*map(id, torch_generators(self.apart_from).values())]
         return {path: one for path, one in own.items() if id(one) not in theirs}
 
 
@@ -288,19 +289,12 @@ class TorchSource(_OfTorch):
 
 def noted(indices: Any, total: int | None) -> int | None:
     """The checksum `total` with an index list or one index; None if that has none."""
-    if total is None:
+    shown = str(indices)
+    if isinstance(indices, list | tuple | np.ndarray):
+        shown = f"[{', '.join(map(str, indices[:_INDICES]))}]"
+    if total is None or " at 0x" in shown:  # an object that shows only where it is
         return None
-    try:
-        is_list = hasattr(indices, "__getitem__") and not isinstance(indices, str)
-        is_list = is_list and getattr(indices, "ndim", 1)
-        shown = [*map(_index, indices[:_INDICES])] if is_list else _index(indices)
-    except (TypeError, ValueError, RuntimeError, KeyError):
-        return None
-    return zlib.crc32(repr(shown).encode(), total)
-
-
-def _index(value: Any) -> int | str:
-    return value if type(value) is str else operator.index(value)
+    return zlib.crc32(shown.encode(), total)
 
 
 class Parts:

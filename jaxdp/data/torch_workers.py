@@ -62,12 +62,6 @@ def started(loader: Any, argument: str) -> Iterator[Any]:
             if end is not None:
                 with contextlib.suppress(AttributeError):  # of parts it has not yet
                     end()
-        if isinstance(error, EOFError | BlockingIOError):  # of a server that has died
-            error.add_note(
-                f"The workers of `{argument}` could not be started; what they have"
-                " printed may say why. A limit on processes (`ulimit -u`) or memory may"
-                " be too low: raise it, or use fewer `num_workers`."
-            )
         if all(frame.f_code is not reduction.dump.__code__ for frame in frames):
             raise
         raise TypeError(
@@ -198,11 +192,7 @@ def safe_workers(loader: Any) -> Iterator[None]:
         dataset = getattr(loader.dataset, "dataset", loader.dataset)  # of `Seeded`
         parts = dataset, loader.collate_fn, loader.worker_init_fn
         modules = {*map(_module_of, parts)}
-        context: Any = multiprocessing.get_context("forkserver")
-        if _has_no_file():
-            context = _sending_definitions(context, "__main__" in modules)
-        else:
-            context = _starting_on_cpu(context)
+        context = _context("__main__" in modules)
         context.set_forkserver_preload(
             [__name__, *_libraries(frozenset({"__main__", *modules}))]
         )
@@ -216,13 +206,26 @@ def safe_workers(loader: Any) -> Iterator[None]:
             loader.multiprocessing_context = users[0]
 
 
-def _starting_on_cpu(context: Any) -> Any:
-    """`context`, whose workers leave GPUs alone before they unpack their dataset, which
-    may hold arrays of JAX's."""
+def _context(has_main: bool) -> Any:
+    """A fork server whose workers leave GPUs alone before they unpack their dataset,
+    which may hold arrays of JAX's.
+
+    Args:
+        has_main: whether they need what the session defines. In a notebook they are
+            sent it.
+    """
+    context: Any = multiprocessing.get_context("forkserver")
+    pickler = _by_value(has_main) if _has_no_file() else None
 
     class Process(context.Process):
         def __reduce__(self) -> Any:
-            return _empty_process, (), vars(self)
+            if pickler is None:
+                return _empty_process, (), vars(self)
+            file = io.BytesIO()
+            by_value = pickler(file)
+            by_value.dump(vars(self))
+            by_value.dump(pickler.classes)
+            return _received, (file.getvalue(),)
 
     return type("Context", (type(context),), {"Process": Process})()
 
@@ -239,13 +242,13 @@ def _has_no_file() -> bool:
     return not getattr(main, "__file__", None) and not getattr(main, "__spec__", None)
 
 
-def _sending_definitions(context: Any, is_needed: bool) -> Any:
-    """`context`, whose workers are sent what is defined in a notebook's cells."""
+def _by_value(is_needed: bool) -> Any:
+    """What pickles definitions of a notebook's cells; None if nothing does."""
     try:
         from cloudpickle import Pickler as ByValue
     except ImportError:
         if not is_needed:
-            return context
+            return None
         raise TypeError(
             "the dataset, `collate_fn` or `worker_init_fn` is defined in this session,"
             " which workers can't import, and cloudpickle, which could send it, is not"
@@ -264,15 +267,7 @@ def _sending_definitions(context: Any, is_needed: bool) -> Any:
                 self.classes.append(value)
             return super().reducer_override(value)
 
-    class Process(context.Process):
-        def __reduce__(self) -> Any:
-            file = io.BytesIO()
-            pickler = Pickler(file)
-            pickler.dump(vars(self))
-            pickler.dump(Pickler.classes)
-            return _received, (file.getvalue(),)
-
-    return type("Context", (type(context),), {"Process": Process})()
+    return Pickler
 
 
 def _received(content: bytes) -> Any:
@@ -280,8 +275,8 @@ def _received(content: bytes) -> Any:
     process = _empty_process()
     unpickler = pickle.Unpickler(io.BytesIO(content))
     vars(process).update(unpickler.load())
-    for each in unpickler.load():  # named tuples, say, that it sends back by name
-        setattr(sys.modules["__main__"], each.__name__, each)
+    for cls in unpickler.load():  # named tuples, say, that it sends back by name
+        setattr(sys.modules["__main__"], cls.__name__, cls)
     return process
 
 

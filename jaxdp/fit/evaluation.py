@@ -19,8 +19,8 @@ from ..engine import Kind, Program
 from ..step import IN_FLIGHT, Batch, Whole, means_of
 from ..strategies.placing import replicated
 from .around import doing, noting
-from .limits import capped
 from .pass_metrics import add_pass_values
+from .progress import capped
 from .resume import taken
 from .snapshot import weights_at
 from .surface import check_callable

@@ -9,7 +9,7 @@ from ..callbacks.base import Hooks
 from ..data import Dispatch, Position, Source, Window, taken
 from ..engine import wait
 from ..step import Batch
-from .limits import Limits
+from .progress import Limits
 
 if TYPE_CHECKING:
     from jaxdp import Trainer

@@ -15,7 +15,7 @@ from ..step import Metrics
 from . import evaluation, resume
 from .around import check_may_train, doing, noting
 from .feed import Feed, blame
-from .limits import Limits, Wanted, capped
+from .progress import Limits, Wanted, capped
 
 if TYPE_CHECKING:
     from jaxdp import Trainer

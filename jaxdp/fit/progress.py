@@ -1,10 +1,14 @@
-"""How far a run is, over fits, kills and resumes: counters, and which batch is next."""
+"""How far a run is, over fits, kills and resumes, and how far a fit goes."""
 
 import threading
+import time
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from ..data import Position, Share, Source
+import numpy as np
+
+from ..basics.arguments import check_count, parse_duration
+from ..data import NO_LOADER, Position, Share, Source
 
 _ONLY: Final = "val"
 """The name of a validation's loader that is the only one."""
@@ -166,3 +170,219 @@ def _by_name(told: Any) -> dict[str, Any]:
     is_of_each = isinstance(told, dict) and told
     is_of_each = is_of_each and all(n.startswith(f"{_ONLY}_") for n in told)
     return told if is_of_each else {_ONLY: told}
+
+
+class Wanted(NamedTuple):
+    """What `Trainer.fit` was asked for: its arguments of the same names."""
+
+    max_epochs: int | None = None
+    max_steps: int | None = None
+    max_time: Any = None
+    min_epochs: int | None = None
+    min_steps: int | None = None
+    limit_train_batches: int | float | None = None
+    limit_val_batches: int | float | None = None
+    check_val_every_n_epoch: int = 1
+    val_check_interval: int | float | None = None
+    fast_dev_run: bool | int = False
+    overfit_batches: int | float | None = None
+
+    def of_fast_dev_run(self, epoch: int) -> "Wanted":
+        """One epoch of as many batches as `fast_dev_run` says, and a validation."""
+        batches = int(self.fast_dev_run)
+        return Wanted(
+            max_epochs=epoch + 1,
+            max_time=self.max_time,
+            limit_train_batches=batches,
+            limit_val_batches=batches,
+            fast_dev_run=self.fast_dev_run,
+            overfit_batches=self.overfit_batches,
+        )
+
+
+class Limits:
+    """The resolved limits of one fit, whose steps `accumulate` so many batches."""
+
+    def __init__(
+        self, train: Source, vals: Mapping[str, Source], wanted: Wanted, accumulate: int
+    ):
+        max_epochs, max_steps, max_time, min_epochs, min_steps = wanted[:5]
+        ends = max_steps, max_time, wanted.limit_train_batches
+        if train.loader is NO_LOADER and ends == (None, None, None):
+            raise ValueError(
+                "`fit` was given no `train_loader`, so that an epoch has no end; pass"
+                " `max_steps`, `max_time`, or as `limit_train_batches` the number of"
+                " steps of an epoch."
+            )
+        every_n_epoch = wanted.check_val_every_n_epoch
+        if max_epochs is None and max_steps is None and max_time is None:
+            max_epochs = 1
+        for name, value in (("max_epochs", max_epochs), ("max_steps", max_steps)):
+            if value is not None and value != -1:
+                check_count(name, value, least=0)
+        for name, least, most in (
+            ("epochs", min_epochs, max_epochs),
+            ("steps", min_steps, max_steps),
+        ):
+            if least is not None:
+                check_count(f"min_{name}", least, least=0)
+            if least is not None and most not in (None, -1) and least > most:
+                raise ValueError(
+                    f"`min_{name}`={least} is more than `max_{name}`={most}; pass a"
+                    f" larger `max_{name}`."
+                )
+        check_count("check_val_every_n_epoch", every_n_epoch)
+
+        # Totals of a run; -1 is none.
+        self.max_epochs = None if max_epochs == -1 else max_epochs
+        self.max_steps = None if max_steps == -1 else max_steps
+        self.min_epochs, self.min_steps = min_epochs or 0, min_steps or 0
+        self.seconds: float | None = None
+        if max_time is not None:
+            self.seconds = parse_duration(max_time, "max_time")
+        self.deadline: float | None = None
+
+        # When to validate, and on how much.
+        self.check_val_every_n_epoch = every_n_epoch
+        limit = wanted.limit_val_batches
+        self.val_limits = {
+            name: capped("limit_val_batches", limit, val.num_batches)
+            for name, val in vals.items()
+        }
+        counts = [_least(v.sure_batches, self.val_limits[n]) for n, v in vals.items()]
+        known = [count for count in counts if count is not None]
+        self.val_batches = sum(known) if len(known) == len(vals) > 0 else None
+        self.skips_validation = 0 in self.val_limits.values()
+
+        # How long an epoch is, where that is known.
+        self.train_batches = capped(
+            "limit_train_batches", wanted.limit_train_batches, train.num_batches
+        )
+        per_epoch = _least(train.num_batches, self.train_batches)
+        self._is_sized = train.num_batches is not None
+        self._whole = _least(train.sure_batches, self.train_batches)
+        self.val_interval = self._interval(wanted.val_check_interval, per_epoch)
+        self.accumulate = accumulate
+        self.batches_per_epoch = per_epoch
+        self.steps_per_epoch = self.steps_by(accumulate)
+
+    def steps_by(self, accumulate: int) -> int | None:
+        """Optimizer steps of an epoch, of so many batches each."""
+        batches = self.batches_per_epoch
+        return None if batches is None else -(-batches // accumulate)
+
+    def is_short(self, batches_done: int) -> bool:
+        """Whether an epoch of unknown length was to have more batches than these."""
+        limit = self.train_batches
+        return not self._is_sized and limit is not None and batches_done < limit
+
+    def start_clock(self) -> None:
+        """From now on `max_time` counts."""
+        if self.seconds is not None:
+            self.deadline = time.monotonic() + self.seconds
+
+    def is_finished(self, batches_done: int) -> bool:
+        """Whether so many batches are known to be a whole epoch."""
+        return self._whole is not None and batches_done >= self._whole
+
+    def time_is_up(self) -> bool:
+        """Whether `max_time` is over, by this process's clock."""
+        return self.deadline is not None and time.monotonic() >= self.deadline
+
+    def done(self, step: int, epoch: int) -> bool:
+        """Whether the fit is over, so many steps and epochs done, but for its time."""
+        if self.max_steps is not None and step >= self.max_steps:
+            return True
+        return self.max_epochs is not None and epoch >= self.max_epochs
+
+    def may_stop(self, step: int, epoch: int) -> bool:
+        """Whether so many steps and epochs are enough to end the fit early."""
+        return step >= self.min_steps and epoch >= self.min_epochs
+
+    def steps_until_stop(self, step: int, batches_done: int) -> int | None:
+        """Steps until `min_steps`, `max_steps` or a validation inside the epoch; None:
+        no such."""
+        stops = [] if self.max_steps is None else [self.max_steps - step]
+        stops += [self.min_steps - step] if step < self.min_steps else []
+        if self.val_interval is not None:
+            left = self.val_interval - batches_done % self.val_interval
+            stops.append(-(-left // self.accumulate))
+        return min(stops, default=None)
+
+    def interval_is_up(self, epoch: int, batches_done: int, validated_at: int) -> bool:
+        """Whether `val_check_interval` asks for a validation at this place, the last
+        one having been after so many batches of the epoch."""
+        every = self.val_interval
+        if every is None or (epoch + 1) % self.check_val_every_n_epoch:
+            return False
+        return batches_done // every > validated_at // every
+
+    def epoch_is_due(self, epoch: int) -> bool:
+        """Whether epoch number `epoch` ends with a validation."""
+        every = self.check_val_every_n_epoch
+        return self.val_interval is None and (epoch + 1) % every == 0
+
+    def _interval(self, interval: Any, per_epoch: int | None) -> int | None:
+        if interval is None:
+            return None
+        if isinstance(interval, float):
+            check_limit("val_check_interval", interval)
+            if interval == 0:
+                raise ValueError("`val_check_interval`=0.0: it must be more than 0.")
+            if per_epoch is None and interval == 1:
+                return None  # at the end of an epoch validation comes anyway
+            if per_epoch is None:
+                raise ValueError(
+                    f"`val_check_interval`={interval} is a share of an epoch, and the"
+                    " length of `train_loader` is not known; pass a number of batches."
+                )
+            return max(1, int(per_epoch * interval))
+        check_count("val_check_interval", interval)
+        if per_epoch is not None and interval > per_epoch:
+            raise ValueError(
+                f"`val_check_interval`={interval} is more than the {per_epoch} batches"
+                " of an epoch, so there would be no validation; use"
+                " `check_val_every_n_epoch` for less than one per epoch."
+            )
+        return int(interval)
+
+
+def _least(*counts: int | None) -> int | None:
+    return min((count for count in counts if count is not None), default=None)
+
+
+def check_limit(name: str, limit: Any) -> None:
+    """Raises unless `limit` is None, a number of batches or a share of them."""
+    if limit is None:
+        return
+    is_whole = isinstance(limit, int | np.integer) and not isinstance(limit, bool)
+    if not is_whole and not isinstance(limit, float):
+        raise TypeError(
+            f"`{name}` must be an int (batches) or a float (share of them); got"
+            f" {limit!r} of type {type(limit).__name__}."
+        )
+    if is_whole and limit < 0:
+        raise ValueError(f"`{name}` must be 0 or more batches; got {limit}.")
+    if not is_whole and not 0 <= limit <= 1:
+        raise ValueError(f"`{name}` as a share must be from 0.0 to 1.0; got {limit}.")
+
+
+def capped(name: str, limit: int | float | None, available: int | None) -> int | None:
+    """`limit` in batches: a float is a share of the `available` ones."""
+    check_limit(name, limit)
+    if limit is None or (isinstance(limit, float) and limit == 1.0):
+        return None  # all of them, however many come
+    if not isinstance(limit, float):
+        return int(limit)
+    if available is None:
+        raise ValueError(
+            f"`{name}`={limit} is a share of an epoch, and the length of the loader is"
+            " not known; pass a number of batches."
+        )
+    count = int(available * limit)
+    if count == 0 and limit and available:
+        raise ValueError(
+            f"`{name}`={limit} of {available} batches is less than one batch; pass a"
+            " larger share, a number of batches, or 0 for none."
+        )
+    return count

@@ -25,6 +25,7 @@ from torch.utils.data import (  # noqa: E402
 from jaxdp import SingleDevice, Trainer  # noqa: E402
 from jaxdp.data import Position, open_loader  # noqa: E402
 from jaxdp.data.random_states import states_of, torch_generators  # noqa: E402
+from jaxdp.data.torch_source import noted  # noqa: E402
 
 X, Y = rows(24)
 DATA = TensorDataset(torch.from_numpy(X), torch.from_numpy(Y))
@@ -172,6 +173,14 @@ def test_other_rows_after_a_resume_are_noticed(tmp_path, steps, sampler):
 @pytest.mark.parametrize("sampler", [Same, Tells, lambda: Draws(24)])
 def test_the_same_rows_after_a_resume_are_no_cause_for_alarm(tmp_path, steps, sampler):
     assert resumed_after(steps, tmp_path, sampler) == []
+
+
+def test_index_lists_are_noted_by_their_numbers():
+    for kind in (int, np.int64, torch.tensor):
+        first, second = [kind(3), kind(1)], [kind(2), kind(0)]
+        assert noted(second, noted(first, 0)) != noted(first, noted(second, 0))
+    assert noted([3, 1], 0) == noted(np.array([3, 1]), 0) == noted([np.int64(3), 1], 0)
+    assert noted([1], noted([object()], 0)) is None
 
 
 def test_each_generator_is_found_once_by_its_path():

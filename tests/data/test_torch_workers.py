@@ -20,7 +20,7 @@ from jaxdp.callbacks import ModelCheckpoint  # noqa: E402
 from jaxdp.data import Position, open_loader  # noqa: E402
 from jaxdp.data.conversion import to_host  # noqa: E402
 from jaxdp.data.torch_source import TorchSource  # noqa: E402
-from jaxdp.data.torch_workers import PIPE_BYTES, started  # noqa: E402
+from jaxdp.data.torch_workers import PIPE_BYTES  # noqa: E402
 
 
 def linear():
@@ -40,18 +40,6 @@ def test_a_worker_that_imports_a_script_that_trains_says_so_at_once(
         ):
             train(DataLoader(Squares(), 4))
     assert not (tmp_path / "checkpoints").exists()
-
-
-@pytest.mark.parametrize("error", [EOFError("unexpected EOF"), BlockingIOError(11, "")])
-def test_workers_that_a_limit_keeps_from_starting(error):
-    class Loader:
-        def __iter__(self):
-            raise error
-
-    with pytest.raises(type(error)) as caught:
-        started(Loader(), "train_loader")
-    assert "`train_loader` could not be started" in caught.value.__notes__[0]
-    assert "`ulimit -u`" in caught.value.__notes__[0]
 
 
 def test_workers_that_last_end_with_the_fit():
