@@ -14,6 +14,7 @@ from ..basics.arguments import check_count
 from ..basics.tree import leaf_path
 from .model_call import call_model
 from .objective import Objective, Values
+from .returned import Returned
 from .state import MaskAndKeys
 from .value_fn import offered
 
@@ -155,17 +156,13 @@ class OfMembers:
         def of_one(model: PyTree, state: PyTree, own: MaskAndKeys) -> Any:
             result = self.objective(model, state, batch, own, bound_axes)
             traced[:] = [result]
-            kept = result.values, result.weights, result.model_state, result.outputs
-            return *kept, result.hidden
+            values = {name: one.values for name, one in result.by_name.items()}
+            weights = {name: one.weights for name, one in result.by_name.items()}
+            return values, weights, result.model_state, result.outputs
 
         try:
-            values, weights, new_state, outputs, hidden = over_members(
-                of_one,
-                self.ensemble.size,
-                model,
-                model_state,
-                rows,
-                (-1, None, 0, 1, 0),
+            values, weights, new_state, outputs = over_members(
+                of_one, self.ensemble.size, model, model_state, rows, (-1, None, 0, 1)
             )
         except ValueError as error:
             if "out_axes" not in str(error):
@@ -178,20 +175,9 @@ class OfMembers:
                 " metric, put it into a dict: (loss, {'name': value})."
             ) from None
         (one,) = traced
-        return one._replace(
-            # Dicts lose their order on their way through JAX.
-            values={name: values[name] for name in one.values},
-            members=self.ensemble.named,
-            weights={
-                name: weights[of]
-                for of in one.weights
-                for name in (of, *self.ensemble.names(of))
-            },
-            model_state=new_state,
-            outputs=outputs,
-            pairs={},  # weights of parameters differ by member
-            hidden=None if hidden is None else hidden.any(axis=0),
-        )
+        # Dicts lose their order on their way through JAX. Weights are checked above.
+        by_name = {name: Returned(values[name], weights[name]) for name in one.by_name}
+        return one._replace(by_name=by_name, model_state=new_state, outputs=outputs)
 
 
 def call_members(

@@ -69,7 +69,7 @@ class Metrics(Mapping[str, Any]):
 
     Args:
         facts: the names of `means`.
-        means: the values in their order, and what is for `check_gradients`.
+        means: the values in their order.
         inside: values from `Callback.inside_step`.
         index: which step of a dispatch of several this is.
     """
@@ -136,8 +136,6 @@ class Sums:
 
     sums: Any
     weights: Any
-    hidden: Any
-    """How many rows' losses have NaN or infinity of weight 0; None without weights."""
     facts: Facts = dataclasses.field(metadata={"static": True})
 
     def __add__(self, other: "Sums") -> "Sums":
@@ -199,26 +197,39 @@ def facts_of(
     Args:
         interact: whether rows are known to depend on each other.
     """
-    names, weighted = tuple(found.values), tuple(found.weights)
+    names, weighted = tuple(found.by_name), tuple(weights_of(found, ensemble))
     if ensemble is not None:
         names += tuple(one for name in names for one in ensemble.names(name))
     check_count(names + weighted, most)
     least = int(ensemble is not None)  # the axis of members
-    scalars = any(value.ndim == least for value in found.values.values())
+    scalars = any(one.values.ndim == least for one in found.by_name.values())
     return Facts(names, scalars or interact, found.num_classes, found.notes, weighted)
 
 
-def sums_of(found: Values, mask: Array, facts: Facts) -> Sums:
+def weights_of(found: Values, ensemble: Ensemble | None) -> dict[str, Array]:
+    """The weights of values by name, those of members too."""
+    names_of = ensemble.names if ensemble is not None else lambda _: ()
+    return {
+        name: result.weights
+        for of, result in found.by_name.items()
+        if result.weights is not None
+        for name in (of, *names_of(of))
+    }
+
+
+def sums_of(
+    found: Values, mask: Array, facts: Facts, ensemble: Ensemble | None
+) -> Sums:
     """Sums over the real rows of a micro-batch, of its loss and of each metric."""
-    seen = found.values, found.weights
+    seen = {name: result.values for name, result in found.by_name.items()}
+    seen = seen, weights_of(found, ensemble)
     values, weights = seen if facts.rows_interact else mark_values(seen)
-    over = _over_rows if found.members is None else jax.vmap(_over_rows, (-1, None))
+    over = _over_rows if ensemble is None else jax.vmap(_over_rows, (-1, None))
     sums = {name: over(value, mask) for name, value in values.items()}
-    if found.members is not None:  # of sums: under Members no rows are exchanged
-        sums = found.members(sums)
+    if ensemble is not None:  # of sums: under Members no rows are exchanged
+        sums = ensemble.named(sums)
     weights = {name: _over_rows(weight, mask) for name, weight in weights.items()}
-    hidden = None if found.hidden is None else _over_rows(found.hidden, mask)
-    return Sums(sums, weights, hidden, facts)
+    return Sums(sums, weights, facts)
 
 
 def _over_rows(value: Array, mask: Array) -> Array:
@@ -257,27 +268,6 @@ def with_names(
             " `epoch`, `step`) must differ in their names. Rename yours."
         )
     return inside | more
-
-
-def tells_of_gradients(facts: Facts, means: Any) -> bool:
-    """Whether the means of a step have what `check_gradients` reads."""
-    return bool(facts.weighted) and means.shape[-1] > len(facts.names)
-
-
-def check_gradients(means: Any) -> None:
-    """Raises if a gradient was NaN for the sake of what has no weight.
-
-    Args:
-        means: of a step, or of several, with weights. It must be done: else this waits.
-    """
-    if np.asarray(means)[..., -1].any():  # waits for the device
-        raise ValueError(
-            "the gradient is NaN, though the loss is a number: values of weight 0 are"
-            " NaN or infinite. They are left out of the loss, but what computes"
-            " them has no finite gradient. Replace what leads to them before the"
-            " loss, in the data or by jnp.where(weight > 0, x, 0). (This was seen up to"
-            f" {IN_FLIGHT} steps after it happened.)"
-        )
 
 
 def means_of(totals: np.ndarray, facts: Facts) -> dict[str, float]:

@@ -28,15 +28,13 @@ from .model_call import (
 )
 from .returned import (
     UNWRAPPED,
-    Found,
+    Returned,
     checked,
     describe,
     is_pair,
-    notes_on_pairs,
-    weighing,
+    notes_on,
     without_ignored,
 )
-from .row_mixing import mark_rows, mark_values, values_mix_rows
 from .state import MaskAndKeys
 from .whole import KeyData, as_given, is_whole, plain
 
@@ -44,8 +42,9 @@ from .whole import KeyData, as_given, is_whole, plain
 class Values(NamedTuple):
     """What an objective makes of one batch."""
 
-    values: dict[str, Array]
-    """`"loss"` first; each `(rows,)`, or `()` for a mean over the batch."""
+    by_name: dict[str, Returned]
+    """`"loss"` first; values are `(rows,)`, or `()` for a mean over the batch. Of an
+    ensemble they have an axis of members behind the rows."""
     model_state: PyTree
     num_classes: int | None
     """The bound that integer labels must keep, where the loss implies one."""
@@ -53,15 +52,6 @@ class Values(NamedTuple):
     """What the user is to be told of the values, once."""
     outputs: PyTree = None
     """`(predictions, targets)` where they are kept, leaves `(rows, ...)`."""
-    weights: Mapping[str, Array] = {}
-    """`(rows,)`, of the values that have weights, which are multiplied by them."""
-    pairs: Mapping[str, Array] = {}
-    """The weights that values were returned with, as they were."""
-    hidden: Array | None = None
-    """`(rows,)`, of a loss with weights: whether NaN or infinity has a weight of 0."""
-    members: Callable[[Mapping[str, Array]], dict[str, Array]] | None = None
-    """Of an ensemble, each of whose `values` has an axis of members behind the rows:
-    sums of them, `(members,)`, to those that are logged."""
 
 
 class CriterionObjective:
@@ -108,10 +98,11 @@ class CriterionObjective:
             )
             for name, criterion in self.criteria.items()
         }
-        values = {name: losses.per_row(one.values) for name, one in by_name.items()}
-
-        # What the user is to be told of them.
-        notes = *notes_on_pairs(by_name), *_notes_on_scalars("`metrics`", values)
+        by_name = {
+            name: one._replace(values=losses.per_row(one.values))
+            for name, one in by_name.items()
+        }
+        notes = notes_on("`metrics`", by_name, scalars=True)
         if weight is not None:
             note = "batches are (x, y, weight): the loss and metrics are weighted means"
             notes = note, *notes
@@ -120,8 +111,7 @@ class CriterionObjective:
         outputs = None
         if self.keeps_outputs:
             outputs = _checked_outputs((prediction, given), len(rows.mask))
-        others = model_state, num_classes, notes, outputs
-        return Values(values, *others, **weighing(by_name))
+        return Values(by_name, model_state, num_classes, notes, outputs)
 
 
 class LossFnObjective:
@@ -195,14 +185,9 @@ class LossFnObjective:
             losses.check_metric_name("`loss_fn`", name)
             argument = f"`loss_fn`: metric {name!r}"
             by_name[name] = checked(argument, name, value, num_rows)
-        values = {name: each.values for name, each in by_name.items()}
-        # Of one row, which may be a batch without rows, they are no means.
-        scalars = ()
-        if num_rows > 1:
-            scalars = _notes_on_scalars("`loss_fn`: metric", values)
-        notes = *notes_on_pairs(by_name), *scalars
-        others = model_state, None, notes, outputs
-        return Values(values, *others, **weighing(by_name))
+        # Of one row, which may be a batch without rows, scalars are no means.
+        notes = notes_on("`loss_fn`: metric", by_name, scalars=num_rows > 1)
+        return Values(by_name, model_state, None, notes, outputs)
 
     def _bind(
         self, given: tuple[Any, ...], offered: dict[str, Any]
@@ -333,20 +318,6 @@ def _loss_and_metrics(result: Any) -> tuple[Any, Mapping[str, Any]]:
     return result
 
 
-def _notes_on_scalars(argument: str, values: Mapping[str, Array]) -> tuple[str, ...]:
-    """Notes on scalars among the metrics; none on the loss, which most often is a mean
-    over rows."""
-    return tuple(
-        f"{argument} {name!r} is a scalar: over an epoch or a data set it is the"
-        " mean over batches, weighted by their rows. One value per row, (rows,),"
-        " would be averaged exactly; for metrics that are not means over rows,"
-        " such as F1 or a correlation, compute the exact value from"
-        " trainer.predict"
-        for name, value in values.items()
-        if value.ndim == 0 and name != "loss"
-    )
-
-
 def _is_named(criterion: losses.Criterion) -> bool:
     """Whether it is one of ours, which work on rows one by one."""
     return criterion in losses.METRICS.values()
@@ -359,7 +330,7 @@ def _of_criterion(
     target: Any,
     weight: Array | None,
     rows: int,
-) -> Found:
+) -> Returned:
     """What a criterion gives, weighted if the batch is."""
     argument = "`loss`" if name == "loss" else f"`metrics`: {name!r}"
     if criterion not in losses.LOSSES.values():
@@ -391,8 +362,7 @@ def _of_criterion(
             f" {prediction.shape}. It is called with a whole batch; if it is written"
             " for one example, wrap it in jax.vmap."
         )
-    result = checked(argument, name, value, rows, weight=weight, is_criterion=True)
-    return result._replace(hidden=None) if is_named else result  # nothing is left
+    return checked(argument, name, value, rows, weight=weight, is_criterion=True)
 
 
 def _is_for_one_row(
@@ -407,13 +377,8 @@ def _is_for_one_row(
     if not is_label or value.shape != picked or value.ndim == target.ndim:
         return False
 
-    def of_rows(prediction: Array, target: Array) -> Array:
-        return mark_values(criterion(*mark_rows((prediction, target))))
-
     with contextlib.suppress(Exception):  # what fails for one row is not for one
-        alone = jax.eval_shape(jax.vmap(criterion), prediction, target)
-        if alone.ndim < value.ndim:
-            return values_mix_rows(jax.make_jaxpr(of_rows)(prediction, target))
+        return jax.eval_shape(jax.vmap(criterion), prediction, target).ndim < value.ndim
     return False
 
 

@@ -23,7 +23,7 @@ UNWRAPPED = (
 )
 
 
-class Found(NamedTuple):
+class Returned(NamedTuple):
     """A loss or a metric."""
 
     values: Array
@@ -31,8 +31,6 @@ class Found(NamedTuple):
     weights: Array | None = None
     own: Array | None = None
     """The weights as they were returned beside the values."""
-    hidden: Array | None = None
-    """See `Values.hidden`."""
 
 
 def checked(
@@ -43,7 +41,7 @@ def checked(
     *,
     weight: Array | None = None,
     is_criterion: bool = False,
-) -> Found:
+) -> Returned:
     """A floating array with the rows, or a scalar; or one that is weighted.
 
     What a criterion gives for a row may have more axes.
@@ -68,19 +66,17 @@ def checked(
         )
     wide = jnp.promote_types(value.dtype, jnp.float32)
     if weight is None:
-        return Found(value if name == "loss" else value.astype(wide))
+        return Returned(value if name == "loss" else value.astype(wide))
 
     # The sums over each row of values times weights, and of the weights.
     if weight.ndim < value.ndim:
         value = losses.per_row(value)
     weight = jax.lax.stop_gradient(weight).astype(wide)
     products = jnp.where(weight == 0, 0, value.astype(wide) * weight)
-    hidden = (weight == 0) & ~jnp.isfinite(value)
-    return Found(
+    return Returned(
         products.reshape(rows, -1).sum(axis=1),
         weight.reshape(rows, -1).sum(axis=1),
         row_weights,
-        hidden.reshape(rows, -1).any(axis=1),
     )
 
 
@@ -131,25 +127,27 @@ def check_depends(loss: Array, params: PyTree) -> None:
         )
 
 
-def weighing(found: Mapping[str, Found]) -> dict[str, Any]:
-    """The fields of `Values` that are about weights."""
-    return {
-        "weights": {n: f.weights for n, f in found.items() if f.weights is not None},
-        "pairs": {
-            n: result.own for n, result in found.items() if result.own is not None
-        },
-        "hidden": found["loss"].hidden,
-    }
-
-
-def notes_on_pairs(found: Mapping[str, Found]) -> tuple[str, ...]:
-    """What else two arrays might mean: the loss, and a value to be shown beside it."""
-    names = [name for name, result in found.items() if result.own is not None]
-    return tuple(
+def notes_on(
+    argument: str, by_name: Mapping[str, Returned], *, scalars: bool
+) -> tuple[str, ...]:
+    """What the user is told of pairs, which might mean a loss and a value to be shown
+    beside it, and of `scalars`; not of a scalar loss, most often a mean over rows."""
+    pairs = (
         f"{'the loss' if name == 'loss' else f'metric {name!r}'} is a pair (values,"
         " weights): the second is the weight of the first"
-        for name in names
+        for name, result in by_name.items()
+        if result.own is not None
     )
+    means = (
+        f"{argument} {name!r} is a scalar: over an epoch or a data set it is the"
+        " mean over batches, weighted by their rows. One value per row, (rows,),"
+        " would be averaged exactly; for metrics that are not means over rows,"
+        " such as F1 or a correlation, compute the exact value from"
+        " trainer.predict"
+        for name, result in by_name.items()
+        if scalars and result.values.ndim == 0 and name != "loss"
+    )
+    return *pairs, *means
 
 
 def without_ignored(weight: Array, *trees: PyTree) -> tuple[PyTree, ...]:

@@ -186,10 +186,6 @@ class Steps(NamedTuple):
             finite = all_finite((means[0], grads))
             new, named = unless_nonfinite(state, new, means, finite)
             inside = with_names(inside, named, summed.facts)
-        elif summed.hidden is not None:
-            # Behind the means, where names don't reach; see `check_gradients`.
-            spoilt = (summed.hidden > 0) & ~all_finite(grads)
-            means = jnp.append(means, spoilt.astype(means.dtype))
         return new, Metrics(summed.facts, means, inside)
 
     def _after_update(
@@ -299,14 +295,15 @@ class Steps(NamedTuple):
                 result = objective(
                     model, model_state, batch, rows, collectives.axis_names
                 )
-                check_depends(result.values["loss"], params)
-                if "loss" in result.pairs:
+                returned = result.by_name["loss"]
+                check_depends(returned.values, params)
+                if returned.own is not None:
 
-                    def weights_of(params: PyTree) -> Array:
+                    def weights_of(params: PyTree) -> Any:
                         model = self._model(params, buffers)
                         there = computing(model, self.precision), model_state, batch
                         of_rows = objective(*there, rows, collectives.axis_names)
-                        return of_rows.pairs["loss"]
+                        return of_rows.by_name["loss"].own
 
                     check_constant(weights_of, params)
 
@@ -395,7 +392,7 @@ class Steps(NamedTuple):
         facts = facts_of(found, self.ensemble, self.most_values, interact=interact)
         if facts.rows_interact:
             collectives.need_all_rows()
-        return sums_of(found, mask, facts)
+        return sums_of(found, mask, facts, self.ensemble)
 
     def _predictions(
         self, collectives: Collectives, weights: Weights, groups: Sequence[Group]
