@@ -16,27 +16,24 @@ listens any more. Like JAX's service it asks for no credentials.
 """
 
 import contextlib
+import glob
 import json
 import math
 import os
+import re
 import socket
-import sys
 import time
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jax
 
-from ..basics import coordination
 from ..basics.arguments import check_number
-from ..basics.console import Outlet, listed, say
+from ..basics.console import listed, say
 from ..basics.environment import versions
 from ..basics.files import check_fields, parse_json
 from ..basics.process import is_imported_by_a_worker
-from . import meetings
-from .launchers import Rank, bind_host, find_rank, join_address, started_several
-from .signals import is_stop
+from .signals import end_at_once_by_exceptions
 
 _PATIENCE: Final = 10.0  # seconds after which it is said who is missing
 _MORE_TIME: Final = 3.0  # in which processes may still come to hear what is wrong
@@ -45,6 +42,43 @@ _MOST_BYTES: Final = 4096  # of a line; who sends more is none of us
 
 _CARD: Final = {"job": str, "process": int, "of": int, "name": str, "facts": dict}
 _ANSWER: Final = {"job": str, "wrong": str, "missing": str}
+
+_COUNTS: Final = {
+    "torchrun": "WORLD_SIZE",
+    "srun": "SLURM_STEP_NUM_TASKS",
+    "mpirun": "OMPI_COMM_WORLD_SIZE",
+    "JAX_NUM_PROCESSES": "JAX_NUM_PROCESSES",
+}
+"""The variable in which a launcher tells how many processes it has started."""
+
+_LOCAL: Final = {
+    "torchrun": ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    "mpirun": ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    "srun": ("SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+}
+"""In which variables a launcher tells the number of a process among those of its
+machine, and how many these are."""
+
+
+class Rank(NamedTuple):
+    """One process among those of a job."""
+
+    index: int
+    count: int
+    host: str
+    """Where process 0 is, as the others reach it."""
+    port: int
+    job: str = ""
+    """The same for all processes of this start of the job, if it is known."""
+    devices: Sequence[int] | None = None
+    """The GPUs of its machine that this process uses; None: all that it sees."""
+    note: str = ""
+    """What to say of these."""
+
+    @property
+    def address(self) -> str:
+        return join_address(self.host, self.port)
+
 
 _is_alone_on_purpose = False
 
@@ -141,7 +175,7 @@ def initialize(
 def forgotten() -> str | None:
     """A warning, if there are other processes in the environment only."""
     is_started = jax.distributed.is_initialized() or _is_alone_on_purpose
-    several = started_several()
+    several = _started_several()
     if is_started or is_imported_by_a_worker() or several is None:
         return None
     launcher, count = several
@@ -162,13 +196,7 @@ def _facts() -> dict[str, str]:
 
 
 def call_the_roll(rank: Rank, facts: dict[str, str], timeout: float, bind: str) -> None:
-    """Waits until all processes are there, and compares their `facts`.
-
-    Raises:
-        OSError: if process 0 can't listen at the address `bind`.
-        TimeoutError: if somebody is missing after `timeout`.
-        RuntimeError: if the processes don't belong together.
-    """
+    """Waits until all processes are there, and raises unless their `facts` agree."""
     name = f"{socket.gethostname()}, pid {os.getpid()}"
     card = {"job": rank.job, "process": rank.index, "of": rank.count, "name": name}
     take_part = _as_guest if rank.index else _as_host
@@ -242,17 +270,9 @@ def _send(sock: socket.socket, message: Any) -> None:
 
 def _received(sock: socket.socket, seconds: float, types: Any, job: str) -> Any:
     """The line of JSON of this job that comes in time, or None."""
-    end, line = time.monotonic() + seconds, b""
-    with contextlib.suppress(OSError, ValueError):
-        while not line.endswith(b"\n"):
-            sock.settimeout(max(1e-3, end - time.monotonic()))
-            part = sock.recv(_MOST_BYTES + 1 - len(line))
-            if not part or time.monotonic() > end:
-                return None
-            line += part
-        if len(line) > _MOST_BYTES:
-            return None
-        message = parse_json(line)
+    sock.settimeout(seconds)
+    with contextlib.suppress(OSError, ValueError), sock.makefile("rb") as lines:
+        message = parse_json(lines.readline(_MOST_BYTES))
         check_fields(message, types, "message")
         return message if message["job"] == job else None
     return None
@@ -288,33 +308,192 @@ def _listener(rank: Rank, host: str) -> socket.socket:
     return server
 
 
-def end_at_once_by_exceptions() -> None:
-    """Has an exception that nobody catches printed, and then the process ended.
+# Which of how many processes this one is, with which GPUs: by torchrun or JAX.
 
-    Otherwise this process waits for the others when Python ends, in JAX's `atexit`,
-    and they for this one, whose heartbeat goes on.
+
+def find_rank(
+    address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    timeout: float = 300.0,
+) -> Rank | None:
+    """This process's rank, or None if it was started alone.
+
+    Arguments come first, then JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
+    JAX_PROCESS_ID, then torchrun, and last what JAX detects.
+
+    Raises:
+        ValueError: if something is missing or makes no sense.
     """
-    print_it, process = sys.excepthook, os.getpid()
+    is_told = (address, num_processes, process_id) != (None, None, None)
+    address = address or os.environ.get("JAX_COORDINATOR_ADDRESS") or None
+    if num_processes is None:
+        num_processes = _number("JAX_NUM_PROCESSES", 1)
+    if process_id is None:
+        process_id = _number("JAX_PROCESS_ID")
+    if process_id is None and num_processes is not None:
+        process_id = _number("JOB_COMPLETION_INDEX")  # Kubernetes
+    if num_processes == 1:
+        return None
 
-    def print_and_leave(
-        kind: type[BaseException],
-        exception: BaseException,
-        traceback: TracebackType | None,
-    ) -> None:
-        print_it(kind, exception, traceback)
-        # By a signal that all have heard all end; and a fork is none of them.
-        if is_stop(exception) or os.getpid() != process:
-            return
-        if coordination.is_there():
-            meetings.fail(first_line(exception))
-        for stream in (sys.stdout, sys.stderr):
-            Outlet(stream).flush()
-        os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
+    job, devices, note = "", None, ""
+    if None in (address, num_processes, process_id):
+        launched = _torchrun() or _by_jax(address, num_processes, process_id, timeout)
+        address = address or launched[0]
+        num_processes = num_processes or launched[1]
+        if process_id is None:
+            process_id, (devices, note) = launched[2:]
+        job = "/".join(
+            os.environ.get(f"TORCHELASTIC_{name}", "")
+            for name in ("RUN_ID", "RESTART_COUNT")
+        )
 
-    sys.excepthook = print_and_leave
+    if num_processes == 1:
+        return None
+    if num_processes is None and not is_told and _started_several() is None:
+        return None
+    if address is None or num_processes is None or process_id is None:
+        names = "coordinator_address", "num_processes", "process_id"
+        known = zip(names, (address, num_processes, process_id), strict=True)
+        absent = [name for name, value in known if value is None]
+        raise ValueError(
+            f"`{'`, `'.join(absent)}` is not known: it was not passed, and the"
+            " environment (that of torchrun, or what JAX detects: SLURM, Open MPI 4,"
+            f" TPUs, Kubernetes) does not say it. Pass all of {', '.join(names)}, or"
+            " set JAX_COORDINATOR_ADDRESS=host:port, JAX_NUM_PROCESSES and"
+            " JAX_PROCESS_ID for every process."
+        )
+    if not 0 <= process_id < num_processes:
+        raise ValueError(
+            f"`process_id` must be from 0 to {num_processes - 1}, for"
+            f" `num_processes`={num_processes}; got {process_id}."
+        )
+    host, port = _split(address)
+    return Rank(process_id, num_processes, host, port, job, devices, note)
 
 
-def first_line(exception: BaseException) -> str:
-    """An exception in one line, without a full stop."""
-    text = str(exception).strip().partition("\n")[0][:500]
-    return f"{type(exception).__name__}: {text}".rstrip(".: ")
+def _started_several() -> tuple[str, int] | None:
+    """Which launcher has started several processes, and how many; None if none has."""
+    for launcher, name in _COUNTS.items():
+        value = os.environ.get(name, "")
+        is_there = launcher != "torchrun" or "RANK" in os.environ
+        if is_there and value.isdecimal() and int(value) > 1:
+            return launcher, int(value)
+    return None
+
+
+_Launched = tuple[str | None, int | None, int | None, tuple[list[int] | None, str]]
+"""The address, the number of processes, the index, and what `_own_gpus` gives."""
+
+
+def _torchrun() -> _Launched | None:
+    """torchrun, and what sets its variables, such as a PyTorchJob of Kubeflow."""
+    if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        return None
+    count, local_count = _number("WORLD_SIZE", 1), _number("LOCAL_WORLD_SIZE", 1)
+    is_one_machine = count == local_count
+    host = "127.0.0.1" if is_one_machine else os.environ.get("MASTER_ADDR")
+    # MASTER_PORT itself belongs to torchrun's own store. This port is one that Linux
+    # does not hand out, and another job's is another.
+    port = _number("MASTER_PORT", 1)
+    address = None if host is None or port is None else f"{host}:{61440 + port % 4096}"
+    local = _number("LOCAL_RANK")
+    alone = None if local is None or local_count == 1 else [local]
+    return address, count, _number("RANK"), _own_gpus("torchrun", alone)
+
+
+def _by_jax(
+    address: str | None, count: int | None, index: int | None, timeout: float
+) -> _Launched:
+    from jax._src.clusters import ClusterEnv
+
+    in_pod = "KUBERNETES_SERVICE_HOST" in os.environ
+    if in_pod and "JOB_COMPLETION_INDEX" not in os.environ:
+        # A pod of its own, which JAX takes for a job.
+        return address, count, index, (None, "")
+    detected = ClusterEnv.auto_detect_unset_distributed_params(
+        address, count, index, None, None, int(timeout)
+    )
+    devices = detected[3]
+    is_mpi = "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ
+    gpus = _own_gpus("mpirun" if is_mpi else "srun", list(devices or ()) or None)
+    return *detected[:3], gpus
+
+
+def _number(name: str, least: int = 0) -> int | None:
+    """The value of an environment variable, if it is set."""
+    value = os.environ.get(name)
+    if value is None:
+        return None
+    if not value.isdecimal() or int(value) < least:
+        raise ValueError(
+            f"the environment variable {name} is {value!r}, but must be an integer of"
+            f" {least} or more."
+        )
+    return int(value)
+
+
+def _split(address: str) -> tuple[str, int]:
+    """`"host:port"` in two."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError(
+            "`coordinator_address`, or JAX_COORDINATOR_ADDRESS, must be 'host:port' of"
+            f" process 0, such as '10.0.0.1:1234'; got {address!r}."
+        )
+    return host.strip("[]"), int(port)
+
+
+def bind_host(host: str) -> str:
+    """Where process 0 listens: not to other machines, if all are on this one."""
+    if host in ("localhost", "::1") or host.startswith("127."):
+        return "127.0.0.1" if host == "localhost" else host
+    return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+
+
+def join_address(host: str, port: int) -> str:
+    """An address as JAX takes it: "[fd00::2]:77" for IPv6."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _own_gpus(
+    launcher: str, by_default: list[int] | None
+) -> tuple[list[int] | None, str]:
+    """The share of this process, as many as each other one on its machine, by their
+    numbers among those that CUDA shows; None for all. And what to say of them."""
+    number, counts = (os.environ.get(name, "") for name in _LOCAL[launcher])
+    # SLURM has it for each machine, "8(x2),4": known where all have as many.
+    each = {re.sub(r"\(x\d+\)", "", part) for part in counts.split(",")}
+    seen = _visible()
+    if seen == 0:
+        return None, ""  # CUDA_VISIBLE_DEVICES, being empty, says so
+    is_known = len(each) == 1 and all(map(str.isdecimal, (number, *each)))
+    if not is_known or seen is None:
+        return by_default, ""
+    local, count = int(number), int(each.pop())
+    if count == 1 or (seen == 1 and "CUDA_VISIBLE_DEVICES" in os.environ):
+        return None, ""  # alone, or left one by the launcher
+    if count > seen:
+        return [local], ""  # which JAX refuses where there is none of that number
+    share = seen // count
+    ids = list(range(local * share, (local + 1) * share))
+    note = (
+        f"process {local} of the {count} on this machine uses GPU"
+        f"{'s' * (share > 1)} {', '.join(map(str, ids))} of the {seen} there are"
+    )
+    if left := seen - share * count:
+        note += f"; {left} {'is' if left == 1 else 'are'} left over, since each must"
+        note += " have as many as the others"
+    return ids, f"{note} (`local_device_ids` or JAX_LOCAL_DEVICE_IDS changes it)"
+
+
+def _visible() -> int | None:
+    """How many GPUs CUDA shows to this process, or None if that is not known."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        return len(glob.glob("/dev/nvidia[0-9]*")) or None
+    known = [
+        re.fullmatch(r"\d+|(GPU|MIG)-[\w/-]+", x.strip()) for x in chosen.split(",")
+    ]
+    # What comes behind a wrong one does not count.
+    return [*known, None].index(None)

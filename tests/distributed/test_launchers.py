@@ -10,7 +10,7 @@ import jax
 import pytest
 
 import jaxdp
-from jaxdp.distributed.launchers import Rank, bind_host, find_rank
+from jaxdp.distributed.start import Rank, bind_host, find_rank
 
 TORCHRUN = {
     "RANK": "3",
