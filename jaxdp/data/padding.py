@@ -31,6 +31,7 @@ from .batches import (
 
 _ONE_BLOCK: Final = RowBlocks()
 _LOOK: Final = operator.attrgetter("shape", "dtype")
+_AS_ONE: Final = operator.itemgetter(None)
 _HOST: Final = {np.ndarray}
 
 Leaves = list[Any]
@@ -280,11 +281,10 @@ class Packer:
         # steps wait for it.
         first, last, steps = windows[0][0], self.forms.last, len(windows)
         is_plain = type(first) is tuple and _HOST.issuperset(map(type, first))
-        if last and steps == slots == 1 and is_plain and not self.rows_interact:
-            looks, of_all, *others = last
-            if [*map(_LOOK, first)] == looks:
-                leaves = tuple([leaf[None] for leaf in first])
-                return Dispatch(windows, [Group(leaves, of_all, None)], *others)
+        if last and is_plain and steps == slots == 1 and not self.rows_interact:
+            if [*map(_LOOK, first)] == last[0]:
+                group = Group(tuple(map(_AS_ONE, first)), last[1], None)
+                return Dispatch(windows, [group], *last[2])
 
         formed, counts, are_alike = [], [], not self.rows_interact
         for batch in itertools.chain.from_iterable(windows):
@@ -300,7 +300,7 @@ class Packer:
             known = True, [slots * form.size] * steps, (form.text,), shape
             self.forms.before = {}
             if is_plain and count == 1:
-                self.forms.last = [*map(_LOOK, first)], of_all, *known
+                self.forms.last = [*map(_LOOK, first)], of_all, known
             micros, wholes = [entry[0] for entry in formed], [e[1] for e in formed]
             group = _group(micros, wholes, of_all, form)
             return Dispatch(windows, [group], *known, are_there=_are_there(formed))
