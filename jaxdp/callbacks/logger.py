@@ -138,11 +138,11 @@ class Logger(Callback):
         if not paths:
             return
         numbered = (paths[0].with_name(f"before-{n}") for n in itertools.count(1))
-        names = [path.name for path in paths]
+        names = {path.name for path in paths}
         folder = next(
             folder
             for folder in numbered
-            if not any((folder / name).exists() for name in names)
+            if not folder.exists() or names.isdisjoint(os.listdir(folder))
         )
         folder.mkdir(exist_ok=True)
         for path in paths:

@@ -1,11 +1,10 @@
 """What is known of a run, side by side with others, and as one HTML page."""
 
-import contextlib
 import csv
 import math
 import os
 import string
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from html import escape
 from pathlib import Path
@@ -76,30 +75,23 @@ def read_run(path: str | os.PathLike[str]) -> Run:
             f"`{path}` is not a run: a run is a folder that `CSVLogger(dirpath)` wrote"
             " a metrics.csv to, or its table."
         )
-    with _of_csv_logger(table):
-        columns = _columns(table)
-    record, file = {}, table.with_suffix(".json")
-    if file.is_file():
-        with _of_csv_logger(file):
+    record, file = {}, table
+    try:
+        columns = _columns(file)
+        file = table.with_suffix(".json")
+        if file.is_file():
             record = read_json(file)
             check_fields(record, {part: dict | None for part in _PARTS}, "record")
+    except (csv.Error, OSError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"`{file}` is not what `CSVLogger` writes: {error}. Mend it, or move it"
+            " away."
+        ) from error
 
     name = str(path if path.is_dir() else path.with_suffix(""))
     text = table.with_suffix(PLAN)
     plan = text.read_text(encoding="utf-8") if text.is_file() else None
     return Run(name, record, columns, plan=plan)
-
-
-@contextlib.contextmanager
-def _of_csv_logger(path: Path) -> Iterator[None]:
-    """Has what is wrong with a file say which one it is."""
-    try:
-        yield
-    except (csv.Error, OSError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"`{path}` is not what `CSVLogger` writes: {error}. Mend it, or move it"
-            " away."
-        ) from error
 
 
 def _columns(table: Path) -> dict[str, Points]:
