@@ -20,6 +20,8 @@ def naming(path: str | os.PathLike[str], whose: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if error.errno is None:
+            raise  # of the program, such as a TimeoutError, not of the system
         why = error.strerror or str(error)
         raise OSError(
             error.errno,

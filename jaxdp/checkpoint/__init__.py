@@ -2,14 +2,8 @@
 
 from .folder import CheckpointDir
 from .leaves import arrays_of, frozen_leaves, plain, shape_text
+from .metadata import CheckpointCorrupt, read_meta
 from .orbax_quirks import check_name
-from .restoring import (
-    CheckpointCorrupt,
-    all_or_none,
-    changed_arguments,
-    check_left_out,
-    read_meta,
-    restore,
-)
+from .restoring import all_or_none, changed_arguments, check_left_out, restore
 from .saving import SaveFailed, Saving, start_saving
 from .weights import load_model, read_weights, save_model

@@ -24,8 +24,8 @@ from typing import Any, Final
 
 from ..basics.console import say
 from ..basics.files import absolute, parse_json
+from .metadata import read_meta
 from .orbax_quirks import check_name
-from .restoring import read_meta
 
 try:
     import fcntl

@@ -1,13 +1,22 @@
-"""What the metadata of a checkpoint looks like.
+"""What a checkpoint consists of: its metadata, and the digests of its files.
 
-The state of each callback is for that callback to read, and those of loaders
-(`source`, `place`, `validation`) for `Progress`.
+The state of each callback in the metadata is for that callback to read, and those of
+loaders (`source`, `place`, `validation`) for `Progress`. `files.json` has the SHA-256
+of every file. The SHA-256 of that list is the digest of the checkpoint.
 """
 
+import hashlib
+import json
+import os
 import re
+import stat
+from collections.abc import Iterator
 from typing import Any, Final
 
-from ..basics.files import check_fields
+from ..basics.console import some_of
+from ..basics.environment import versions
+from ..basics.files import absolute, check_fields, parse_json, read_bytes
+from .orbax_quirks import check_name
 
 FORMAT: Final = 3
 """Version of the layout on disk."""
@@ -46,6 +55,13 @@ _SCHEMA: Final = {
     "beside_adapters": dict | None,  # [what, fingerprint] of what was left out
 }
 
+_LIST: Final = "files.json"
+_METADATA: Final = os.path.join("meta", "metadata")
+
+
+class CheckpointCorrupt(ValueError):
+    """A checkpoint is torn or damaged: it is there, but not what was saved."""
+
 
 def check_schema(meta: Any) -> None:
     """Raises a ValueError unless this is the metadata that a trainer saves."""
@@ -53,3 +69,114 @@ def check_schema(meta: Any) -> None:
     # It becomes a part of file names.
     if not re.fullmatch("[0-9a-f]{32}", meta["run_id"]):
         raise ValueError("`metadata.run_id` must be 32 hexadecimal digits")
+
+
+def write_list(path: str) -> None:
+    """Lists the files of the checkpoint `path`."""
+    sums = {name: _sum_of(path, name) for name in _files(path)}
+    with open(os.path.join(path, _LIST), "w", encoding="utf-8") as file:
+        json.dump(sums, file, indent=0, sort_keys=True)
+
+
+def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The JSON of a checkpoint, whole and of the format that this version reads.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError, CheckpointCorrupt, ValueError: as
+            `restore` does.
+    """
+    return read_sealed(absolute(path))[0]
+
+
+def read_sealed(path: str) -> tuple[dict[str, Any], str]:
+    """The metadata of a checkpoint, and the checkpoint's digest."""
+    _check_is_checkpoint(path)
+    try:
+        listed, digest = _read_list(path)
+        content = read_bytes(os.path.join(path, _METADATA))
+        if hashlib.sha256(content).hexdigest() != listed.get(_METADATA):
+            raise ValueError(f"{_METADATA} has changed since it was saved")
+        meta = parse_json(content)
+        check_fields(meta, {"format": int}, "metadata")
+    except (OSError, ValueError) as error:
+        raise _corrupt(path, str(error)) from error
+    if meta["format"] not in FORMATS:
+        wrote = meta.get("versions")
+        wrote = wrote.get("jaxdp") if isinstance(wrote, dict) else "something"
+        raise ValueError(
+            f"`path`: {path} has format {meta['format']}, written by jaxdp {wrote}, and"
+            f" this is jaxdp {versions().get('jaxdp')}, which reads formats"
+            f" {' and '.join(map(str, FORMATS))}; use the version that wrote it."
+        )
+    try:
+        check_schema(meta)
+    except ValueError as error:
+        raise _corrupt(path, f"no trainer has saved its metadata: {error}") from error
+    return meta, digest
+
+
+def check_files(path: str) -> None:
+    """Raises unless the files are those that were saved, and names those that are not.
+
+    What is not listed is not read.
+    """
+    try:
+        listed, _ = _read_list(path)
+        there = set(_files(path))
+        known = there & listed.keys()
+        changed = {name for name in known if _sum_of(path, name) != listed[name]}
+    except (OSError, ValueError) as error:
+        raise _corrupt(path, str(error)) from error
+    if changed := changed | (there ^ listed.keys()):
+        names = some_of(sorted(changed))
+        raise _corrupt(path, f"changed since it was saved, or missing: {names}")
+
+
+def _check_is_checkpoint(path: str) -> None:
+    check_name("path", path, to_read=True)
+    if not os.path.lexists(path):
+        raise FileNotFoundError(f"`path`: there is nothing at {path}.")
+    if not os.path.isdir(path):
+        raise NotADirectoryError(
+            f"`path`: {path} is not a folder, but a checkpoint is one."
+        )
+    inside = sorted(os.listdir(path))
+    if not {"state", "meta"} <= set(inside):
+        steps = [name for name in inside if name.isdecimal()]
+        hint = f" It has checkpoints in it: {', '.join(steps[:20])}." if steps else ""
+        raise FileNotFoundError(
+            f"`path`: there is no checkpoint at {path} (a folder with `state` and"
+            f" `meta` in it).{hint}"
+        )
+    for folder, folders, files in os.walk(path):
+        for name in (*folders, *files):
+            mode = os.lstat(os.path.join(folder, name)).st_mode
+            if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
+                kind = "symbolic link" if stat.S_ISLNK(mode) else "special file"
+                raise _corrupt(
+                    path, f"{name} in it is a {kind}, which jaxdp never writes"
+                )
+
+
+def _corrupt(path: str, how: str) -> CheckpointCorrupt:
+    return CheckpointCorrupt(f"`path`: the checkpoint {path} is damaged: {how}.")
+
+
+def _read_list(path: str) -> tuple[dict[str, str], str]:
+    content = read_bytes(os.path.join(path, _LIST))
+    listed = parse_json(content)
+    if not isinstance(listed, dict):
+        raise ValueError(f"{_LIST} is not a list of files")
+    return listed, hashlib.sha256(content).hexdigest()
+
+
+def _sum_of(path: str, name: str) -> str:
+    with open(os.path.join(path, name), "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _files(path: str) -> Iterator[str]:
+    for item in ("state", "meta"):
+        for folder, _, files in os.walk(os.path.join(path, item)):
+            for name in files:
+                yield os.path.relpath(os.path.join(folder, name), path)

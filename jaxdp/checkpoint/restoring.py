@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -10,11 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from ..basics.arguments import check_is_local
-from ..basics.environment import versions
-from ..basics.files import absolute, check_fields
+from ..basics.files import absolute
 from ..distributed import Processes, find_processes
 from ..step import TrainState
-from . import seal
 from .leaves import (
     EVALUATED,
     Named,
@@ -32,12 +29,8 @@ from .leaves import (
     unname_leaves,
     with_elements,
 )
-from .metadata import FORMATS, check_schema
-from .orbax_quirks import check_name, quiet_orbax
-
-
-class CheckpointCorrupt(ValueError):
-    """A checkpoint is torn or damaged: it is there, but not what was saved."""
+from .metadata import CheckpointCorrupt, check_files, read_sealed
+from .orbax_quirks import quiet_orbax
 
 
 def restore(
@@ -71,19 +64,19 @@ def restore(
         return like({name: shape_in(text) for name, text in meta["leaves"].items()})
 
     def check() -> str:
-        meta, digest = _read_meta(path)
+        meta, digest = read_sealed(path)
         leaves = name_leaves(wanted(meta))
         stored = {n: meta["leaves"][s] for n, s in _names_in(meta, evaluated).items()}
         stored |= left_out(meta)
         now = shapes(of_weights(leaves) if evaluated else leaves)
         check_same(path, now, stored, changed_arguments(meta, arguments))
-        _check_files(path)
+        check_files(path)
         return digest
 
     # The files are looked through once, the metadata by every process.
     saved = processes.first(f"restoring {path}", check, CheckpointCorrupt)
     with all_or_none(processes, path):
-        meta, digest = _read_meta(path)
+        meta, digest = read_sealed(path)
         if digest != saved:
             raise FileNotFoundError(
                 f"`path`: process {processes.index} finds another checkpoint at {path}"
@@ -132,45 +125,12 @@ def restore_leaves(
         for name, text in texts.items()
     }
     if leaves:
-        _check_files(path)
+        check_files(path)
     read = _read_arrays(path, with_elements(leaves))
     return {
         name: read[name] if name in read else jnp.zeros(leaf.shape, leaf.dtype)
         for name, leaf in leaves.items()
     }
-
-
-def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The JSON of a checkpoint, whole and of the format that this version reads.
-
-    Raises:
-        FileNotFoundError, NotADirectoryError, CheckpointCorrupt, ValueError: as
-            `restore` does.
-    """
-    return _read_meta(absolute(path))[0]
-
-
-def _read_meta(path: str) -> tuple[dict[str, Any], str]:
-    """The metadata, and the checkpoint's digest."""
-    _check_is_checkpoint(path)
-    try:
-        meta, digest = seal.read_metadata(path)
-        check_fields(meta, {"format": int}, "metadata")
-    except (OSError, ValueError) as error:
-        raise _corrupt(path, str(error)) from error
-    if meta["format"] not in FORMATS:
-        wrote = meta.get("versions")
-        wrote = wrote.get("jaxdp") if isinstance(wrote, dict) else "something"
-        raise ValueError(
-            f"`path`: {path} has format {meta['format']}, written by jaxdp {wrote}, and"
-            f" this is jaxdp {versions().get('jaxdp')}, which reads formats"
-            f" {' and '.join(map(str, FORMATS))}; use the version that wrote it."
-        )
-    try:
-        check_schema(meta)
-    except ValueError as error:
-        raise _corrupt(path, f"no trainer has saved its metadata: {error}") from error
-    return meta, digest
 
 
 @contextlib.contextmanager
@@ -200,32 +160,6 @@ def _names_in(meta: Mapping[str, Any], evaluated: bool) -> dict[str, str]:
         return names
     where = meta.get("evaluated", {})
     return {name: where.get(name, name) for name in of_weights(names)}
-
-
-def _check_is_checkpoint(path: str) -> None:
-    check_name("path", path, to_read=True)
-    if not os.path.lexists(path):
-        raise FileNotFoundError(f"`path`: there is nothing at {path}.")
-    if not os.path.isdir(path):
-        raise NotADirectoryError(
-            f"`path`: {path} is not a folder, but a checkpoint is one."
-        )
-    inside = sorted(os.listdir(path))
-    if not {"state", "meta"} <= set(inside):
-        steps = [name for name in inside if name.isdecimal()]
-        hint = f" It has checkpoints in it: {', '.join(steps[:20])}." if steps else ""
-        raise FileNotFoundError(
-            f"`path`: there is no checkpoint at {path} (a folder with `state` and"
-            f" `meta` in it).{hint}"
-        )
-    for folder, folders, files in os.walk(path):
-        for name in (*folders, *files):
-            mode = os.lstat(os.path.join(folder, name)).st_mode
-            if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
-                kind = "symbolic link" if stat.S_ISLNK(mode) else "special file"
-                raise _corrupt(
-                    path, f"{name} in it is a {kind}, which jaxdp never writes"
-                )
 
 
 def changed_arguments(
@@ -278,14 +212,6 @@ def check_same(
     )
 
 
-def _check_files(path: str) -> None:
-    """Raises unless every file is what it was when the checkpoint was saved."""
-    try:
-        seal.check_files(path)
-    except (OSError, ValueError) as error:
-        raise _corrupt(path, str(error)) from error
-
-
 def _read_arrays(path: str, wanted: Named) -> Named:
     """The arrays of `wanted`, laid out like it, from files that were checked."""
     import orbax.checkpoint as ocp
@@ -305,7 +231,3 @@ def _read_arrays(path: str, wanted: Named) -> Named:
     )
     with quiet_orbax(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         return flat(checkpointer.restore(os.path.join(path, "state"), args=arguments))
-
-
-def _corrupt(path: str, how: str) -> CheckpointCorrupt:
-    return CheckpointCorrupt(f"`path`: the checkpoint {path} is damaged: {how}.")

@@ -29,7 +29,6 @@ from ..basics.environment import versions
 from ..basics.files import absolute, check_size, sync
 from ..distributed import Processes, find_processes, first_line
 from ..step import TrainState
-from . import seal
 from .leaves import (
     Named,
     evaluated_leaves,
@@ -39,7 +38,7 @@ from .leaves import (
     shapes,
     with_elements,
 )
-from .metadata import FORMAT, check_schema
+from .metadata import FORMAT, check_schema, write_list
 from .orbax_quirks import check_name, quiet_orbax, unfinished
 
 
@@ -223,11 +222,9 @@ def _described(named: Named, meta: Mapping[str, Any]) -> dict[str, Any]:
     try:
         check_size(len(json.dumps(described)))
     except ValueError as error:
-        longest = max(meta, key=lambda name: len(json.dumps(meta[name])))
         raise SaveFailed(
             "no checkpoint was written, because it could not be read back:"
-            f" {error}. Its content comes from counters, callbacks and loaders;"
-            f" the largest part is {longest!r}."
+            f" {error}. That is the state of counters, callbacks and loaders."
         ) from error
     return described
 
@@ -238,7 +235,7 @@ def _seal(path: str) -> None:
     And asks the disk for each of them, so that not even a power failure undoes it.
     """
     (unnamed,) = unfinished(path)
-    seal.write_list(unnamed)
+    write_list(unnamed)
     for inside, _, files in os.walk(unnamed):
         for file in files:
             sync(os.path.join(inside, file))

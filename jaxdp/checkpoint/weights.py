@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ..basics.arguments import check_choice, check_is_local
-from ..basics.console import say, some_of, warn
+from ..basics.console import say, warn
 from ..basics.environment import import_extra
 from ..basics.files import absolute, replacing, sync
 from ..basics.tree import is_key, leaf_path, plain_path
@@ -25,7 +25,8 @@ from .leaves import (
     shape_text,
     unplain,
 )
-from .restoring import CheckpointCorrupt, left_out, read_meta, restore_leaves
+from .metadata import CheckpointCorrupt, read_meta
+from .restoring import left_out, restore_leaves
 
 Path = str | os.PathLike[str]
 
@@ -99,9 +100,7 @@ def load_model(
     stored = {n: _as_wanted(text, wanted.get(n)) for n, text in stored.items()}
     fitting = [name for name in wanted if stored.get(name) == wanted[name]]
     hint = _HINT_OF_STATE if state is None and _has_state(like) else ""
-    if partial:
-        _check_any_fits(path, wanted, stored, fitting, hint)
-    _report(path, wanted, stored, partial, hint)
+    _compare(path, wanted, stored, partial, hint)
     if state is None and any(map(_is_of_state, stored)):
         warn(
             f"`load_model`: {path} has a model state, BatchNorm's running statistics"
@@ -220,49 +219,32 @@ def _has_state(tree: PyTree) -> bool:
     return any(map(is_state, jax.tree.leaves(tree, is_leaf=is_state)))
 
 
-def _check_any_fits(
-    path: str,
-    wanted: dict[str, str],
-    stored: dict[str, str],
-    fitting: list[str],
-    hint: str,
-) -> None:
-    """Raises where nothing of a model would be loaded."""
-    of_model = {name: text for name, text in wanted.items() if not _is_of_state(name)}
-    if of_model.keys() & fitting or fitting and not of_model:
-        return
-    here, there = (
-        some_of(f"{name} {text}" for name, text in sorted(shapes.items())) or "nothing"
-        for shapes in (of_model, stored)
-    )
-    raise ValueError(
-        f"`like`: no array of the model in {path} fits, by its name and shape, so"
-        f" nothing would be loaded. There: {there}. In `like`: {here}.{hint}"
-    )
-
-
-def _report(
+def _compare(
     path: str,
     wanted: dict[str, str],
     stored: dict[str, str],
     partial: bool,
     hint: str,
 ) -> None:
-    """Says what differs from the file; an error unless `partial`."""
+    """Says what differs from the file: an error, unless `partial` lets it be."""
+    of_model = {name for name in wanted if not _is_of_state(name)}
+    fits = any(stored.get(n) == wanted[n] for n in of_model or wanted)
+    problem = f"the model in {path} is a different one"
+    remedy = "Use `partial=True` to take what fits."
+    if partial and not fits:
+        problem = f"no array of the model in {path} fits"
+        remedy = "So nothing would be loaded."
 
     def counts(name: str) -> bool:
-        return name in wanted or not (partial or _is_of_state(name))
+        return name in wanted or not (partial and fits or _is_of_state(name))
 
     there = {name: shape for name, shape in stored.items() if counts(name)}
     lines = differences(wanted, there, "model")
-    if lines and not partial:
-        raise ValueError(
-            f"`like`: the model in {path} is a different"
-            f" one:\n{first_lines(lines)}\nUse `partial=True` to take what fits.{hint}"
-        )
-    if lines:
+    if lines and partial and fits:
         shown = "\n".join(lines)
         say(f"`load_model`: these leaves stay as they are in `like`:\n{shown}")
+    elif lines:
+        raise ValueError(f"`like`: {problem}:\n{first_lines(lines)}\n{remedy}{hint}")
 
 
 Reader = Callable[[Iterable[str]], dict[str, Any]]

@@ -151,7 +151,7 @@ def test_a_model_of_which_nothing_is_found_is_an_error(
         options = {"state": made()[1]}
     text, _ = loaded(path, like(), partial=True, **options)
     assert f"no array of the model in {path} fits" in text
-    assert "There: first.weight float32(8, 4), last.bias" in text
+    assert "first.weight: the checkpoint has float32(8, 4), the model nothing" in text
 
 
 def test_the_state_of_batch_norm_comes_along(with_state):

@@ -15,7 +15,8 @@ from small import leaves, make
 from toys import batches
 
 from jaxdp.callbacks import ModelCheckpoint
-from jaxdp.checkpoint import CheckpointCorrupt, seal
+from jaxdp.checkpoint import CheckpointCorrupt
+from jaxdp.checkpoint.metadata import write_list
 
 FLIPS = 60 if LONG else 5
 
@@ -191,7 +192,7 @@ def edit_meta(step, **changes):
     """As somebody would who knows how checkpoints are sealed."""
     path = step / "meta" / "metadata"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    seal.write_list(str(step))
+    write_list(str(step))
 
 
 def replace_by_fifo(path):

@@ -167,14 +167,14 @@ def test_resuming_far_into_an_epoch_reads_nothing_that_was_read(tmp_path):
 
 @pytest.mark.parametrize("number", [1, 4])
 def test_another_format_says_what_wrote_it(tmp_path, number):
-    from jaxdp.checkpoint import seal
+    from jaxdp.checkpoint.metadata import write_list
 
     trainer = make()
     path = trainer.save(tmp_path / "saved")
     file = tmp_path / "saved" / "meta" / "metadata"
     meta = json.loads(file.read_text()) | {"format": number}
     file.write_text(json.dumps(meta))
-    seal.write_list(path)
+    write_list(path)
     with pytest.raises(ValueError, match=f"has format {number}, written by jaxdp"):
         trainer.load(path)
 

@@ -11,7 +11,7 @@ from toys import batches, make_small
 
 from jaxdp import FSDP, Bitwise, Pmap, Sharded, SingleDevice, ZeRO
 from jaxdp.callbacks import DonateBuffers, WeightAveraging
-from jaxdp.checkpoint.restoring import read_meta
+from jaxdp.checkpoint import read_meta
 from jaxdp.strategies.offload import short_of_pinned_memory
 from jaxdp.strategies.placing import fetch
 
