@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..basics.columns import PLAN, read_table
+from ..basics.columns import EPOCH, PLAN, VALIDATION, read_table
 from ..basics.files import append_whole, read_json, write_whole
-from ..record import Number
+from ..record import Number, Row
 from .base import Trainer
 from .logger import Logger
 from .run_facts import Facts
@@ -20,10 +20,10 @@ from .run_facts import Facts
 class CSVLogger(Logger):
     """Logs to one table in `dirpath`, with a row per logged step and per epoch.
 
-    The columns are `epoch` (counted from 0), `step` (optimizer steps done), and one
-    for each name, in the order in which they first appear: values of a step, then
-    `epoch_<name>` for the training means of an epoch and `val_<name>` for its
-    validation. A cell that does not apply is empty.
+    The columns are `epoch` (counted from 0), `step` (optimizer steps done), one
+    for each value of a step, then `epoch_<name>` for the training means of an epoch and
+    `val_<name>` for its validation; a cell that does not apply is empty. A name that
+    first appears later gets its column then.
 
     Several fits of one trainer, and a resumed run, share one table; rows from after
     the checkpoint are written anew. The files of another run in the folder are moved
@@ -70,19 +70,19 @@ class CSVLogger(Logger):
         else:
             self._rows = 0
             self.set_aside([table, table.with_suffix(".json"), table.with_suffix(PLAN)])
+        # What is known to come, so that the table is seldom written anew.
+        names = dict.fromkeys(trainer.record.names)
+        of_epochs = Row("epoch", 0, 0, names).numbers()
+        self._widen(["epoch", "step", *names, *of_epochs])
 
     def rewind(self, step: int) -> None:
-        rows = read_table(self._table)[1] if self._columns else []
+        rows = read_table(self._table)[1]
         self._rows = min(self._rows, len(rows))  # which the checkpoint knows
         self._rewrite(rows[: self._rows])
 
     def log(self, epoch: int, step: int, values: dict[str, Number]) -> None:
         row = {"epoch": epoch, "step": step, **values}
-        columns = list(dict.fromkeys([*self._columns, *row]))
-        if columns != self._columns:
-            rows = read_table(self._table)[1] if self._columns else []
-            self._columns = columns
-            self._rewrite(rows)
+        self._widen(row)
         with self._table.open("ab", buffering=0) as file:
             append_whole(file, self._text([row]))
         self._rows += 1
@@ -110,10 +110,17 @@ class CSVLogger(Logger):
         self._facts |= facts
         self._write(".json", json.dumps(self._facts, indent=2, default=str) + "\n")
 
+    def _widen(self, names: Iterable[str]) -> None:
+        """Adds columns that are missing."""
+        columns = sorted(dict.fromkeys([*self._columns, *names]), key=_kind)
+        if columns != self._columns:
+            rows = read_table(self._table)[1] if self._columns else []
+            self._columns = columns
+            self._rewrite(rows)
+
     def _rewrite(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        if self._columns:
-            heads = dict(zip(self._columns, self._columns, strict=True))
-            self._write(self._table.suffix, self._text([heads, *rows]))
+        heads = dict(zip(self._columns, self._columns, strict=True))
+        self._write(self._table.suffix, self._text([heads, *rows]))
 
     def _text(self, rows: Iterable[Mapping[str, Any]]) -> str:
         text = io.StringIO()
@@ -123,6 +130,12 @@ class CSVLogger(Logger):
     def _write(self, suffix: str, text: str) -> None:
         """Writes the table, or what is beside it, in one piece."""
         write_whole(self._table.with_suffix(suffix), text)
+
+
+def _kind(column: str) -> tuple[bool, bool, bool]:
+    """Sorts the columns of steps before those of epochs and of validations."""
+    is_place = column in ("epoch", "step")
+    return not is_place, column.startswith(VALIDATION), column.startswith(EPOCH)
 
 
 def _run_of(table: Path) -> str | None:

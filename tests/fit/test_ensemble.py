@@ -208,7 +208,7 @@ def test_a_resume_goes_on_to_the_bit_and_values_of_members_are_monitored(tmp_pat
     ):
         np.testing.assert_array_equal(np.asarray(own), np.asarray(expected))
     header = next(tmp_path.rglob("*.csv")).read_text().splitlines()[0]
-    assert "epoch_loss[3]" in header.split(",")
+    assert "loss[3]" in header.split(",")
 
 
 def test_the_history_names_the_best_member(alone):
