@@ -102,6 +102,31 @@ def test_what_validations_log_has_one_name_wherever_its_row_is(tmp_path):
     assert "worst" in val and "worst" in epoch and "epoch_worst" not in epoch
 
 
+def test_means_are_read_once_with_all_that_is_logged_of_them():
+    rows = []
+
+    class Reads(Callback):
+        def setup(self, trainer):
+            trainer.record.read_means(rows.append)
+
+    class Logs(Callback):  # and comes later in the list
+        def on_validation_end(self, trainer, metrics):
+            trainer.log("worst", 1.0)
+
+        def on_train_epoch_end(self, trainer, metrics):
+            trainer.log("own", 2.0)
+
+    trainer = linear_trainer(Reads(), Logs())
+    trainer.fit(batches(*[8] * 4), batches(8), val_check_interval=2)
+    trainer.validate(batches(8))
+    names = ["val_loss", "val_accuracy", "worst"]
+    assert [(row.kind, row.step, [*row.values]) for row in rows] == [
+        ("val", 2, names),
+        ("val", 4, names),
+        ("epoch", 4, ["loss", "accuracy", "own"]),
+    ]
+
+
 def test_a_fit_logs_no_step_of_a_loop_before_it(tmp_path):
     sink, watch = Keeps(tmp_path), Watches()
     trainer = linear_trainer(sink, watch, log_every_n_steps=1)
