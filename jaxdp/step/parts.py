@@ -76,25 +76,16 @@ def with_clipping(
     return optax.chain(optax.clip_by_global_norm(float(norm)), optimizer)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class FoundPart:
-    """A part of the model at hand: `mask` has bools in the model's structure."""
+    """A part of the model at hand."""
 
-    def __init__(
-        self,
-        part: Part,
-        name: str,
-        mask: PyTree,
-        ensemble: Ensemble | None,
-        keeps_outputs: bool,
-    ):
-        self.name, self.mask, self.every = name, mask, int(part.every)
-        self.objective = LossFnObjective(
-            part.loss_fn, keeps_outputs=keeps_outputs, is_part=True
-        )
-        optimizer = with_clipping(part.optimizer, part.gradient_clip_val)
-        if ensemble is not None:
-            optimizer = ensemble.wrap_optimizer(optimizer)
-        self.optimizer = optax.with_extra_args_support(optimizer)
+    name: str
+    mask: PyTree
+    """Which leaves it trains: bools in the model's structure."""
+    every: int
+    objective: LossFnObjective
+    optimizer: optax.GradientTransformationExtraArgs
 
     def split(self, params: PyTree) -> tuple[PyTree, PyTree]:
         """Its own leaves, and the others."""
@@ -146,7 +137,16 @@ def find_parts(
                     " one optimizer, so take it out of one of them."
                 )
         owners |= dict.fromkeys(mine, name)
-        known.append(FoundPart(part, name, mask, ensemble, keeps_outputs))
+
+        # What it does.
+        objective = LossFnObjective(
+            part.loss_fn, keeps_outputs=keeps_outputs, is_part=True
+        )
+        optimizer = with_clipping(part.optimizer, part.gradient_clip_val)
+        if ensemble is not None:
+            optimizer = ensemble.wrap_optimizer(optimizer)
+        optimizer = optax.with_extra_args_support(optimizer)
+        known.append(FoundPart(name, mask, int(part.every), objective, optimizer))
     return tuple(known)
 
 

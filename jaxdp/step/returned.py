@@ -7,7 +7,7 @@ A loss or a metric, which is multiplied by its weights; and the model that
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -16,6 +16,7 @@ from jaxtyping import Array, Int, PyTree
 
 from .. import losses
 from ..basics.tree import leaf_path
+from .model_call import named_by
 
 UNWRAPPED = (
     " (A function wrapped in `filter_value_and_grad` or `filter_grad` must be passed"
@@ -177,9 +178,6 @@ def describe(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-_OURS: Final = "key", "step"
-
-
 class AfterUpdate:
     """Calls the function of the user, and checks what it returns.
 
@@ -201,15 +199,13 @@ class AfterUpdate:
                 "`after_update` must be a function model -> model, which may name `key`"
                 f" and `step`; got {function!r}."
             )
+        self._names = {"key", "step"} & named_by(function).keys()
+        signature = None
         try:
             signature = inspect.signature(function)
-        except ValueError:  # some built-in callables have none
-            self._names: set[str] = set()
-            return
-        filled = getattr(function, "keywords", {})
-        self._names = {*_OURS} & {*signature.parameters} - {*filled}
-        try:
             signature.bind(None, **dict.fromkeys(self._names))
+        except ValueError:  # some built-in callables have none
+            pass
         except TypeError as error:
             raise TypeError(
                 f"`after_update` is {signature}, and is called with the model and what"
@@ -241,22 +237,16 @@ class AfterUpdate:
             )
 
         def same_kind(path: Any, old: Any, new: Any) -> Any:
-            if not eqx.is_array(old):
-                if new is old or eqx.tree_equal(new, old):
-                    return new
-                was, now = repr(old), repr(new)
-            elif not eqx.is_array(new):
-                was, now = _kind(old), repr(new)
-            elif (old.shape, old.dtype) == (new.shape, new.dtype):
-                weak = getattr(new, "weak_type", False)
-                return jax.lax.convert_element_type(new, new.dtype) if weak else new
-            else:
-                was, now = _kind(old), _kind(new)
-            raise TypeError(
-                f"`after_update` makes {now} of {leaf_path(path)}, which is {was}; it"
-                " may change the values of arrays, but no shape, no dtype and nothing"
-                " that is not an array."
-            )
+            is_array, was, now = eqx.is_array(old), _kind(old), _kind(new)
+            is_same = was == now if is_array else new is old or eqx.tree_equal(new, old)
+            if not is_same:
+                raise TypeError(
+                    f"`after_update` makes {now} of {leaf_path(path)}, which is {was};"
+                    " it may change the values of arrays, but no shape, no dtype and"
+                    " nothing that is not an array."
+                )
+            weak = is_array and getattr(new, "weak_type", False)
+            return jax.lax.convert_element_type(new, new.dtype) if weak else new
 
         new = jax.tree_util.tree_map_with_path(same_kind, model, new)
         is_none = lambda leaf: leaf is None  # noqa: E731
@@ -266,4 +256,6 @@ class AfterUpdate:
 
 
 def _kind(leaf: Any) -> str:
+    if not eqx.is_array(leaf):
+        return repr(leaf)
     return f"an array of shape {leaf.shape}, {leaf.dtype}"

@@ -183,20 +183,11 @@ def first_state(
         lambda p: jax.tree.map(fixed, steps.optimizer.init(p)),
         out_shardings=optimizer_layout,
     )
-    try:
-        opt_state = init(params)
-    except jax.errors.ConcretizationTypeError as error:
-        error.add_note(
-            "`optimizer`: its `init` is compiled, and would look at the value of an"
-            " array. optax.inject_hyperparams makes arrays of all numbers but those"
-            " named in `static_args`: static_args=('memory_size',) for optax.lbfgs."
-        )
-        raise
     return TrainState(
         params=params,
         buffers=buffers,
         model_state=model_state,
-        opt_state=opt_state,
+        opt_state=init(params),
         key=jax.random.key_data(jax.random.key(seed)),
         step=np.int32(0),
         totals=steps.new_totals(),

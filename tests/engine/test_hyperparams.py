@@ -480,12 +480,3 @@ def test_a_plateau_says_early_what_it_cannot_do():
         fit(injected())
     with pytest.raises(ValueError, match="`factor` must be .* less than 1"):
         ReduceLROnPlateau(factor=1.0)
-
-
-def test_numbers_that_may_be_no_arrays_are_told_of():
-    lbfgs = optax.inject_hyperparams(optax.lbfgs)(learning_rate=0.1)
-    with pytest.raises(jax.errors.ConcretizationTypeError) as raised:
-        make_trainer(lbfgs).fit(DATA)
-    assert "static_args=('memory_size',)" in "".join(raised.value.__notes__)
-    able = optax.inject_hyperparams(optax.lbfgs, static_args=("memory_size",))
-    make_trainer(able(learning_rate=0.1)).fit(DATA)
