@@ -62,7 +62,7 @@ from .row_mixing import values_mix_rows
 from .state import Batch, Group, TrainState, Weights, first_state
 from .steps import Steps
 from .table import TABLE, Picked, Table, opening, shapes_of_rows
-from .value_fn import check_arguments, closed_over, offered, updates_in
+from .value_fn import check_arguments, closed_over, updates_in
 from .whole import (
     NOTHING,
     KeyData,

@@ -16,7 +16,7 @@ from .model_call import call_model
 from .objective import Objective, Values
 from .returned import Returned
 from .state import MaskAndKeys
-from .value_fn import offered
+from .value_fn import update_with
 
 
 class Ensemble:
@@ -96,9 +96,8 @@ class Ensemble:
             updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
         ) -> tuple[PyTree, PyTree]:
             scaled = jax.tree.map(lambda leaf: leaf * self.size, updates)
-            if "value" in extra:
-                extra["value"] = jnp.broadcast_to(extra["value"], (self.size,))
-            update = update_each(inner, state, extra, own_losses=True)
+            value = jnp.broadcast_to(extra["value"], (self.size,))
+            update = update_each(inner, state, value, own_losses=True)
             return update(scaled, state, params)
 
         return optax.GradientTransformationExtraArgs(init, update)
@@ -230,8 +229,7 @@ def init_each(inner: Any, params: PyTree, *, own_losses: bool = False) -> PyTree
     shared = _shared(inner, states)
     models = max((len(leaf) for leaf in jax.tree.leaves(params)), default=0)
     loss = jnp.zeros(models if own_losses else ())
-    extra = offered(inner.update, loss, params, _refuse)
-    update = update_each(inner, shared, extra, own_losses=own_losses)
+    update = update_each(inner, shared, loss, own_losses=own_losses)
     try:
         jax.eval_shape(update, params, shared, params)
     except _NeedsLosses:
@@ -256,27 +254,24 @@ def _shared(inner: Any, each: PyTree) -> PyTree:
 
 
 def update_each(
-    inner: Any, state: PyTree, extra: Mapping[str, Any], *, own_losses: bool = False
+    inner: Any, state: PyTree, value: Array, *, own_losses: bool = False
 ) -> Callable[..., tuple[PyTree, PyTree]]:
     """`inner.update` for gradients, states like `state`, and weights of each model.
 
-    With `own_losses` the loss in `extra` has one value for each.
+    `value` is the loss; with `own_losses` there is one for each.
     """
     axes = jax.tree.map(lambda leaf: 0 if jnp.ndim(leaf) else None, state)
-    functions = {"value_fn", "grad_fn"} & extra.keys()
-    arguments = {**extra, **dict.fromkeys(functions, _refuse)}
-
-    given = {"value": arguments.pop("value")} if "value" in arguments else {}
-    of_each = 0 if own_losses else None
 
     def update(
-        grads: PyTree, state: PyTree, params: PyTree, given: Mapping[str, Any]
+        grads: PyTree, state: PyTree, params: PyTree, value: Array
     ) -> tuple[PyTree, PyTree]:
-        own_grad = {"grad": grads} if "grad" in arguments else {}
-        return inner.update(grads, state, params, **{**arguments, **given, **own_grad})
+        known = {"value": value, "grad": grads}
+        known |= dict.fromkeys(["value_fn", "grad_fn"], _refuse)
+        return update_with(inner.update, grads, state, params, known)
 
+    of_each = 0 if own_losses else None
     mapped = jax.vmap(update, in_axes=(0, axes, 0, of_each), out_axes=(0, axes))
-    return lambda grads, state, params: mapped(grads, state, params, given)
+    return lambda grads, state, params: mapped(grads, state, params, value)
 
 
 class _NeedsLosses(ValueError):

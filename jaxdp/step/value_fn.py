@@ -17,9 +17,6 @@ from jaxtyping import Array, PyTree
 
 from .state import TrainState
 
-_NAMES: Final = {"value", "grad", "value_fn", "grad_fn"}
-
-
 _ON_COMPLEX: Final = (
     "trained leaves are complex: the optimizer is given the conjugates of JAX's"
     " gradients of them, which point uphill; if it conjugates them itself, pass"
@@ -48,39 +45,16 @@ def updated(
     evaluate: Callable[[PyTree], tuple[Array, PyTree]],
     conjugate: bool,
 ) -> tuple[PyTree, PyTree]:
-    """The optimizer's updates and new state; see `offered` for its arguments."""
-    turned = conjugated if conjugate else lambda grads: grads
-    grads = turned(grads)
-    extra = offered(optimizer.update, loss, grads, evaluate, turned)
-    try:
-        return optimizer.update(grads, state.opt_state, state.params, **extra)
-    except (AttributeError, TypeError) as error:
-        error.add_note(
-            "in `optimizer.update`, which is given gradients, the model's trained"
-            " leaves and what it names of `value`, `grad`, `value_fn` and `grad_fn`"
-            " (the mean loss of the batch, and functions of it). Optimizers that"
-            " need other things, as optax.lookahead does parameters of its own"
-            " kind, can't be used."
-        )
-        raise
-
-
-def offered(
-    update: Callable[..., Any],
-    value: Array,
-    grad: PyTree,
-    evaluate: Callable[[PyTree], tuple[Array, PyTree]],
-    turned: Callable[[PyTree], PyTree] = conjugated,
-) -> dict[str, Any]:
-    """The keyword arguments that an optimizer's `update` asks for.
+    """The optimizer's updates and new state.
 
     Args:
-        update: of the optimizer.
-        value: the mean loss.
-        grad: its gradient, as the optimizer is given it.
-        evaluate: `(params) -> (value, grad)` elsewhere. What is not called is not
-            traced, and what is not used of it is not computed. Its gradients are JAX's.
-        turned: makes of these what the optimizer is given.
+        optimizer: may ask for the loss by name.
+        grads: JAX's gradient of it.
+        state: before the step.
+        loss: the mean over the batch.
+        evaluate: `(params) -> (loss, JAX's gradient)` elsewhere. What is not called is
+            not traced, and what is not used of it is not computed.
+        conjugate: whether the optimizer is given the conjugates of complex gradients.
     """
 
     @jax.custom_jvp
@@ -99,13 +73,53 @@ def offered(
     def grad_fn(params: PyTree, *_: Any) -> PyTree:
         return turned(evaluate(params)[1])
 
-    stages = _stages_of(update)
-    if any(
-        getattr(stage, "__qualname__", "").startswith(_BACKTRACKS) for stage in stages
-    ):
-        grad = turned(grad)  # back
-    known = {"value": value, "grad": grad, "value_fn": value_fn, "grad_fn": grad_fn}
-    return {name: known[name] for name in _asked_for(update, stages)}
+    turned = conjugated if conjugate else lambda grads: grads
+    known = {"value": loss, "value_fn": value_fn, "grad_fn": grad_fn}
+    # A backtracking search takes the slope from JAX's gradient, unlike optax's zoom
+    # search, which takes it from the conjugate.
+    known["grad"] = grads if _searches_back(state.opt_state) else turned(grads)
+    try:
+        given = turned(grads), state.opt_state, state.params
+        return update_with(optimizer.update, *given, known)
+    except (AttributeError, TypeError) as error:
+        error.add_note(
+            "in `optimizer.update`, which is given gradients, the model's trained"
+            " leaves and what it names of `value`, `grad`, `value_fn` and `grad_fn`"
+            " (the mean loss of the batch, and functions of it). Optimizers that"
+            " need other things, as optax.lookahead does parameters of its own"
+            " kind, can't be used."
+        )
+        raise
+
+
+def update_with(
+    update: Callable[..., Any],
+    grads: PyTree,
+    state: PyTree,
+    params: PyTree,
+    known: Mapping[str, Any],
+) -> tuple[PyTree, PyTree]:
+    """What an optimizer's `update` returns, given what it takes of `known` by name."""
+    parameters = inspect.signature(update).parameters.values()
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        extra = {p.name: known[p.name] for p in parameters if p.name in known}
+        return update(grads, state, params, **extra)
+
+    # What nobody takes is an error to some.
+    extra = {name: value for name, value in known.items() if name != "grad_fn"}
+    try:
+        return update(grads, state, params, **extra)
+    except TypeError as error:  # of optax.contrib.sam, in a chain
+        if "unexpected keyword argument" not in str(error):
+            raise
+    return update(grads, state, params, grad_fn=known["grad_fn"])
+
+
+def _searches_back(opt_state: PyTree) -> bool:
+    def is_search(node: Any) -> bool:
+        return isinstance(node, optax.ScaleByBacktrackingLinesearchState)
+
+    return any(map(is_search, jax.tree.leaves(opt_state, is_leaf=is_search)))
 
 
 def check_arguments(optimizer: optax.GradientTransformation) -> None:
@@ -133,26 +147,6 @@ def check_arguments(optimizer: optax.GradientTransformation) -> None:
                     " such as optax.cosine_decay_schedule(1e-3, steps), which is a"
                     " function of the number of steps."
                 )
-
-
-_BACKTRACKS: Final = "scale_by_backtracking_linesearch."
-"""It takes the slope from JAX's gradient, unlike optax's zoom search, which takes it
-from the conjugate."""
-
-
-def _asked_for(update: Callable[..., Any], stages: list[Any]) -> set[str]:
-    """Which of `_NAMES` an optimizer, or a stage of it, takes.
-
-    Not simply all: what nobody asks for is an error to some.
-    """
-    parameters = inspect.signature(update).parameters.values()
-    asked = _NAMES & {p.name for p in parameters}
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return asked
-    for stage in stages:
-        asked |= _NAMES & {*inspect.signature(stage).parameters}
-    # There may be stages that no closure shows, as in optax.inject_hyperparams.
-    return asked or _NAMES - {"grad_fn"}
 
 
 def _stages_of(update: Callable[..., Any]) -> list[Any]:

@@ -131,7 +131,8 @@ class LocalSGD(Sharded, OwnState):
         ) -> tuple[PyTree, LocalState]:
             if _ndims(updates) == _ndims(params):  # of all rows: for each replica
                 updates = _for_each(updates, state.replicas)
-            updates, inner_state = update_each(inner, state.inner, extra)(
+            value = extra.get("value", jnp.zeros(()))
+            updates, inner_state = update_each(inner, state.inner, value)(
                 updates, state.inner, state.replicas
             )
             replicas = eqx.apply_updates(state.replicas, updates)
