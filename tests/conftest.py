@@ -28,7 +28,7 @@ INSIDE = [
     "data.conversion",
     "data.padding",
     "engine.engine",
-    "engine.program",
+    "engine.compiling",
     "step.metrics",
     "step.model_call",
     "step.objective",

@@ -33,9 +33,9 @@ from ..step import (
 from ..strategies import DataParallel
 from ..strategies.base import Role, Rows
 from ..strategies.placing import fetch
-from .compiling import compiled
+from .compiling import Program
 from .pace import Check
-from .program import Program
+from .xla_options import compiled
 
 Kind = Literal["train", "evaluate", "predict"]
 

@@ -150,9 +150,9 @@ class ByRows(Collectives):
         # So a step is traced twice, and compiled once. The trace with shards shows each
         # operation on one, but not what Python reads of its shape: a loss that divides
         # by the number of parameters has the wrong number in it as a constant, and no
-        # operation tells. Only the trace with whole arrays has the right one. Nor can
-        # either be made of the other: loops and backward passes have the shapes of
-        # shards in their carries, constants and zeros.
+        # operation tells. Only the trace with whole arrays has the right one. And to
+        # make one of the other would be to rewrite loops and backward passes, whose
+        # carries, constants and zeros have the shapes of shards.
         weights, *_ = nodes_of(Weights, inputs)
         trained = self._split_in(weights.params, self._gatherers)
         with_shards = functools.partial(run, trained, self._shards)
