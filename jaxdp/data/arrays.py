@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from ..basics.arguments import check_choice, check_count
-from ..basics.console import say
+from ..basics.console import say_once
 from ..basics.hardware import least_memory
 from ..step import Batch, Picked, Table, as_given, with_rows
 from .conversion import as_numpy, fetch, to_host, with_key_data
@@ -67,7 +67,6 @@ class Arrays:
         self.tree = jax.tree.map(_on_host, tree)
         self.batch_size, self.seed = int(batch_size), int(seed)
         self.shuffle, self.drop_last, self.on_device = shuffle, drop_last, on_device
-        self._is_told = False
         self._columns, self.num_rows = _columns(self.tree)
         leaves, treedef = jax.tree.flatten(self.tree)
         self._rows = with_rows(treedef)
@@ -117,9 +116,10 @@ class Arrays:
         # Rows of weight 0 are replaced by the trainer, on the host.
         is_tuple = isinstance(self.tree, list | tuple) and len(self.tree) == 3
         if is_tuple and not np.all(self.tree[2]):
-            if self.on_device is True and not self._is_told:
-                say("`jaxdp.Arrays`: with rows of weight 0 the arrays stay on the host")
-                self._is_told = True
+            if self.on_device is True:
+                say_once(
+                    "`jaxdp.Arrays`: with rows of weight 0 the arrays stay on the host"
+                )
             return None
         if self.on_device == "auto" and nbytes > _SHARE * (least_memory(devices) or 0):
             return None
@@ -180,8 +180,9 @@ class ArraysSource(Source):
         self._seed = ()
         return super().first(count)
 
-    def sample(self) -> Batch | None:
-        return self.peek()
+    @property
+    def is_at_hand(self) -> bool:
+        return True
 
 
 def _on_host(leaf: Any) -> Any:

@@ -109,6 +109,11 @@ class Source:
         return not self.looks
 
     @property
+    def is_at_hand(self) -> bool:
+        """Whether to `peek` costs next to nothing, and changes nothing."""
+        return False
+
+    @property
     def is_asked(self) -> bool:
         """Whether the loader is at work on a batch now."""
         return self._pass is not None and self._pass.gi_running
@@ -251,10 +256,6 @@ class Source:
             raise ValueError(self.gave_nothing())
         return first[0]
 
-    def sample(self) -> Batch | None:
-        """The first batch of epoch 0, if to look at it costs next to nothing."""
-        return None
-
     def _peek_here(self) -> Batch:
         """`peek`, whatever other processes have."""
         share, self.share = self.share, ALL
@@ -325,8 +326,9 @@ class Source:
 class ListSource(Source):
     """Batches that are there, in a list or a tuple."""
 
-    def sample(self) -> Batch | None:
-        return self.peek()
+    @property
+    def is_at_hand(self) -> bool:
+        return True
 
     def _read(self, position: Position) -> Iterator[Batch]:
         return map(to_host, itertools.islice(self.loader, position.batches, None))

@@ -175,13 +175,13 @@ class TorchSource(_OfTorch):
             return None
         return partial(fetch, *columns, ahead=not self._parts.users_samplers)
 
-    def sample(self) -> Batch | None:
+    @property
+    def is_at_hand(self) -> bool:
         # A dataset of the user's may draw from generators of its own, which training
         # draws from, too.
         parts = self._parts
         runs_nothing = parts.has_torchs_collation and not parts.users_samplers
-        is_here = runs_nothing and self._whole_rows() is not None
-        return self.peek() if is_here else None
+        return runs_nothing and self._whole_rows() is not None
 
     def _telling_samplers(self) -> list[OwnState]:
         telling = filter(_has_state, self._parts.samplers)

@@ -269,9 +269,9 @@ def predict(
 def compile_ahead(trainer: "Trainer", sources: Loaders) -> None:
     """Compiles for validation now, so that what is wrong shows before an epoch."""
     for source in sources.values():
-        if (sample := source.sample()) is not None:
+        if source.is_at_hand:
             with noted(f"in the first batch of `{source.argument}`"):
-                trainer.run.engine.prepare("evaluate", sample)
+                trainer.run.engine.prepare("evaluate", source.peek())
 
 
 def _ready(
