@@ -239,16 +239,16 @@ class Record:
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
         """Around a fit, or a loop of the caller's: what hooks log is of its steps."""
-        outer = self._is_open, self._readers, self._sinks
-        self._is_open, self._readers, self._sinks = True, {}, []
-        self._of_means = []
+        was_open, self._is_open = self._is_open, True
+        outer = self._readers, self._of_means, self._sinks
+        self._readers, self._of_means, self._sinks = {}, [], []
         self.stopwatch = NO_STOPWATCH
         try:
             yield
         finally:
-            self._row, self._is_open = None, outer[0]
-            if self._is_open:  # else a save may yet read the last steps
-                _, self._readers, self._sinks = outer
+            self._row, self._is_open = None, was_open
+            if was_open:  # else a save may yet read the last steps
+                self._readers, self._of_means, self._sinks = outer
 
     @contextlib.contextmanager
     def ending(self) -> Iterator[None]:
@@ -364,7 +364,7 @@ class Record:
         finally:
             if self._sinks:
                 self._rewound_to = None
-            self._readers, self._sinks = {}, []
+            self._readers, self._of_means, self._sinks = {}, [], []
 
     def _here(self, kind: Kind, values: dict[str, float]) -> Row:
         return Row(kind, self._progress.epoch, self._progress.global_step, values)
