@@ -117,9 +117,7 @@ class Arrays:
         is_tuple = isinstance(self.tree, list | tuple) and len(self.tree) == 3
         if is_tuple and not np.all(self.tree[2]):
             if self.on_device is True:
-                say_once(
-                    "`jaxdp.Arrays`: with rows of weight 0 the arrays stay on the host"
-                )
+                say_once(f"{self}: with rows of weight 0, it stays on the host")
             return None
         if self.on_device == "auto" and nbytes > _SHARE * (least_memory(devices) or 0):
             return None

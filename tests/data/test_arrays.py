@@ -307,4 +307,4 @@ def test_rows_of_weight_0_on_the_host_are_said_once(capsys):
     loader = Arrays(x, y, weight, batch_size=4, on_device=True)
     devices = jax.devices()
     assert loader.table(devices) is loader.table(devices) is None
-    assert capsys.readouterr().err.count("stay on the host") == 1
+    assert capsys.readouterr().err.count("stays on the host") == 1
