@@ -54,8 +54,7 @@ class Callback:
 
     fit_end_order: int = 0
     """When `on_fit_end` runs: smaller numbers first, equal ones in the order of the
-    list. What measures a fit (1) comes after what takes time at its end, and what logs
-    it (2) after that."""
+    list. What measures a fit (1) comes after what takes time at its end."""
 
     only_in_training: bool = False
     """Whether `validate`, `test` and `predict` leave this callback out, unless they are

@@ -40,7 +40,6 @@ class Logger(Callback):
     looks_inside_blocks = False
     only_in_training = True
     skip_in_fast_dev_run = True
-    fit_end_order = 2
 
     def __init__(
         self,
