@@ -12,15 +12,16 @@ VALIDATION: Final = "val_"
 THROUGHPUT: Final = "throughput/"
 
 
-def read_table(path: Path) -> tuple[list[str], list[dict[str, str]], bool]:
-    """The columns and rows of a table, and whether a torn last row was left out."""
+def read_table(path: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """The columns and the rows of a table, without a torn one at its end."""
     with path.open(newline="", encoding="utf-8", errors="replace") as file:
         lines = list(file)
     # A run may be writing its last row at this moment, or was killed then.
-    torn = bool(lines) and not lines[-1].endswith("\n")
-    reader = csv.DictReader(lines[:-1] if torn else lines, restval="")
+    if lines and not lines[-1].endswith("\n"):
+        lines.pop()
+    reader = csv.DictReader(lines, restval="")
     columns = list(reader.fieldnames or [])
-    return columns, [{name: row[name] for name in columns} for row in reader], torn
+    return columns, [{name: row[name] for name in columns} for row in reader]
 
 
 _LARGER_IS_BETTER: Final = re.compile(

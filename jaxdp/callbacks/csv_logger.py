@@ -66,7 +66,7 @@ class CSVLogger(Logger):
         self.path = self._table = table = folder / self.name
         self._columns, self._facts = [], {}
         if table.exists() and _run_of(table) == trainer.record.run_id:
-            self._columns, *_ = read_table(table)
+            self._columns, _ = read_table(table)
         else:
             self._rows = 0
             self.set_aside([table, table.with_suffix(".json"), table.with_suffix(PLAN)])

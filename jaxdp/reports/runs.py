@@ -96,7 +96,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
 
 def _columns(table: Path) -> dict[str, Points]:
     """What a table has, by column."""
-    names, rows, _ = read_table(table)
+    names, rows = read_table(table)
     if not {"epoch", "step"} <= set(names):
         raise ValueError("it has no columns `epoch` and `step`")
     columns: dict[str, Points] = {}
