@@ -74,12 +74,14 @@ def updated(
         return turned(evaluate(params)[1])
 
     turned = conjugated if conjugate else lambda grads: grads
-    known = {"value": loss, "value_fn": value_fn, "grad_fn": grad_fn}
-    # A backtracking search takes the slope from JAX's gradient, unlike optax's zoom
-    # search, which takes it from the conjugate.
-    known["grad"] = grads if _searches_back(state.opt_state) else turned(grads)
+    uphill = turned(grads)
+    known = {"value": loss, "value_fn": value_fn, "grad": uphill, "grad_fn": grad_fn}
+    if _searches_back(state.opt_state):
+        # It takes the slope from JAX's gradient, unlike optax's zoom search, which
+        # takes it from the conjugate.
+        known["grad"] = grads
+    given = uphill, state.opt_state, state.params
     try:
-        given = turned(grads), state.opt_state, state.params
         return update_with(optimizer.update, *given, known)
     except (AttributeError, TypeError) as error:
         error.add_note(
