@@ -352,6 +352,7 @@ def _classes(name: str, prediction: Array, target: Array) -> Array:
         )
     if target.shape == prediction.shape:
         return target
+
     labels = target
     if target.ndim == prediction.ndim and target.shape[-1] == 1:
         labels = target[..., 0]

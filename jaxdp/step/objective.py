@@ -92,6 +92,7 @@ class CriterionObjective:
         prediction, model_state = call_model(model, model_state, x, rows, bound_axes)
         if losses.takes_logits(self.loss):
             prediction = mark_logits(prediction)
+
         by_name = {
             name: _of_criterion(
                 name, criterion, prediction, target, weight, len(rows.mask)
@@ -294,6 +295,7 @@ def split_batch(batch: PyTree) -> tuple[PyTree, PyTree, PyTree]:
             " `loss` and `metrics` compare a target with the prediction of each row."
             " Pass `loss_fn(model, *batch)`, which is given the array itself."
         )
+
     are_keys = isinstance(weight, KeyData) or is_key(weight)
     if weight is not None and (are_keys or not eqx.is_array_like(weight)):
         got = "PRNG keys" if are_keys else describe(weight)
@@ -342,6 +344,7 @@ def _of_criterion(
                 " row with every other. Make the shapes equal, for example with"
                 " `prediction.squeeze(-1)` in the model or `y[:, None]` in the data."
             )
+
     is_named = _is_named(criterion)
     if weight is not None and is_named:
         # The gradient of NaN is NaN, also of one that nothing selects.

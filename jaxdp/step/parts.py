@@ -341,6 +341,7 @@ class StepsOfParts(Steps):
                 part_sums[place] for part_sums, place in zip(means, places, strict=True)
             ]
             sums[name] = functools.reduce(jnp.add, losses) * total
+
         due = [jnp.array(True)] * len(sums)
         for part, did, part_sums in zip(self.parts, ran, summed, strict=True):
             for short in part_sums.facts.names:

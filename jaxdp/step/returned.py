@@ -58,6 +58,7 @@ def checked(
     else:
         _check_shape(argument, name, value, rows, is_criterion)
         value = jnp.asarray(value)
+
     if weight is not None:
         _check_weight(argument, value, weight, rows)
     if name == "loss" and not jnp.issubdtype(value.dtype, jnp.floating):

@@ -129,6 +129,7 @@ def mask_and_keys(
     before = jnp.cumsum(micro.counts) - micro.counts
     places = micro.rows_before + before[block] + place
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, places)
+
     mask, keys = mark_rows((place < micro.counts[block], keys))
     return MaskAndKeys(
         mask=mask,
