@@ -60,24 +60,26 @@ class Facts(NamedTuple):
         )
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(eq=False, repr=False)
+@jax.tree_util.register_pytree_node_class
 class Metrics(Mapping[str, Any]):
     """The metrics of one step by name: lazy, nothing leaves the device until read.
 
     `metrics["loss"]` waits for the step and gives a NumPy float; all means come in
     one transfer. Values from `Callback.inside_step` are read one by one.
+
+    Args:
+        facts: the names of `means`.
+        means: the values in their order.
+        inside: values from `Callback.inside_step`.
+        index: which step of a dispatch of several this is.
     """
 
-    facts: Facts = dataclasses.field(metadata={"static": True})
-    means: Any
-    """The values in the order of the names in `facts`."""
-    inside: Any
-    """Values from `Callback.inside_step`."""
-    index: int | None = dataclasses.field(default=None, metadata={"static": True})
-    """Which step of a dispatch of several this is."""
-
-    def __post_init__(self) -> None:
+    def __init__(self, facts: Facts, means: Any, inside: Any, index: int | None = None):
+        # JAX rebuilds pytrees with placeholders for leaves, so no types are promised.
+        self.facts = facts
+        self.means = means
+        self.inside = inside
+        self.index = index
         self.added: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Any:
@@ -114,6 +116,14 @@ class Metrics(Mapping[str, Any]):
 
     def __repr__(self) -> str:
         return f"Metrics({', '.join(self)})"
+
+    def tree_flatten(self) -> tuple[tuple[Any, Any], Facts]:
+        return (self.means, self.inside), self.facts
+
+    @classmethod
+    def tree_unflatten(cls, facts: Facts, children: Any) -> "Metrics":
+        means, inside = children
+        return cls(facts, means, inside)
 
 
 @jax.tree_util.register_dataclass
