@@ -9,7 +9,7 @@ import numpy as np
 from ..basics.arguments import check_choice, check_count
 from ..basics.console import say_once
 from ..basics.hardware import least_memory
-from ..step import Batch, Picked, Table, as_given, with_rows
+from ..step import Batch, Picked, Table, as_given, map_rows, with_rows
 from .conversion import as_numpy, fetch, to_host, with_key_data
 from .loader_state import Position
 from .random_states import seed_of
@@ -68,15 +68,11 @@ class Arrays:
         self.batch_size, self.seed = int(batch_size), int(seed)
         self.shuffle, self.drop_last, self.on_device = shuffle, drop_last, on_device
         self._columns, self.num_rows = _columns(self.tree)
-        leaves, treedef = jax.tree.flatten(self.tree)
-        self._rows = with_rows(treedef)
         # The first row tells what conversion makes of the tree.
         columns = iter(self._columns)
-        pairs = zip(leaves, self._rows, strict=True)
-        first = [next(columns)[:1] if has_rows else leaf for leaf, has_rows in pairs]
-        self._leaves, self._treedef = jax.tree.flatten(
-            to_host(treedef.unflatten(first))
-        )
+        self._first = to_host(map_rows(lambda _: next(columns)[:1], self.tree))
+        is_tuple = type(self._first) is tuple
+        self._is_flat = is_tuple and jax.tree_util.all_leaves(self._first)
         self._epoch = 0
         self._table: Table | None = None
         if not len(self):
@@ -131,11 +127,10 @@ class Arrays:
 
     def _filled(self, columns: tuple[np.ndarray, ...]) -> Batch:
         """A batch of some rows of each column."""
-        if all(self._rows):
-            return self._treedef.unflatten(columns)
-        of_rows, pairs = iter(columns), zip(self._leaves, self._rows, strict=True)
-        leaves = [next(of_rows) if has_rows else leaf for leaf, has_rows in pairs]
-        return self._treedef.unflatten(leaves)
+        if self._is_flat:
+            return columns
+        rows = iter(columns)
+        return map_rows(lambda _: next(rows), self._first)
 
 
 class ArraysSource(Source):

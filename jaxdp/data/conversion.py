@@ -83,7 +83,6 @@ def to_host(batch: Any, *, copy: bool = False) -> Batch:
 
     # Each leaf by itself.
     arrays = []
-    keys: dict[int, KeyData] = {}
     for index, leaf in enumerate(leaves):
         if type(leaf) is np.ndarray:  # as most are
             if leaf.dtype in _PLAIN:
@@ -93,10 +92,9 @@ def to_host(batch: Any, *, copy: bool = False) -> Batch:
                 arrays.append(_narrow(leaf, batch, index))
                 continue
         is_jax = isinstance(leaf, jax.Array)
-        array: Any = leaf if is_jax else as_numpy(leaf)
         if is_jax and is_key(leaf):
-            keys[index] = _key_data(batch, index, leaf)
-            array = keys[index].data
+            return to_host(with_key_data(batch), copy=copy)
+        array: Any = leaf if is_jax else as_numpy(leaf)
         if array is None or not _is_of_numbers(array.dtype):
             raise TypeError(_not_numbers(batch, index, leaf))
         if is_jax:
@@ -118,7 +116,7 @@ def to_host(batch: Any, *, copy: bool = False) -> Batch:
     pairs = zip(arrays, with_rows(treedef), strict=True)
     counts = {len(array) if array.ndim else 0 for array, has_rows in pairs if has_rows}
     if not counts:
-        return Rowless(_with_keys(treedef, arrays, keys), NOTHING.row)
+        return Rowless(treedef.unflatten(arrays), NOTHING.row)
     if len(counts) != 1 or 0 in counts:
         named = [f"{leaf_name(batch, i)} {a.shape}" for i, a in enumerate(arrays)]
         remedy = (
@@ -143,7 +141,7 @@ def to_host(batch: Any, *, copy: bool = False) -> Batch:
             "the leaves of a batch must share a leading axis of one or more rows; got"
             f" {some_of(named)}. {remedy}"
         )
-    return _with_keys(treedef, arrays, keys)
+    return treedef.unflatten(arrays)
 
 
 def fetch(
@@ -363,31 +361,21 @@ def as_numpy(leaf: Any) -> np.ndarray | None:
 
 def with_key_data(tree: Any) -> Any:
     """The tree with typed PRNG keys as `to_host` has them."""
-    leaves, treedef = jax.tree.flatten(tree)
-    keys = {
-        index: _key_data(tree, index, leaf)
-        for index, leaf in enumerate(leaves)
-        if isinstance(leaf, jax.Array) and is_key(leaf)
-    }
-    return _with_keys(treedef, leaves, keys)
 
+    def data(path: Any, leaf: Any, has_rows: int) -> Any:
+        if not (isinstance(leaf, jax.Array) and is_key(leaf)):
+            return leaf
+        if has_rows and leaf.ndim == 0:
+            raise ValueError(
+                f"batch{jax.tree_util.keystr(path)} is a single PRNG key, which has no"
+                " rows. Give each row a key, jax.random.split(key, rows), or put one"
+                " that is for all rows into a jaxdp.Whole(key)."
+            )
+        return KeyData(jax.random.key_data(leaf), jax.random.key_impl(leaf))
 
-def _with_keys(treedef: Any, leaves: list[Any], keys: dict[int, KeyData]) -> Any:
-    """A tree of leaves, of which some are those of keys."""
-    if keys:
-        leaves = [keys.get(index, leaf) for index, leaf in enumerate(leaves)]
-    return treedef.unflatten(leaves)
-
-
-def _key_data(batch: Any, index: int, key: Any) -> KeyData:
-    """The data of a leaf of typed keys."""
-    if key.ndim == 0 and with_rows(jax.tree.structure(batch))[index]:
-        raise ValueError(
-            f"{leaf_name(batch, index)} is a single PRNG key, which has no rows. Give"
-            " each row a key, jax.random.split(key, rows), or put one that is for all"
-            " rows into a jaxdp.Whole(key)."
-        )
-    return KeyData(jax.random.key_data(key), jax.random.key_impl(key))
+    treedef = jax.tree.structure(tree)
+    has_rows = treedef.unflatten(with_rows(treedef))
+    return jax.tree_util.tree_map_with_path(data, tree, has_rows)
 
 
 def _narrow(array: np.ndarray, batch: Any, index: int) -> np.ndarray:

@@ -52,10 +52,17 @@ class _OfTorch(Source):
         self, loader: Any, argument: str, share: Share = ALL, seed: int | None = None
     ):
         super().__init__(loader, argument, share, seed)
-        self._parts = Parts(loader)
+        from torch.utils.data import default_collate
+
+        self._samplers = _samplers_of(loader)
+        # If there are none, index lists do not depend on when they are drawn.
+        self._users_samplers = [s for s in self._samplers if not _is_torchs(s)]
+        # Whether rows are put together by torch alone.
+        is_torchs = loader.collate_fn is default_collate
+        self._has_torchs_collation = loader._auto_collation and is_torchs
         # torch's collation makes new tensors, and what crosses from a worker is new.
-        is_new = self._parts.has_torchs_collation or loader.num_workers
-        self._copies = not (self._parts.iterates_as_torch and is_new)
+        is_new = self._has_torchs_collation or loader.num_workers
+        self._copies = not (_iterates_as_torch(loader) and is_new)
 
     def first(self, count: int | None) -> list[Batch]:
         ordered = _unshuffled(self.loader)
@@ -74,11 +81,11 @@ class _OfTorch(Source):
         )
         return any(
             isinstance(sampler, random) or getattr(sampler, "shuffle", False) is True
-            for sampler in self._parts.samplers
+            for sampler in self._samplers
         )
 
     def _set_epoch(self, epoch: int) -> None:
-        for part in (*self._parts.samplers, self.loader.dataset):
+        for part in (*self._samplers, self.loader.dataset):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
 
@@ -110,7 +117,7 @@ class _IteratedByTorch(_OfTorch, IterableSource):
     @property
     def sure_batches(self) -> int | None:
         # Each of several workers makes a last batch of its own.
-        is_a_guess = self._parts.is_iterable and self.loader.num_workers > 1
+        is_a_guess = _is_iterable(self.loader) and self.loader.num_workers > 1
         return None if is_a_guess else self.num_batches
 
     def _take_up(self, state: Any) -> None:
@@ -149,11 +156,11 @@ class TorchSource(_OfTorch):
 
     def _read(self, position: Position) -> Iterator[Batch]:
         self._set_epoch(position.epoch)
-        is_torchs = self._parts.has_torchs_collation
+        is_torchs = self._has_torchs_collation
         whole_rows = self._whole_rows() if is_torchs else None
         lists = self._drawn_lists(position.epoch)
         places: collections.deque[Any] = collections.deque()
-        if self._parts.users_samplers:
+        if self._users_samplers:
             lists = self._noted(lists, position, places)
         lists = itertools.islice(lists, position.batches, None)
         portions: Callable[[Iterator[Any]], Iterator[Any]] = iter
@@ -164,7 +171,7 @@ class TorchSource(_OfTorch):
         else:
             batches = self._by_index(lists, position.epoch, position.batches)
             batches = map(partial(to_host, copy=self._copies), batches)
-        if self._parts.users_samplers:
+        if self._users_samplers:
             batches = self._placed(batches, places)
         return portions(batches)
 
@@ -173,18 +180,17 @@ class TorchSource(_OfTorch):
         columns = None if self.loader.num_workers else _columns(self.loader.dataset)
         if columns is None:
             return None
-        return partial(fetch, *columns, ahead=not self._parts.users_samplers)
+        return partial(fetch, *columns, ahead=not self._users_samplers)
 
     @property
     def is_at_hand(self) -> bool:
         # A dataset of the user's may draw from generators of its own, which training
         # draws from, too.
-        parts = self._parts
-        runs_nothing = parts.has_torchs_collation and not parts.users_samplers
+        runs_nothing = self._has_torchs_collation and not self._users_samplers
         return runs_nothing and self._whole_rows() is not None
 
     def _telling_samplers(self) -> list[OwnState]:
-        telling = filter(_has_state, self._parts.samplers)
+        telling = filter(_has_state, self._samplers)
         return [OwnState(sampler, self.argument) for sampler in telling]
 
     def close(self) -> None:
@@ -229,7 +235,7 @@ class TorchSource(_OfTorch):
             if count > position.batches:
                 places.append(place)
             elif place and expected and count == expected[0] and total != expected[1]:
-                sampler = type(self._parts.users_samplers[0]).__name__
+                sampler = type(self._users_samplers[0]).__name__
                 warn(
                     f"`{self.argument}`: after the resume, its sampler {sampler}"
                     " yields other index lists than the interrupted run would have"
@@ -246,7 +252,7 @@ class TorchSource(_OfTorch):
         """What the sampler draws, as `iter(loader)` has it draw: its own seed last."""
         import torch
 
-        torchs = not self._parts.users_samplers
+        torchs = not self._users_samplers
         most = _DRAW_AT_ONCE if torchs else 1  # it may listen to how training goes
         seed = seed_of(self.seed, epoch, *self.share.sampling)
         generators = Generators(seed, torch_alone=torchs)
@@ -297,37 +303,31 @@ def noted(indices: Any, total: int | None) -> int | None:
     return zlib.crc32(shown.encode(), total)
 
 
-class Parts:
-    """What a `DataLoader` is made of, and how it iterates."""
-
-    def __init__(self, loader: Any):
-        from torch.utils.data import DataLoader, IterableDataset, default_collate
-
-        self.samplers = _samplers_of(loader)
-        # If there are none, index lists do not depend on when they are drawn.
-        self.users_samplers = [s for s in self.samplers if not _is_torchs(s)]
-        # Whether rows are put together by torch alone.
-        self.has_torchs_collation = (
-            loader._auto_collation and loader.collate_fn is default_collate
-        )
-        # torchdata's loader differs in that it can tell its state. By index lists it
-        # needs none, but for parts of the user's that have one.
-        kind, parts = type(loader), ("dataset", "sampler", "batch_sampler")
-        self.iterates_as_torch = kind.__iter__ is DataLoader.__iter__ or (
-            kind.__module__.startswith("torchdata.stateful_dataloader")
-            and not any(_has_state(getattr(loader, part)) for part in parts)
-        )
-        self.is_iterable = isinstance(loader.dataset, IterableDataset)
-
-
 def torch_source(
     loader: Any, argument: str, share: Share = ALL, seed: int | None = None
 ) -> Source:
     """The source of a torch `DataLoader`."""
-    parts = Parts(loader)
-    if parts.iterates_as_torch and not parts.is_iterable:
+    if _iterates_as_torch(loader) and not _is_iterable(loader):
         return TorchSource(loader, argument, share, seed or 0)
     return _IteratedByTorch(loader, argument, share, seed)
+
+
+def _is_iterable(loader: Any) -> bool:
+    from torch.utils.data import IterableDataset
+
+    return isinstance(loader.dataset, IterableDataset)
+
+
+def _iterates_as_torch(loader: Any) -> bool:
+    """Whether it does; torchdata's differs in that it can tell its state. By index
+    lists it needs none, but for parts of the user's that have one."""
+    from torch.utils.data import DataLoader
+
+    kind, parts = type(loader), (loader.dataset, loader.sampler, loader.batch_sampler)
+    is_torchdatas = kind.__module__.startswith("torchdata.stateful_dataloader")
+    return kind.__iter__ is DataLoader.__iter__ or (
+        is_torchdatas and not any(map(_has_state, parts))
+    )
 
 
 def _columns(dataset: Any) -> tuple[tuple[np.ndarray, ...], list[np.ndarray]] | None:
