@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterable
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import equinox as eqx
 import jax
@@ -192,13 +192,13 @@ class FusedAttention(eqx.nn.MultiheadAttention):
 
     def _attended(self, heads: Any, hidden: "Hidden") -> Array:
         if self.implementation != "blocks":
-            reasons = _why_not(heads, hidden)
-            if self.implementation == "cudnn" and (reason := reasons.by_cudnn):
+            reason = _why_not(heads, hidden)
+            if self.implementation == "cudnn" and reason:
                 raise ValueError(
                     f"`implementation`='cudnn': cuDNN can't compute this attention:"
                     f" {reason}. Take 'auto', which computes such calls in blocks."
                 )
-            if self.implementation == "cudnn" or not any(reasons):
+            if self.implementation == "cudnn" or not reason and _suits_cudnn(heads):
                 return _by_cudnn(heads, self.causal)
         return in_blocks(heads, hidden, self.causal, self.block)
 
@@ -293,41 +293,39 @@ def _split_by_xla(mesh: Any) -> list[str]:
     return [n for n, kind in axes if kind != AxisType.Manual and mesh.shape[n] > 1]
 
 
-class _Reasons(NamedTuple):
-    """Why attention is not computed by cuDNN, in words."""
-
-    by_cudnn: str | None
-    """What cuDNN itself can't do."""
-    by_place: str | None
-    """What it could, on other devices or with other lengths."""
-
-
-def _why_not(heads: tuple[Array, Array, Array], hidden: Hidden) -> _Reasons:
-    query, key, value = heads
+def _why_not(heads: tuple[Array, Array, Array], hidden: Hidden) -> str | None:
+    """Why cuDNN can't compute this attention, wherever that is."""
+    query, _, value = heads
     dtypes = {x.dtype for x in heads}
     of_head = query.shape[-1]
-    by_cudnn = None
     if hidden.rate is not None:
-        by_cudnn = "its weights have dropout"
-    elif hidden.query_ids is not None:
-        by_cudnn = "there are segments"
-    elif hidden.mask is not None:
-        by_cudnn = "there is a mask, which would be a matrix of numbers"
-    elif dtypes not in ({jnp.dtype(jnp.bfloat16)}, {jnp.dtype(jnp.float16)}):
-        by_cudnn = f"heads are {' and '.join(sorted(map(str, dtypes)))}, not 16 bits"
-    elif of_head != value.shape[-1]:
-        by_cudnn = f"heads have {of_head} features of keys, {value.shape[-1]} of values"
-    elif of_head % 8 or of_head > _LARGEST_HEAD:
-        by_cudnn = f"heads have {of_head} features, not a multiple of 8 up to 256"
+        return "its weights have dropout"
+    if hidden.query_ids is not None:
+        return "there are segments"
+    if hidden.mask is not None:
+        return "there is a mask, which would be a matrix of numbers"
+    if dtypes not in ({jnp.dtype(jnp.bfloat16)}, {jnp.dtype(jnp.float16)}):
+        return f"heads are {' and '.join(sorted(map(str, dtypes)))}, not 16 bits"
+    if of_head != value.shape[-1]:
+        return f"heads have {of_head} features of keys, {value.shape[-1]} of values"
+    if of_head % 8 or of_head > _LARGEST_HEAD:
+        return f"heads have {of_head} features, not a multiple of 8 up to 256"
+    return None
 
-    by_place = _why_not_here(jax.typeof(query).sharding.mesh, query.shape[1])
+
+def _suits_cudnn(heads: tuple[Array, Array, Array]) -> bool:
+    """Whether lengths and devices are such that cuDNN is sure to take them."""
+    query, key, _ = heads
     if len(query) % _OF_LENGTHS or len(key) % _OF_LENGTHS:
-        by_place = f"{len(query)} and {len(key)} are no multiples of {_OF_LENGTHS}"
-    return _Reasons(by_cudnn, by_place)
+        return False
+    mesh = jax.typeof(query).sharding.mesh
+    if mesh.empty:  # how tokens are split over several devices is not known
+        return _is_hopper(mesh) and jax.device_count() == 1
+    return _is_hopper(mesh) and _keeps_tokens(mesh, query.shape[1])
 
 
-def _why_not_here(mesh: Any, heads: int) -> str | None:
-    """Why not on these devices, or as arrays are split over them."""
+def _is_hopper(mesh: Any) -> bool:
+    """Whether the devices are NVIDIA's GPUs of Hopper's kind or newer."""
     device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     if device is None or isinstance(device, str):  # that of a platform
         device = jax.local_devices(backend=device)[0]
@@ -335,15 +333,11 @@ def _why_not_here(mesh: Any, heads: int) -> str | None:
     platforms = {device.platform}
     if not mesh.empty and mesh.abstract_device is not None:
         platforms.add(mesh.abstract_device.platform)
-    is_hopper = re.fullmatch(r"\d+\.\d+", capability) and float(capability) >= 9
-    if not platforms <= {"gpu", "cuda"} or not is_hopper:
-        return "the devices are no NVIDIA GPUs of Hopper's kind or newer"
-    if mesh.empty:
-        alone = jax.device_count() == 1
-        return None if alone else "how tokens are split over the devices is not known"
+    is_number = re.fullmatch(r"\d+\.\d+", capability)
+    return bool(is_number) and float(capability) >= 9 and platforms <= {"gpu", "cuda"}
+
+
+def _keeps_tokens(mesh: Any, heads: int) -> bool:
+    """Whether XLA splits no more than heads over the devices, and these evenly."""
     by_xla = _split_by_xla(mesh)
-    if others := [name for name in by_xla if name != MODEL]:
-        return f"tokens may be split over {' and '.join(map(repr, others))}"
-    if by_xla and heads % mesh.shape[MODEL]:
-        return f"{MODEL!r} does not divide the {heads} heads"
-    return None
+    return not by_xla or by_xla == [MODEL] and heads % mesh.shape[MODEL] == 0

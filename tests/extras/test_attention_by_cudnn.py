@@ -96,16 +96,20 @@ def test_others_take_blocks(monkeypatch, why, device):
     assert not calls
 
 
+MANUAL, AUTO = AxisType.Manual, AxisType.Auto
+
+
 @pytest.mark.parametrize(
-    ("axes", "reason"),
+    ("axes", "heads", "is_taken"),
     [
-        ({"data": AxisType.Manual}, None),
-        ({"data": AxisType.Manual, "model": AxisType.Auto}, None),
-        ({"data": AxisType.Manual, "seq": AxisType.Auto}, "split over 'seq'"),
-        ({"data": AxisType.Auto}, "split over 'data'"),
+        ({"data": MANUAL}, 8, True),
+        ({"data": MANUAL, "model": AUTO}, 8, True),
+        ({"data": MANUAL, "model": AUTO}, 6, False),
+        ({"data": MANUAL, "seq": AUTO}, 8, False),
+        ({"data": AUTO}, 8, False),
     ],
 )
-def test_cudnn_is_not_given_split_tokens(monkeypatch, axes, reason):
+def test_cudnn_is_not_given_split_tokens(monkeypatch, axes, heads, is_taken):
     on(monkeypatch, HOPPER, 8)
     mesh = SimpleNamespace(
         empty=False,
@@ -114,12 +118,10 @@ def test_cudnn_is_not_given_split_tokens(monkeypatch, axes, reason):
         axis_types=tuple(axes.values()),
         shape=dict.fromkeys(axes, 4),
     )
-    why = module._why_not_here(mesh, heads=8)
-    assert why is None if reason is None else reason in why
-    if "model" in axes:
-        assert "divide the 6 heads" in module._why_not_here(mesh, heads=6)
+    assert module._keeps_tokens(mesh, heads) == is_taken
+    assert module._is_hopper(mesh)
     mesh.abstract_device.platform = "cpu"
-    assert "no NVIDIA GPUs" in module._why_not_here(mesh, heads=8)
+    assert not module._is_hopper(mesh)
 
 
 @pytest.mark.parametrize("strategy", ["sharded", "fsdp", "tensor"])
