@@ -97,11 +97,6 @@ def test_a_folder_that_exists_is_not_overwritten(tmp_path):
         make().save(tmp_path)
 
 
-def test_what_is_no_checkpoint_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="there is nothing at"):
-        make().load(tmp_path / "nothing")
-
-
 def test_another_model_is_shown_leaf_by_leaf(tmp_path):
     path = make().save(tmp_path / "saved")
     other = make(model=eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0)))
@@ -116,28 +111,6 @@ def test_another_model_is_shown_leaf_by_leaf(tmp_path):
 
 def folders(path):
     return sorted(int(child.name) for child in path.iterdir() if child.name.isdigit())
-
-
-def test_model_checkpoint_keeps_the_best_by_a_monitor(tmp_path):
-    checkpoint = ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=2)
-    trainer = make(callbacks=[checkpoint])
-    history = trainer.fit(DATA, batches(16, seed=1), max_epochs=6)
-    scores = dict(zip(range(3, 19, 3), history["val_loss"], strict=True))
-    best = sorted(scores, key=scores.get)[:2]
-    assert folders(tmp_path) == sorted(best)
-    assert checkpoint.best_model_path == str(tmp_path / str(best[0]))
-    assert checkpoint.best_model_score == scores[best[0]]
-    trainer.load(checkpoint.best_model_path)
-    assert trainer.global_step == best[0]
-    found = trainer.validate(batches(16, seed=1))
-    assert found["val_loss"] == pytest.approx(scores[best[0]], rel=1e-6)
-
-
-def test_model_checkpoint_saves_no_epoch_that_was_not_judged(tmp_path):
-    checkpoint = ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=-1)
-    trainer = make(callbacks=[checkpoint])
-    trainer.fit(DATA, batches(16, seed=1), max_epochs=5, check_val_every_n_epoch=2)
-    assert folders(tmp_path) == [6, 12]
 
 
 def test_model_checkpoint_by_steps_keeps_the_newest(tmp_path):
@@ -256,18 +229,6 @@ class Sigterm(Callback):
     def kill(self, trainer, *arguments):
         if trainer.global_step == self.step:
             os.kill(os.getpid(), signal.SIGTERM)
-
-
-def test_what_a_signal_saves_displaces_no_better_one(tmp_path):
-    checkpoint = ModelCheckpoint(tmp_path, monitor="val_loss")
-    with pytest.raises(SystemExit):
-        make(callbacks=[checkpoint, Sigterm(5)]).fit(DATA, VAL, max_epochs=3)
-    assert folders(tmp_path) == [3, 5]
-    assert checkpoint.best_model_path == str(tmp_path / "3")
-    resumed = ModelCheckpoint(tmp_path, monitor="val_loss")
-    trainer = make(callbacks=[resumed])
-    history = trainer.fit(DATA, VAL, max_epochs=3, ckpt_path="auto")
-    assert resumed.best_model_score == min(history["val_loss"])
 
 
 @pytest.mark.filterwarnings("ignore:.*takes larger values for better")

@@ -1,6 +1,5 @@
 """Files of a checkpoint that come to harm after it was saved."""
 
-import json
 import os
 import pathlib
 import random
@@ -16,7 +15,6 @@ from toys import batches
 
 from jaxdp.callbacks import ModelCheckpoint
 from jaxdp.checkpoint import CheckpointCorrupt
-from jaxdp.checkpoint.metadata import write_list
 
 FLIPS = 60 if LONG else 5
 
@@ -188,13 +186,6 @@ def differing_files(step, other):
     raise AssertionError("no file is in both")
 
 
-def edit_meta(step, **changes):
-    """As somebody would who knows how checkpoints are sealed."""
-    path = step / "meta" / "metadata"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    write_list(str(step))
-
-
 def replace_by_fifo(path):
     path.unlink()
     os.mkfifo(path)
@@ -204,10 +195,6 @@ def replace_by_fifo(path):
 MISCHIEF = {
     "files are swapped between steps": (
         lambda run: swap(*differing_files(run / "4", run / "2")),
-        "4 is damaged",
-    ),
-    "arrays of another step": (
-        lambda run: swap(run / "4" / "state", run / "2" / "state"),
         "4 is damaged",
     ),
     "metadata of another step": (
@@ -229,12 +216,6 @@ MISCHIEF = {
         lambda run: (shutil.rmtree(run / "4"), (run / "4").write_text("")),
         "4 is a symbolic link or a file",
     ),
-    "the format is an older one": (
-        lambda run: (run / "4/meta/metadata").write_text(
-            (run / "4/meta/metadata").read_text().replace('"format": 3', '"format": 1')
-        ),
-        "meta/metadata has changed since it was saved",
-    ),
     "a file becomes a pipe": (
         lambda run: replace_by_fifo(run / "4" / "meta" / "metadata"),
         "is a special file",
@@ -247,24 +228,13 @@ MISCHIEF = {
         lambda run: (run / "4" / "files.json").write_text("null"),
         "files.json is not a list of files",
     ),
-    "metadata nested without end": (
-        lambda run: (run / "4" / "meta" / "metadata").write_text("[" * 100_000),
-        "meta/metadata has changed since it was saved",
-    ),
-    "metadata forged": (
-        lambda run: edit_meta(run / "4", global_step="../../x", callbacks=None),
-        "no trainer has saved its metadata: `metadata.global_step` is '../../x'",
-    ),
 }
 
 
 @pytest.mark.slow_cases(
-    "arrays of another step",
     "steps change names",
     "a step becomes a file",
-    "the format is an older one",
     "a file more",
-    "metadata nested without end",
 )
 @pytest.mark.parametrize("what", MISCHIEF)
 def test_mischief_is_told_and_the_run_ends_as_it_should(saved, table, tmp_path, what):

@@ -98,11 +98,6 @@ def test_variables_are_set_for_as_long_and_only_where_the_user_has_none(monkeypa
     assert dict(os.environ) == before
 
 
-def test_slices_of_no_power_of_two_are_named_by_their_shape():
-    with pytest.raises(ValueError, match="by its shape: v5e:4x6"):
-        topology("v5e-24")
-
-
 USED = """
 import os, sys
 import jax, jax.numpy as jnp
