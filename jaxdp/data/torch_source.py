@@ -295,8 +295,10 @@ class TorchSource(_OfTorch):
 
 def noted(indices: Any, total: int | None) -> int | None:
     """The checksum `total` with an index list or one index; None if that has none."""
+    if hasattr(indices, "tolist"):  # an array, or a tensor
+        indices = indices.tolist()
     shown = str(indices)
-    if isinstance(indices, list | tuple | np.ndarray):
+    if isinstance(indices, list | tuple):
         shown = f"[{', '.join(map(str, indices[:_INDICES]))}]"
     if total is None or " at 0x" in shown:  # an object that shows only where it is
         return None
