@@ -156,15 +156,13 @@ class _Follower:
 
         Nothing, if values of rows are in it.
         """
-        jaxpr, constants = (
-            opened(program),
-            map(_known_of, getattr(program, "consts", ())),
-        )
-        known: dict[Any, Known] = {
-            **dict(zip(jaxpr.constvars, constants, strict=False)),
-            **dict(zip(jaxpr.invars, inputs, strict=True)),
-        }
+        jaxpr = opened(program)
         last, has_values = self._last.get(jaxpr), False
+        known: dict[Any, Known] = dict(zip(jaxpr.invars, inputs, strict=True))
+        for var, value in zip(
+            jaxpr.constvars, getattr(program, "consts", ()), strict=False
+        ):
+            known[var] = _known_of(value)
 
         def find(var: Any) -> Known:
             if hasattr(var, "val"):
@@ -221,6 +219,7 @@ class _Follower:
         except (AttributeError, LookupError, TypeError, ValueError):
             # JAX describes the operation otherwise than a rule reads it. Taken to
             # mix rows, it costs time at most; no training has wrong numbers.
+            self.has_mixed_values |= self._has_values(equation)
             ndims = [len(out.aval.shape) for out in equation.outvars]
             return [uniform(SEVERAL, ndim) for ndim in ndims]
 
@@ -287,8 +286,9 @@ class _Follower:
         """Devices are turns: each has a part of what is split over them."""
         program, turns = equation.params["jaxpr"], _Turns()
         if ROW_BY_ROW in str(equation.source_info.name_stack):
-            rows = [one.rows for one in operands]
-            order = joined(*[r.ravel() for r in rows if r.size == len(r) > 1])
+            rows = [one.rows for one in operands if one.rows.size > 1]
+            order = [r.ravel() for r in rows if r.size == len(r)]
+            order = joined(uniform(NO_ROW, 1).rows, *order)
             ndims = [len(out.aval.shape) for out in equation.outvars]
             return [Known(order.reshape(-1, *[1] * (ndim - 1))) for ndim in ndims]
 

@@ -411,6 +411,15 @@ def test_an_operation_that_is_described_otherwise_is_taken_to_mix_rows(name, des
     assert mixes(name) and not mixes("one that no rule is for")
 
 
+def test_rows_in_a_loop_that_is_described_otherwise_are_taken_to_mix():
+    x = jnp.ones((ROWS, WIDTH))
+    turn = jax.make_jaxpr(lambda x: mark_values(mark_rows(x).sum(axis=1)))(x)
+    loop = jax.extend.core.Primitive("scan")
+    loop.def_abstract_eval(lambda x, **_: x)
+    assert values_mix_rows(jax.make_jaxpr(lambda x: loop.bind(x, turn=turn))(x[None]))
+    assert not values_mix_rows(turn)
+
+
 def test_every_rule_reads_operations_of_independent_rows():
     """Rows would be found to mix where it fails with this version of JAX."""
 
