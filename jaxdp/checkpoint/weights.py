@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 from ..basics.arguments import check_choice, check_is_local
 from ..basics.console import say, warn
 from ..basics.environment import import_extra
-from ..basics.files import absolute, replacing, sync
+from ..basics.files import absolute, check_size, parse_json, replacing, sync
 from ..basics.tree import is_key, leaf_path, plain_path
 from .folder import best_in
 from .leaves import (
@@ -29,6 +29,22 @@ from .metadata import CheckpointCorrupt, read_meta
 from .restoring import left_out, restore_leaves
 
 Path = str | os.PathLike[str]
+
+_DTYPES: Final = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": jnp.bfloat16,
+    "I64": np.int64,
+    "I32": np.int32,
+    "I16": np.int16,
+    "I8": np.int8,
+    "U64": np.uint64,
+    "U32": np.uint32,
+    "U16": np.uint16,
+    "U8": np.uint8,
+    "BOOL": np.bool_,
+}
 
 _STATE: Final = "model_state: "
 """What the names of the arrays of a model's state begin with."""
@@ -275,15 +291,43 @@ def _open_checkpoint(path: str, which: str) -> tuple[dict[str, str], Reader]:
 
 
 def _open_safetensors(path: str) -> tuple[dict[str, str], Reader]:
-    load = _safetensors().load_file
+    arrays = {plain_path(name): array for name, array in tensors_in(path).items()}
+    shapes = {name: shape_text(array) for name, array in arrays.items()}
+    return shapes, lambda found: {name: np.array(arrays[name]) for name in found}
+
+
+def tensors_in(path: str) -> dict[str, np.ndarray]:
+    """The tensors of a safetensors file: views of it, read where they are used.
+
+    Raises:
+        FileNotFoundError: if there is none.
+        CheckpointCorrupt: if it is of another format, or damaged.
+    """
     try:
-        arrays = {plain_path(name): array for name, array in load(path).items()}
+        return _views_of(np.memmap(path, np.uint8, mode="r"))
     except FileNotFoundError:
         raise
-    except Exception as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointCorrupt(f"`path`: {path} can't be read: {error}.") from error
-    shapes = {name: shape_text(array) for name, array in arrays.items()}
-    return shapes, lambda found: {name: arrays[name] for name in found}
+
+
+def _views_of(content: np.ndarray) -> dict[str, np.ndarray]:
+    """The length of the header, the header in JSON, and the numbers.
+
+    https://huggingface.co/docs/safetensors/index#format
+    """
+    length = int.from_bytes(content[:8].tobytes(), "little")
+    check_size(length)
+    header = parse_json(content[8 : 8 + length].tobytes())
+    header.pop("__metadata__", None)
+    numbers, tensors = content[8 + length :], {}
+    for name, described in header.items():
+        if (kind := described["dtype"]) not in _DTYPES:
+            raise ValueError(f"{name} is of dtype {kind}, none of {', '.join(_DTYPES)}")
+        start, end = described["data_offsets"]
+        flat = numbers[start:end].view(_DTYPES[kind])
+        tensors[name] = flat.reshape(described["shape"])
+    return tensors
 
 
 def _load_eqx(path: str, like: PyTree) -> PyTree:

@@ -14,8 +14,8 @@ from jaxtyping import PyTree
 
 from ..basics.arguments import check_is_local
 from ..basics.console import say
-from ..basics.files import absolute, check_size, parse_json, read_json
-from ..checkpoint import CheckpointCorrupt, shape_text
+from ..basics.files import absolute, read_json
+from ..checkpoint import CheckpointCorrupt, shape_text, tensors_in
 from ..fit import begin_anew, shapes_of
 from ..trainer import Trainer
 from .weight_names import (
@@ -30,22 +30,6 @@ from .weight_names import (
     pattern,
     resolved,
 )
-
-_DTYPES: Final = {
-    "F64": np.float64,
-    "F32": np.float32,
-    "F16": np.float16,
-    "BF16": jnp.bfloat16,
-    "I64": np.int64,
-    "I32": np.int32,
-    "I16": np.int16,
-    "I8": np.int8,
-    "U64": np.uint64,
-    "U32": np.uint32,
-    "U16": np.uint16,
-    "U8": np.uint8,
-    "BOOL": np.bool_,
-}
 
 _FILLED: Final = "fits"
 _KEPT: Final = "stays as it is in the model"
@@ -207,44 +191,16 @@ def _opened(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     tensors: dict[str, np.ndarray] = {}
     for name in files:
         try:
-            tensors |= _tensors_in(name)
+            tensors |= tensors_in(name)
         except FileNotFoundError:
             raise FileNotFoundError(
                 f"`path`: there is no file {name}, which the index names."
             ) from None
-        except _DAMAGED as error:
-            raise CheckpointCorrupt(
-                f"`path`: {name} can't be read: {error}."
-            ) from error
     if gone := sorted(set(index or ()) - tensors.keys()):
         raise CheckpointCorrupt(
             f"`path`: {absolute(path)} names {len(gone)} tensors that no file has,"
             f" such as {gone[0]}."
         )
-    return tensors
-
-
-_DAMAGED: Final = OSError, ValueError, KeyError, TypeError, AttributeError
-"""What reading raises where a file is not of the format."""
-
-
-def _tensors_in(path: str) -> dict[str, np.ndarray]:
-    """Views of a file: its header's length, its header in JSON, and the numbers.
-
-    https://huggingface.co/docs/safetensors/index#format
-    """
-    content = np.memmap(path, np.uint8, mode="r")
-    length = int.from_bytes(content[:8].tobytes(), "little")
-    check_size(length)
-    header = parse_json(content[8 : 8 + length].tobytes())
-    header.pop("__metadata__", None)
-    numbers, tensors = content[8 + length :], {}
-    for name, described in header.items():
-        if (kind := described["dtype"]) not in _DTYPES:
-            raise ValueError(f"{name} is of dtype {kind}, none of {', '.join(_DTYPES)}")
-        start, end = described["data_offsets"]
-        flat = numbers[start:end].view(_DTYPES[kind])
-        tensors[name] = flat.reshape(described["shape"])
     return tensors
 
 
@@ -266,7 +222,7 @@ def _files(path: str) -> tuple[list[str], Mapping[str, str] | None]:
     try:
         index = read_json(path)["weight_map"]
         names = sorted({*index.values()})
-    except _DAMAGED as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointCorrupt(
             f"`path`: {path} is no index of safetensors files: it has no `weight_map`."
         ) from error
