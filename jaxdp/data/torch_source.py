@@ -22,7 +22,7 @@ from ..step import Batch
 from .batches import taken
 from .conversion import as_numpy, fetch, to_host
 from .loader_state import OwnState, Position
-from .random_states import Generators, seed_generators, seed_of, torch_generators
+from .random_states import Generators, seed_of, torch_generators
 from .shares import Share
 from .source import ALL, IterableSource, Source
 from .torch_workers import (
@@ -270,15 +270,13 @@ class TorchSource(_OfTorch):
                 drawn, error = taken(lists, most)
 
     def _from_here(self, seeded: Iterator[tuple[int, Any]]) -> Iterator[Any]:
-        dataset = Seeded(self.loader.dataset)
-        fetch = dataset.fetch_many if self.loader._auto_collation else dataset.fetch
-        collate = collation(self.loader)
+        dataset, collate = Seeded(self.loader.dataset), collation(self.loader)
+        many = self.loader._auto_collation
+        rows = dataset.__getitems__ if many else dataset.__getitem__
         # The user's generators come back at the end of the pass: to swap them around
         # every batch would cost 150 us, more than many a step.
         with Generators().active():
-            for seed, indices in seeded:
-                seed_generators(seed)
-                yield collate(fetch(indices))
+            yield from map(collate, map(rows, seeded))
 
     def _from_workers(self, seeded: Iterator[tuple[int, Any]], epoch: int) -> Any:
         import torch

@@ -101,17 +101,11 @@ class Seeded:
     def __getitem__(self, seeded: tuple[int, Any]) -> Any:
         seed, index = seeded
         seed_generators(seed)
-        return self.fetch(index)
+        return self.dataset[index]
 
     def __getitems__(self, seeded: tuple[int, Any]) -> Any:
         seed, indices = seeded
         seed_generators(seed)
-        return self.fetch_many(indices)
-
-    def fetch(self, index: Any) -> Any:
-        return self.dataset[index]
-
-    def fetch_many(self, indices: Any) -> Any:
         many = getattr(self.dataset, "__getitems__", None)
         return many(indices) if many else [self.dataset[i] for i in indices]
 
