@@ -257,6 +257,21 @@ def test_an_iterator_goes_on_in_a_cut_epoch(kind):
     assert numbers == [1, 2, 3, 4, 5, 6]
 
 
+def test_a_batch_that_is_refused_does_not_come_again():
+    class Wrong(Counting):
+        def __next__(self):
+            x, y = super().__next__()
+            return x, y + 100 * (self.number == 3)
+
+    loader, recorder = Wrong(), Recorder()
+    options = {"loss": "cross_entropy", "enable_progress_bar": False}
+    trainer = Trainer(Mlp(jax.random.key(0)), callbacks=[recorder], **options)
+    with pytest.raises(ValueError, match="labels must be 0 to"):
+        trainer.fit(loader, max_steps=5)
+    trainer.fit(loader, max_steps=5)
+    assert (loader.number, len(recorder.losses), trainer.global_step) == (6, 5, 5)
+
+
 SHUFFLED = {
     "in order": lambda: {},
     "in order, by a sampler": lambda: {"sampler": range(23)},

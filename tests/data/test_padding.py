@@ -94,6 +94,16 @@ def test_short_batches_are_padded_with_their_own_first_row_and_counted():
     assert short.rows == [3]
 
 
+def test_batches_like_the_one_before_are_padded_to_a_size_that_has_grown():
+    packer = Packer(1, "train")
+    rows = [8, 8, 8, 16, 8, 16, 16, 3]
+    packed = [packer.pack([[(np.ones((size, 2)), np.ones(size))]]) for size in rows]
+    sizes = [dispatch.groups[0].batch[0].shape[1] for dispatch in packed]
+    assert sizes == [8, 8, 8, 16, 16, 16, 16, 16]
+    assert [dispatch.rows for dispatch in packed] == [[size] for size in rows]
+    assert len({dispatch.shape for dispatch in packed}) == 2
+
+
 def test_sizes_are_rounded_up_to_the_devices():
     packed = Packer(4, "train").pack([[(np.ones(13),)]])
     assert packed.shape == (True, 1, ((1, 16, "float64[]"),))
