@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 from ..basics.arguments import check_choice, check_is_local
 from ..basics.console import say, warn
 from ..basics.environment import import_extra
-from ..basics.files import absolute, check_size, parse_json, replacing, sync
+from ..basics.files import absolute, parse_json, replacing, sync
 from ..basics.tree import is_key, leaf_path, plain_path
 from .folder import best_in
 from .leaves import (
@@ -317,7 +317,8 @@ def _views_of(content: np.ndarray) -> dict[str, np.ndarray]:
     https://huggingface.co/docs/safetensors/index#format
     """
     length = int.from_bytes(content[:8].tobytes(), "little")
-    check_size(length)
+    if length > content.size - 8:
+        raise ValueError("it is no safetensors file, or only the beginning of one")
     header = parse_json(content[8 : 8 + length].tobytes())
     header.pop("__metadata__", None)
     numbers, tensors = content[8 + length :], {}

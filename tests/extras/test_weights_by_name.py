@@ -371,6 +371,9 @@ def test_files_that_are_not_there_or_damaged_are_named(tmp_path):
         path.write_bytes(damaged)
         with pytest.raises(CheckpointCorrupt, match="can't be read"):
             jaxdp.load_weights(path, like, LLAMA_NAMES)
+    np.savez(tmp_path / "model.npz", w=np.ones(3))
+    with pytest.raises(CheckpointCorrupt, match="is no safetensors file"):
+        jaxdp.load_weights(tmp_path / "model.npz", like, LLAMA_NAMES)
     path.unlink()
     sharded(tmp_path, llama())
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
