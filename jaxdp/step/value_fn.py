@@ -107,14 +107,15 @@ def update_with(
         extra = {p.name: known[p.name] for p in parameters if p.name in known}
         return update(grads, state, params, **extra)
 
-    # What nobody takes is an error to some.
-    extra = {name: value for name, value in known.items() if name != "grad_fn"}
-    try:
-        return update(grads, state, params, **extra)
-    except TypeError as error:  # of optax.contrib.sam, in a chain
-        if "unexpected keyword argument" not in str(error):
-            raise
-    return update(grads, state, params, grad_fn=known["grad_fn"])
+    # What nobody takes is an error to some: grad_fn to optax's line searches, and all
+    # else to optax.contrib.sam.
+    for names in (("value", "grad", "value_fn"), ("grad_fn",)):
+        try:
+            return update(grads, state, params, **{name: known[name] for name in names})
+        except TypeError as error:
+            if "keyword" not in str(error):
+                raise
+    return update(grads, state, params, **known)
 
 
 def _searches_back(opt_state: PyTree) -> bool:
