@@ -20,6 +20,9 @@ from ..basics.console import listed, say
 _FAST: Final = 2.0
 """Seconds at a barrier after which a process asks where the others are."""
 
+_OTHERS_READ: Final = 1.0
+"""Seconds that process 0 stays when they differ: the cards go when it does."""
+
 _MOST_DIFFERENCES: Final = 5
 
 _COME: Final = "jaxdp.meet/come"
@@ -114,6 +117,8 @@ class Meetings:
             here = {p: c for p, c in cards.items() if c["number"] == self.number}
             differing = {p: c for p, c in here.items() if c["digest"] != digest}
             if differing and pause > 0.1:  # by then most have come
+                if coordination.index() == 0:
+                    time.sleep(_OTHERS_READ)
                 raise RuntimeError(_difference(here))
 
             # Whoever has left for the next one has met us here.
