@@ -397,6 +397,15 @@ def test_errors_say_where_in_the_data_they_arose():
     assert caught.value.__notes__[0] == "in batch 2 of epoch 1 of `train_loader`"
 
 
+def test_a_dataset_that_runs_out_does_not_end_the_epoch_early():
+    def out_of_rows(rows):
+        return next(iter(()))
+
+    source = open_loader(DataLoader(Squares(), 4, collate_fn=out_of_rows), "loader")
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        list(source.epoch())
+
+
 def test_a_look_at_the_first_batch_leaves_the_pass_where_it_is():
     x, y = rows(24)
     data = TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
