@@ -57,7 +57,7 @@ class Loop:
         self.trainer, self._run = trainer, trainer.run
         self._record = trainer.record
         self.progress = trainer.run.progress
-        self._told_of_minimum = False
+        self._told_of_minimum = self._told_of_few = False
         self._epoch_is_over = False  # no batch of it is left
         self._wishes = Pulse(trainer.run.processes, "whether to stop")
 
@@ -239,6 +239,8 @@ class Loop:
         record.read_rest()  # the device is done with them
         record.history.append(progress.epoch, means)  # hooks may look there
 
+        if self._epoch_is_over and self.limits.is_short(progress.done):
+            self._warn_of_few_batches()
         is_finished = self.limits.is_finished(progress.done)
         progress.is_finished = self._epoch_is_over or is_finished
         progress.epoch_ended = True
@@ -297,6 +299,15 @@ class Loop:
                 f"`train_loader` gave no batches in epoch {self.progress.epoch}: a"
                 " generator can be iterated only once. The fit ends here."
             )
+
+    def _warn_of_few_batches(self) -> None:
+        if not self._told_of_few:
+            warn(
+                f"`train_loader` gave {self.progress.done} batches in epoch"
+                f" {self.progress.epoch}, fewer than `limit_train_batches`"
+                f"={self.limits.train_batches}; the epoch ends there."
+            )
+        self._told_of_few = True
 
     @contextlib.contextmanager
     def _ending_well(self) -> Iterator[None]:

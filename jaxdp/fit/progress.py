@@ -259,6 +259,7 @@ class Limits:
             "limit_train_batches", wanted.limit_train_batches, train.num_batches
         )
         per_epoch = _least(train.num_batches, self.train_batches)
+        self._is_sized = train.num_batches is not None
         self._whole = _least(train.sure_batches, self.train_batches)
         self.val_interval = self._interval(wanted.val_check_interval, per_epoch)
         self.accumulate = accumulate
@@ -269,6 +270,11 @@ class Limits:
         """Optimizer steps of an epoch, of so many batches each."""
         batches = self.batches_per_epoch
         return None if batches is None else -(-batches // accumulate)
+
+    def is_short(self, batches_done: int) -> bool:
+        """Whether an epoch of unknown length was to have more batches than these."""
+        limit = self.train_batches
+        return not self._is_sized and limit is not None and batches_done < limit
 
     def start_clock(self) -> None:
         """From now on `max_time` counts."""
