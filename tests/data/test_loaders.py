@@ -401,7 +401,8 @@ def test_a_dataset_that_runs_out_does_not_end_the_epoch_early():
     def out_of_rows(rows):
         return next(iter(()))
 
-    source = open_loader(DataLoader(Squares(), 4, collate_fn=out_of_rows), "loader")
+    loader = DataLoader(Squares(), 4, collate_fn=out_of_rows)
+    source = open_loader(loader, "train_loader", seed=0)
     with pytest.raises(RuntimeError, match="StopIteration"):
         list(source.epoch())
 
