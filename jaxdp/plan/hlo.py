@@ -234,11 +234,15 @@ def _collectives(
 def _in_loop(
     module: Module, computation: str, loop: Instruction, given: Given
 ) -> Iterator[Collective]:
-    turns = trip_count(module, computation, loop, given)
     kept = _kept(module, loop, _inputs(module, computation, loop, given))
+    in_body = [*_inside(module, loop.body, kept)]
+    in_test = [*_inside(module, loop.condition, kept)]
+    if not in_body + in_test:
+        return
+    turns = trip_count(module, computation, loop, given)
     # The condition is asked once more than the body runs.
-    for called, more in (loop.body, 0), (loop.condition, 1):
-        for collective in _inside(module, called, kept):
+    for collectives, more in (in_body, 0), (in_test, 1):
+        for collective in collectives:
             times = collective.times
             if turns is None or times is None:
                 yield collective._replace(times=None)
