@@ -37,6 +37,8 @@ def check_monitor(
     hint = ""
     if is_of_validation and not any(name.startswith("val_") for name in logged):
         hint = " Names with `val_` need a `val_loader` in `fit`."
+    elif row is not None:  # some callback may have put it into `metrics` itself
+        hint = " A callback logs a value of its own by `trainer.log(name, value)`."
     raise ValueError(
         f"`{type(callback).__name__}(monitor={monitor!r})`: nothing of that name is"
         f" logged; what is logged: {', '.join(map(repr, logged))}.{hint}"

@@ -161,3 +161,12 @@ def test_outside_of_hooks_there_is_nothing_to_log_to():
         with pytest.raises(RuntimeError, match="in a hook of a callback"):
             trainer.log("area", 1.0)
         list(trainer.steps(DATA))
+
+
+def test_who_writes_into_the_metrics_of_an_epoch_is_told_to_log():
+    class Writes(Callback):
+        def on_train_epoch_end(self, trainer, metrics):
+            metrics["area"] = 1.0
+
+    with pytest.raises(ValueError, match=r"'area'.*`trainer\.log\(name, value\)`"):
+        make(EarlyStopping("area"), Writes()).fit(DATA)
