@@ -24,10 +24,12 @@ from ..step import (
     RowsInteract,
     Steps,
     TrainState,
+    check_gradients,
     has_convolutions,
     matmul_flops,
     means_of,
     opening,
+    tells_of_gradients,
 )
 from ..strategies import DataParallel
 from ..strategies.base import rows_of_processes
@@ -324,10 +326,13 @@ class Engine:
         self.held, self.begins_epoch = self.held.after(leaves), False
 
         # Not too many at once.
+        checks = placed.checks
+        if tells_of_gradients(facts, means):
+            checks = (*checks, check_gradients)
         if steps > 1:
-            self.in_flight.add(means, placed.nbytes, placed.checks, LONG_IN_FLIGHT)
+            self.in_flight.add(means, placed.nbytes, checks, LONG_IN_FLIGHT)
             return [Metrics(facts, means, inside, index) for index in range(steps)]
-        self.in_flight.add(means, placed.nbytes, placed.checks)
+        self.in_flight.add(means, placed.nbytes, checks)
         if started:
             means.block_until_ready()  # waits for the device, in the trial only
             self._dispatch_size.time(

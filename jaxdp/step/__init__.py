@@ -32,7 +32,9 @@ from .metrics import (
     LONG_IN_FLIGHT,
     Facts,
     Metrics,
+    check_gradients,
     means_of,
+    tells_of_gradients,
 )
 from .model_call import InferenceModel, check_is_told, named_by
 from .objective import CriterionObjective, LossFnObjective, Objective, split_batch

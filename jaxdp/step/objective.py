@@ -365,7 +365,8 @@ def _of_criterion(
             f" {prediction.shape}. It is called with a whole batch; if it is written"
             " for one example, wrap it in jax.vmap."
         )
-    return checked(argument, name, value, rows, weight=weight, is_criterion=True)
+    result = checked(argument, name, value, rows, weight=weight, is_criterion=True)
+    return result._replace(hidden=None) if is_named else result  # nothing is left
 
 
 def _is_for_one_row(

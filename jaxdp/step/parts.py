@@ -364,7 +364,9 @@ class StepsOfParts(Steps):
         interact = any(part_sums.rows_interact for part_sums in facts)
         joined = Facts(tuple(sums), interact, None, tuple(notes), tuple(weights))
         check_count(joined.names + joined.weighted, self.most_values)
-        return Sums(sums, weights, joined), jnp.stack(due)
+        hidden = [one.hidden for one in summed if one.hidden is not None]
+        of_all = functools.reduce(jnp.add, hidden) if hidden else None
+        return Sums(sums, weights, of_all, joined), jnp.stack(due)
 
     def _of(self, part: FoundPart) -> Steps:
         """The plain steps of a part."""

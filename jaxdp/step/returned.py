@@ -32,6 +32,8 @@ class Returned(NamedTuple):
     weights: Array | None = None
     own: Array | None = None
     """The weights as they were returned beside the values."""
+    hidden: Array | None = None
+    """`(rows,)`, of weighted values: whether NaN or infinity has a weight of 0."""
 
 
 def checked(
@@ -75,10 +77,12 @@ def checked(
         value = losses.per_row(value)
     weight = jax.lax.stop_gradient(weight).astype(wide)
     products = jnp.where(weight == 0, 0, value.astype(wide) * weight)
+    hidden = (weight == 0) & ~jnp.isfinite(value)
     return Returned(
         products.reshape(rows, -1).sum(axis=1),
         weight.reshape(rows, -1).sum(axis=1),
         row_weights,
+        hidden.reshape(rows, -1).any(axis=1),
     )
 
 

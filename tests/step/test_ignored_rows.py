@@ -15,6 +15,7 @@ from jaxdp import (
     Bitwise,
     Ensemble,
     LocalSGD,
+    Part,
     Pmap,
     Sharded,
     SingleDevice,
@@ -197,16 +198,23 @@ def safe(model, x, real):
         {"strategy": SingleDevice(), "accumulate_grad_batches": 2},
     ],
 )
-def test_a_pair_shows_its_loss(options):
-    def trainer(values_of):
+def test_a_pair_shows_its_loss_and_refuses_a_nan_gradient(options):
+    def trainer(values_of, *parts):
+        of_all = {} if parts else {"loss_fn": of_pairs(values_of)}
+        optimizer = list(parts) or optax.adam(0.05)
         quiet = {"enable_progress_bar": False, **options}
-        return Trainer(linear(), optax.adam(0.05), loss_fn=of_pairs(values_of), **quiet)
+        return Trainer(linear(), optimizer, **of_all, **quiet)
 
     data = [(x, x[:, 0] > 0) for x, _ in batches(16, 11, 8)]
     assert trainer(unsafe).validate(data) == trainer(safe).validate(data)
     (first,), (expected,) = (trainer(f).steps(data[:1]) for f in (unsafe, safe))
     assert float(first["loss"]) == pytest.approx(float(expected["loss"]))
+
     trainer(safe).fit(data, max_epochs=1)
+    part = Part("weight", of_pairs(unsafe), optax.sgd(0.1), every=2)
+    for wrong in trainer(unsafe), trainer(unsafe, part):
+        with pytest.raises(ValueError, match="the gradient is NaN.*jnp.where"):
+            wrong.fit(data, max_epochs=2)
 
 
 def test_metrics_over_a_pass_see_all_rows():
