@@ -276,9 +276,8 @@ class TorchSource(_OfTorch):
         # The user's generators come back at the end of the pass: to swap them around
         # every batch would cost 150 us, more than many a step.
         with Generators().active():
-            for (
-                one_list
-            ) in seeded:  # no `map`, which a StopIteration would end silently
+            # No `map`, which a StopIteration of the dataset's would end silently.
+            for one_list in seeded:
                 yield collate(rows(one_list))
 
     def _from_workers(self, seeded: Iterator[tuple[int, Any]], epoch: int) -> Any:
