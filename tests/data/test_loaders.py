@@ -253,6 +253,17 @@ def test_the_seed_and_the_epoch_decide_the_order_and_global_generators_are_left_
     assert random.getstate() == before[2]
 
 
+def test_epochs_that_are_cut_short_leave_global_generators_alone():
+    source = TorchSource(DataLoader(Squares(noisy=True), 4), "train_loader")
+    before = torch.get_rng_state()
+    for epoch in range(2):
+        batches = source.epoch(Position(epoch))
+        assert len(list(itertools.islice(batches, 2))) == 2
+        assert not torch.equal(torch.get_rng_state(), before)
+    source.close()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_iterable_datasets_are_iterated():
     for workers in (0, 2):
         loader = DataLoader(Stream(), 4, num_workers=workers)
