@@ -301,7 +301,8 @@ class Record:
     def read_means(self, function: OnRow) -> None:
         """Has `function` called with the row of each validation of a fit and of each
         epoch, which has no value twice; for `Callback.setup`."""
-        self._of_means.append(function)
+        if self._is_open:  # not before `validate` or `predict`, which have no such rows
+            self._of_means.append(function)
 
     def measure_phases(self) -> Stopwatch:
         """Has the fit that begins measured, phase by phase; for `Callback.setup`."""

@@ -1,5 +1,7 @@
 """The record of a run: what is read when, and who gets it."""
 
+import sys
+
 import numpy as np
 import pytest
 from toys import batches, linear_trainer
@@ -125,6 +127,20 @@ def test_means_are_read_once_with_all_that_is_logged_of_them():
         ("val", 4, names),
         ("epoch", 4, ["loss", "accuracy", "own"]),
     ]
+
+
+def test_passes_outside_of_fits_add_no_readers():
+    def read(row):
+        pass
+
+    class Reads(Callback):
+        def setup(self, trainer):
+            trainer.record.read_means(read)
+
+    trainer, before = linear_trainer(Reads()), sys.getrefcount(read)
+    for _ in range(3):
+        trainer.validate(batches(8))
+    assert sys.getrefcount(read) == before
 
 
 def test_a_fit_logs_no_step_of_a_loop_before_it(tmp_path):
