@@ -32,6 +32,7 @@ from .batches import (
 _ONE_BLOCK: Final = RowBlocks()
 _LOOK: Final = operator.attrgetter("shape", "dtype")
 _AS_ONE: Final = operator.itemgetter(None)
+"""The only batch of a group: an array with an axis more in front."""
 _HOST: Final = {np.ndarray}
 
 Leaves = list[Any]
@@ -106,9 +107,10 @@ class Forms:
         num_blocks: into which rows are cut.
 
     Attributes:
-        last: how the last batch of all that has come alone looks, and what a dispatch
-            of such has besides; None if not all of it is known.
-        before: the sizes before the last batches, until these have come to stay.
+        last: the shapes and dtypes of a full batch of arrays that came alone, and what
+            its dispatch had beside the arrays: a batch that looks the same needs no
+            more looking at. None if a size has changed since.
+        before: the sizes that `refuse` brings back: those before the last batches.
     """
 
     def __init__(self, what: str, num_shards: int, num_blocks: int):
