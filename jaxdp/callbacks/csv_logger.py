@@ -59,7 +59,7 @@ class CSVLogger(Logger):
         self.path: Path | None = None
         self._table = Path()  # the same
         self._columns: list[str] = []
-        self._rows = 0
+        self._rows = -1  # if neither a checkpoint nor a fit before has told
         self._facts: Facts = {}
 
     def open(self, trainer: Trainer, folder: Path) -> None:
@@ -77,8 +77,12 @@ class CSVLogger(Logger):
 
     def rewind(self, step: int) -> None:
         rows = read_table(self._table)[1]
-        self._rows = min(self._rows, len(rows))  # which the checkpoint knows
-        self._rewrite(rows[: self._rows])
+        if self._rows < 0:  # the checkpoint was saved without this logger
+            rows = [row for row in rows if int(row["step"]) <= step]
+        else:
+            rows = rows[: self._rows]
+        self._rows = len(rows)
+        self._rewrite(rows)
 
     def log(self, epoch: int, step: int, values: dict[str, Number]) -> None:
         row = {"epoch": epoch, "step": step, **values}

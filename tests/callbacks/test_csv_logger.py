@@ -107,6 +107,19 @@ def test_a_resumed_run_takes_back_what_was_logged_after_its_checkpoint(tmp_path)
     assert rows == expected
 
 
+@pytest.mark.filterwarnings("ignore:.*CSVLogger")
+def test_a_checkpoint_that_was_saved_without_the_logger_costs_no_rows(tmp_path):
+    first, without = linear_trainer(CSVLogger(tmp_path)), linear_trainer()
+    first.fit(batches(8, 8), max_epochs=3)
+    path = first.save(tmp_path / "logged")
+    without.fit(batches(8, 8), max_epochs=4, ckpt_path=path)
+    path = without.save(tmp_path / "not_logged")
+    again = linear_trainer(CSVLogger(tmp_path))
+    again.fit(batches(8, 8), max_epochs=5, ckpt_path=path)
+    steps = [row["step"] for row in read(tmp_path / "metrics.csv")]
+    assert steps == ["2", "2", "4", "4", "6", "6", "10", "10"]
+
+
 def test_a_resumed_run_leaves_the_table_of_another_run_alone(tmp_path):
     trainer = linear_trainer(CSVLogger(tmp_path / "own"))
     trainer.fit(batches(8, 8))
