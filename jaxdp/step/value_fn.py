@@ -103,15 +103,16 @@ def update_with(
 ) -> tuple[PyTree, PyTree]:
     """What an optimizer's `update` returns, given what it takes of `known` by name."""
     parameters = inspect.signature(update).parameters.values()
+    named = {p.name: known[p.name] for p in parameters if p.name in known}
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        extra = {p.name: known[p.name] for p in parameters if p.name in known}
-        return update(grads, state, params, **extra)
+        return update(grads, state, params, **named)
 
     # What nobody takes is an error to some: grad_fn to optax's line searches, and all
     # else to optax.contrib.sam.
     for names in (("value", "grad", "value_fn"), ("grad_fn",)):
+        extra = named | {name: known[name] for name in names}
         try:
-            return update(grads, state, params, **{name: known[name] for name in names})
+            return update(grads, state, params, **extra)
         except TypeError as error:
             if "keyword" not in str(error):
                 raise

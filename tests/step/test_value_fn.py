@@ -141,6 +141,19 @@ def test_gradients_may_be_clipped_before():
     assert history["loss"][-1] < history["loss"][0]
 
 
+def test_an_optimizer_is_given_what_it_names_beside_other_arguments():
+    given = []
+
+    def update(updates, state, params=None, *, grad_fn=None, **others):
+        given.append((grad_fn is not None, "value" in others))
+        return updates, state
+
+    optimizer = optax.GradientTransformationExtraArgs(lambda p: (), update)
+    trainer = Trainer(Mlp(jax.random.key(0)), optimizer, enable_progress_bar=False)
+    trainer.fit(batches(16))
+    assert set(given) == {(True, True)}
+
+
 def test_what_an_optimizer_wants_besides_is_explained():
     def update(updates, state, params=None, *, batch):
         return updates, state
