@@ -74,7 +74,8 @@ def run(name: str, way: str) -> list[float]:
     command = [sys.executable, "-c", ONE_RUN, name, way, SHOWN.get(name, "loss")]
     done = subprocess.run(
         command,
-        env=os.environ | {"PYTHONPATH": path},
+        # A trainer keeps programs for the next run; a loop by hand does not.
+        env=os.environ | {"PYTHONPATH": path, "JAX_ENABLE_COMPILATION_CACHE": "false"},
         capture_output=True,
         text=True,
         check=False,
