@@ -176,7 +176,7 @@ def shapes_of(run: "Run") -> tuple[Any, Any, Any]:
         else:
             strategy = recipe.strategy
             state = recipe.new_engine(strategy, run.hooks, abstract=True).state
-    except NotImplementedError:  # a strategy of the user's, which does not
+    except NotImplementedError:  # a user's strategy without a `mesh`
         return *recipe.parts[:2], recipe.model_state
     return state.params, state.buffers, state.model_state
 

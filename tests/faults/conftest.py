@@ -84,7 +84,7 @@ class Jobs:
 def jobs(tmp_path_factory):
     pytest.importorskip("torch")
     before = os.environ.get("PYTHONPATH", "")
-    paths = [str(HERE), str(HERE.parents[1]), before]
+    paths = [str(HERE), *map(str, HERE.parents[:2]), before]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     jobs = Jobs(tmp_path_factory.mktemp("jobs"))
     assert jobs.run("whole", epochs=6)[0] == 0, jobs.output("whole")

@@ -25,6 +25,7 @@ import optax  # noqa: E402
 import orbax.checkpoint  # noqa: E402, F401
 import tensorboard.summary.writer.event_file_writer  # noqa: E402, F401
 import torch  # noqa: E402
+from shown_events import events  # noqa: E402
 
 import jaxdp  # noqa: E402
 from jaxdp import callbacks  # noqa: E402
@@ -190,24 +191,6 @@ def train(
     temporary = root / "result.tmp"
     temporary.write_text(json.dumps(result))
     temporary.rename(root / "result.json")
-
-
-def events(folder):
-    """What TensorBoard shows: step, tag and value, of steps that are taken once."""
-    from tensorboard.backend.event_processing import event_file_loader
-    from tensorboard.compat.proto.event_pb2 import SessionLog
-
-    shown = set()
-    for path in sorted(folder.glob("events.*"), key=lambda path: path.stat().st_mtime):
-        for event in event_file_loader.EventFileLoader(str(path)).Load():
-            if event.session_log.status == SessionLog.START:
-                shown = {value for value in shown if value[0] < event.step}
-            shown |= {
-                (event.step, value.tag, value.tensor.float_val[0])
-                for value in event.summary.value
-                if value.tensor.float_val  # not the texts
-            }
-    return sorted(shown)
 
 
 def remove(folder, step):
