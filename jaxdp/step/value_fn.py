@@ -109,14 +109,14 @@ def update_with(
 
     # What nobody takes is an error to some: grad_fn to optax's line searches, and all
     # else to optax.contrib.sam.
-    for names in (("value", "grad", "value_fn"), ("grad_fn",)):
+    for names in (known, ("value", "grad", "value_fn")):
         extra = named | {name: known[name] for name in names}
         try:
             return update(grads, state, params, **extra)
         except TypeError as error:
             if "keyword" not in str(error):
                 raise
-    return update(grads, state, params, **known)
+    return update(grads, state, params, **named | {"grad_fn": known["grad_fn"]})
 
 
 def _searches_back(opt_state: PyTree) -> bool:

@@ -141,7 +141,8 @@ def test_gradients_may_be_clipped_before():
     assert history["loss"][-1] < history["loss"][0]
 
 
-def test_an_optimizer_is_given_what_it_names_beside_other_arguments():
+@pytest.mark.parametrize("wrapped", [lambda one: one, lambda one: optax.chain(one)])
+def test_an_optimizer_is_given_what_it_names_beside_other_arguments(wrapped):
     given = []
 
     def update(updates, state, params=None, *, grad_fn=None, **others):
@@ -149,8 +150,8 @@ def test_an_optimizer_is_given_what_it_names_beside_other_arguments():
         return updates, state
 
     optimizer = optax.GradientTransformationExtraArgs(lambda p: (), update)
-    trainer = Trainer(Mlp(jax.random.key(0)), optimizer, enable_progress_bar=False)
-    trainer.fit(batches(16))
+    model, quiet = Mlp(jax.random.key(0)), {"enable_progress_bar": False}
+    Trainer(model, wrapped(optimizer), **quiet).fit(batches(16))
     assert set(given) == {(True, True)}
 
 
