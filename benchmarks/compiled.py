@@ -30,8 +30,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdp import FSDP, Pmap, Sharded, SingleDevice, Trainer, ZeRO
-from jaxdp.basics.compiled import Module
 from jaxdp.plan import hlo
+from jaxdp.plan.hlo_text import Module
 from jaxdp.plan.planner import topology
 from jaxdp.strategies import DataParallel
 

@@ -1,11 +1,13 @@
-"""Names and kinds of the leaves of a pytree, and its nodes of a class."""
+"""Names, kinds and sizes of the leaves of a pytree, and its nodes of a class."""
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import PyTree
 
 _ROOT: Final = re.compile(r"^\['([A-Za-z_]\w*)'\]")
@@ -43,6 +45,15 @@ def is_key(leaf: Any) -> bool:
     """Whether an array, or what describes one, is of typed PRNG keys."""
     dtype = getattr(leaf, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def nbytes(leaf: Any, shape: Sequence[int] | None = None) -> int:
+    """Bytes of an array of this type, of its own shape or another."""
+    size = math.prod(leaf.shape if shape is None else shape)
+    if is_key(leaf):
+        data = jax.eval_shape(jax.random.key_data, leaf)
+        return size * data.dtype.itemsize * math.prod(data.shape[leaf.ndim :])
+    return size * np.dtype(leaf.dtype).itemsize
 
 
 def nodes_of(kind: type, tree: PyTree) -> list[Any]:

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 
 from ..basics.arguments import check_choice
-from ..basics.compiled import aliased_in, nbytes, overwritten_by
 from ..basics.console import warn
-from ..basics.tree import leaf_path
+from ..basics.donation import aliased_in, overwritten_by
+from ..basics.tree import leaf_path, nbytes
 from ..engine import StepOptions
 from .base import Callback, Trainer
 

@@ -19,8 +19,8 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from ..basics.compiled import Array, Instruction, Module, arrays_in, groups_in
 from ..step import times_of
+from .hlo_text import Array, Instruction, Module, arrays_in, groups_in
 
 KINDS: Final = (
     "all-reduce",

@@ -8,10 +8,10 @@ from typing import Any, Final
 
 import jax
 
-from ..basics.compiled import nbytes, overwritten_by
+from ..basics.donation import overwritten_by
 from ..basics.hardware import Hardware, usable_memory
 from ..basics.host_memory import HOST
-from ..basics.tree import leaf_path
+from ..basics.tree import leaf_path, nbytes
 from ..basics.units import in_bytes
 from ..engine import num_in_flight
 from ..step import LONG_IN_FLIGHT, TABLE

@@ -9,9 +9,8 @@ import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
-from ..basics.compiled import nbytes
 from ..basics.console import columns
-from ..basics.tree import at_path, leaf_path
+from ..basics.tree import at_path, leaf_path, nbytes
 from ..basics.units import in_bytes
 
 

@@ -8,9 +8,9 @@ from typing import Any, Final
 
 import jax
 
-from ..basics.compiled import nbytes
 from ..basics.console import warn
 from ..basics.host_memory import HOST, is_on_host, on_device
+from ..basics.tree import nbytes
 from ..basics.units import in_bytes
 from ..step import TrainState
 

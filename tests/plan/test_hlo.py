@@ -8,8 +8,8 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdp.basics.compiled import parse_groups
 from jaxdp.plan import hlo
+from jaxdp.plan.hlo_text import parse_groups
 
 MESH_SHAPE = {"data": 4, "model": 2}
 

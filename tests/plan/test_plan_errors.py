@@ -4,8 +4,8 @@ import pytest
 from planned import batch, trainer, whole_plan
 
 from jaxdp import SingleDevice
-from jaxdp.basics.compiled import parse_groups
 from jaxdp.plan import hlo
+from jaxdp.plan.hlo_text import parse_groups
 
 
 def plan(strategy=None, **options):

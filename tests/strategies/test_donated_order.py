@@ -10,7 +10,7 @@ import pytest
 from toys import batches, make_small
 
 from jaxdp import FSDP, Pmap, Sharded, SingleDevice, ZeRO
-from jaxdp.basics.compiled import aliased_in
+from jaxdp.basics.donation import aliased_in
 
 
 @pytest.mark.slow_but("1-SingleDevice", "1-Sharded", "2-Sharded")

@@ -1,4 +1,4 @@
-"""A compiled program: its text, taken apart, and what it takes and overwrites.
+"""The text of a compiled program, taken apart.
 
 Computations, their instructions and arrays, and the groups of devices that collectives
 join: tuples of partitions, which are the places of devices in the mesh.
@@ -6,13 +6,12 @@ join: tuples of partitions, which are the places of devices in the mesh.
 
 import math
 import re
-from collections.abc import Collection, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Sequence
+from typing import Final, NamedTuple
 
-import jax
 import numpy as np
 
-from .tree import is_key
+from ..basics.donation import aliased_in
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -259,38 +258,3 @@ def _connected(pairs: Sequence[Sequence[int]]) -> Groups:
             set_of[member] = joined
     unique = {id(members): members for members in set_of.values()}
     return tuple(tuple(sorted(members)) for members in unique.values())
-
-
-def aliased_in(header: str) -> dict[int, str]:
-    """The inputs that a program overwrites, with the places of the results there.
-
-    Args:
-        header: the first line of its text, which may have
-            `input_output_alias={ {0}: (1, {}, may-alias), ... }`.
-    """
-    _, _, text = header.partition("input_output_alias=")
-    pairs = re.findall(r"\{([\d, ]*)\}:\s*\((\d+),", text)
-    return {int(parameter): out.replace(" ", "") for out, parameter in pairs}
-
-
-def overwritten_by(compiled: Any, aliased: Collection[int]) -> set[int]:
-    """Places, among all flat arguments of a step, of those that it overwrites.
-
-    Args:
-        compiled: the step.
-        aliased: which of the program's inputs it overwrites.
-    """
-    # The program lacks the arguments that nothing depends on, and numbers the rest.
-    every = range(len(jax.tree.leaves(compiled.args_info)))
-    executable = getattr(compiled, "_executable", None)
-    kept = sorted(getattr(executable, "_kept_var_idx", every))
-    return {kept[number] for number in aliased}
-
-
-def nbytes(leaf: Any, shape: Sequence[int] | None = None) -> int:
-    """Bytes of an array of this type, of its own shape or another."""
-    size = math.prod(leaf.shape if shape is None else shape)
-    if is_key(leaf):
-        data = jax.eval_shape(jax.random.key_data, leaf)
-        return size * data.dtype.itemsize * math.prod(data.shape[leaf.ndim :])
-    return size * np.dtype(leaf.dtype).itemsize

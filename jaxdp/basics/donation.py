@@ -1,0 +1,33 @@
+"""What a compiled program overwrites."""
+
+import re
+from collections.abc import Collection
+from typing import Any
+
+import jax
+
+
+def aliased_in(header: str) -> dict[int, str]:
+    """The inputs that a program overwrites, with the places of the results there.
+
+    Args:
+        header: the first line of its text, which may have
+            `input_output_alias={ {0}: (1, {}, may-alias), ... }`.
+    """
+    _, _, text = header.partition("input_output_alias=")
+    pairs = re.findall(r"\{([\d, ]*)\}:\s*\((\d+),", text)
+    return {int(parameter): out.replace(" ", "") for out, parameter in pairs}
+
+
+def overwritten_by(compiled: Any, aliased: Collection[int]) -> set[int]:
+    """Places, among all flat arguments of a step, of those that it overwrites.
+
+    Args:
+        compiled: the step.
+        aliased: which of the program's inputs it overwrites.
+    """
+    # The program lacks the arguments that nothing depends on, and numbers the rest.
+    every = range(len(jax.tree.leaves(compiled.args_info)))
+    executable = getattr(compiled, "_executable", None)
+    kept = sorted(getattr(executable, "_kept_var_idx", every))
+    return {kept[number] for number in aliased}
