@@ -1,6 +1,5 @@
 """The placed state of a run, and compiled steps taken on it."""
 
-from .compiling import Program
 from .engine import Engine
 from .pace import num_in_flight, wait
-from .step import Kind, StepOptions
+from .step import Kind, Program, StepOptions

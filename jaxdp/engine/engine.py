@@ -33,18 +33,12 @@ from ..step import (
 )
 from ..strategies import DataParallel
 from ..strategies.base import rows_of_processes
-from .compiling import (
-    Compilations,
-    Debugged,
-    Debugging,
-    Program,
-    debugging,
-    rows_in,
-)
+from .bodies import traced
+from .compiling import Compilations, Debugged, Debugging, debugging
 from .out_of_memory import check_memory
 from .pace import DispatchSize, InFlight, most_bytes_in_flight
 from .state import Model, State, first_of, placed_state, shapes_of_first
-from .step import WHAT, Kind, Placed, Step, StepOptions, traced
+from .step import WHAT, Kind, Placed, Program, Step, StepOptions, rows_in
 
 
 class Engine:

@@ -1,28 +1,29 @@
-"""One kind of step: its programs, each compiled once for a form of its batches."""
+"""One kind of step: its programs, each compiled once for a form of its batches, and how
+batches come to the devices."""
 
 import contextlib
+import math
 import time
 import warnings
-from collections.abc import Callable, Hashable, Mapping
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from ..basics.host_memory import no_ambient_mesh, on_device
 from ..data import Dispatch, Packer, check_targets, targeted, without_ignored
-from ..distributed import RowBlocks
+from ..distributed import RowBlocks, put
 from ..step import (
-    OWN_LOOP,
-    Collectives,
     CriterionObjective,
     Facts,
     Group,
     Objective,
+    Products,
     RowsInteract,
     Steps,
+    Table,
     TrainState,
     Weights,
     last_function,
@@ -31,9 +32,9 @@ from ..step import (
     values_mix_rows,
 )
 from ..strategies import DataParallel
-from ..strategies.base import Role, Rows
+from ..strategies.base import Rows
 from ..strategies.placing import fetch
-from .compiling import Program
+from .bodies import BODIES, Body, traced
 from .pace import Check
 from .xla_options import compiled
 
@@ -44,6 +45,9 @@ WHAT: Final[dict[Kind, str]] = {
     "evaluate": "validation",
     "predict": "prediction",
 }
+
+_MOST_COUNTS: Final = 128
+"""Of one program that are kept; there are more only if batches have all sizes."""
 
 _NOTHING_YET: Final = Facts((), False, None)
 
@@ -70,13 +74,131 @@ class StepOptions(NamedTuple):
     """Whether a step with NaN or infinity in it keeps the old state."""
 
 
-class Body(NamedTuple):
-    """A step as a function of arrays, and what `DataParallel.compile` is told of it."""
+class Program:
+    """A step compiled for batches of one form.
 
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    roles: tuple[Role, ...]
-    results: Role | tuple[Role, ...]
+    Attributes:
+        compiled: what runs: a `jax.stages.Compiled`, unless a user's strategy has made
+            it.
+        steps: how many optimizer steps a call takes. Rows and micro-batches are those
+            of all of them, padding included.
+        is_known: whether it is a `jax.stages.Compiled`, which tells its layouts.
+        donated: whether it may overwrite the state that it is given.
+        products: matrix operations of all devices, as traced; None if a part can't be
+            counted, or another function has compiled it.
+        ends: the function, as `last_function` names it, that its model should not end
+            with.
+        compile_seconds: what it took to compile, and to trace if that is not known.
+        trace_seconds: what it took to trace.
+    """
+
+    products: Products | None = None
+    ends: str | None = None
+    trace_seconds: float | None = None
+    compile_seconds = 0.0
+
+    def __init__(
+        self, compiled: Any, dispatch: Dispatch, groups: list[Group], donate: str
+    ):
+        self.compiled = compiled
+        self.steps, self.rows = len(dispatch.rows), rows_in(groups)
+        self.micro_batches = sum(len(group.counts) for group in groups)
+        self.donated = donate != "none"
+        # What a step may overwrite is not there for the next one, and a strategy of the
+        # user's may return any callable, and counts of its own.
+        self.is_known = isinstance(compiled, jax.stages.Compiled)
+        self._keeps = self.is_known and donate != "all"
+        self._layouts: list[Any] | None = None  # of the leaves of groups, in order
+        self._counts: dict[Any, Array] = {}
+        self._last_counts: tuple[Any, Any] = (None, None)  # of the call before
+
+    def with_kept(self, groups: Any, tell: Callable[[str], None]) -> Any:
+        """`groups` with what of them stays on the devices: row counts, and tables.
+
+        Most batches have as many rows as one before, and what comes from the host is
+        sent to each device by itself: 50 us for four bytes on eight of them.
+        """
+        group, *others = groups
+        before, placed = self._last_counts
+        if group.counts is before and group.whole is None and not others:
+            return [Group(group.batch, placed, None)]
+        if not self._keeps or type(group.counts) is not np.ndarray:
+            return groups
+        kept = self._counts
+        if len(kept) > _MOST_COUNTS:
+            kept.clear()
+        counted = []
+        for place, group in enumerate(groups):
+            counts, whole = group.counts, group.whole
+            key = place, counts.tobytes()
+            if key not in kept:
+                sharding = self._shardings(place).counts
+                # None where the step has no use for them, as prediction has not.
+                kept[key] = counts if sharding is None else put(counts, sharding)
+            if type(whole) is Table:
+                if not whole.placed:
+                    tell(_kept(whole))
+                whole = self._placed(whole, place)
+            counted.append(Group(group.batch, kept[key], whole))
+            self._last_counts = counts, kept[key]
+        return counted
+
+    def moved(self, groups: Sequence[Group], *, all_of_them: bool) -> Sequence[Group]:
+        """`groups` with JAX's arrays as it takes them; NumPy's too, if `all_of_them`.
+
+        What is there already, and so laid out, is not copied. Nothing waits for the
+        device.
+        """
+        flat = [jax.tree.flatten(_of_batches(group)) for group in groups]
+        if self._layouts is None:
+            positional, _ = self.compiled.input_shardings
+            self._layouts = [
+                treedef.flatten_up_to(_of_batches(layout))
+                for (_, treedef), layout in zip(flat, positional[-1], strict=True)
+            ]
+        there = []
+        for group, (leaves, treedef), layouts in zip(
+            groups, flat, self._layouts, strict=True
+        ):
+            # None is the layout of what the step has no use for; and what spans
+            # processes was placed by the strategy.
+            places = [
+                place
+                for place, (leaf, layout) in enumerate(
+                    zip(leaves, layouts, strict=True)
+                )
+                if layout is not None
+                and getattr(leaf, "is_fully_addressable", all_of_them)
+            ]
+            arrays = [leaves[place] for place in places]
+            arrays = jax.device_put(arrays, [layouts[place] for place in places])
+            for place, array in zip(places, arrays, strict=True):
+                leaves[place] = array
+            batch, whole = treedef.unflatten(leaves)
+            whole = group.whole if whole is None else whole
+            there.append(group._replace(batch=batch, whole=whole))
+        return there
+
+    def _placed(self, table: Table, place: int) -> Table:
+        """A table as this program takes it, placed once for all that take it so."""
+        known = table.placed.setdefault("programs", weakref.WeakKeyDictionary())
+        if self not in known:
+            layouts = self._shardings(place).whole
+            layouts = jax.tree.leaves(layouts, is_leaf=lambda x: x is None)
+            leaves, treedef = jax.tree.flatten(table.tree)
+            placed = []
+            for number, (leaf, sharding) in enumerate(
+                zip(leaves, layouts, strict=True)
+            ):
+                if sharding is not None and (number, sharding) not in table.placed:
+                    table.placed[number, sharding] = put(leaf, sharding)
+                placed.append(table.placed.get((number, sharding), leaf))
+            known[self] = Table(treedef.unflatten(placed))
+        return known[self]
+
+    def _shardings(self, place: int) -> Group:
+        positional, _ = self.compiled.input_shardings
+        return positional[-1][place]
 
 
 class Step:
@@ -142,7 +264,7 @@ class Step:
             CallsPython: if the step calls Python that may raise.
         """
         groups = self._of_all_processes(dispatch, inputs)
-        body = _BODIES[self.kind](self, steps, inputs, groups, len(dispatch.rows))
+        body = BODIES[self.kind](steps, inputs, groups, len(dispatch.rows), self._note)
         body = body._replace(function=opening(body.function, groups))
         ways: list[Rows] = ["apart", "together"] if dispatch.split else ["whole"]
         if steps.rows_interact or self.packer.rows_interact:
@@ -215,6 +337,9 @@ class Step:
             program.products = products(step.jaxpr)
         return program
 
+    def _note(self, facts: Facts) -> None:
+        self.facts = facts
+
     def _of_all_processes(self, dispatch: Dispatch, inputs: Any) -> list[Group]:
         """What it is compiled for: the batches of all processes."""
         # Where JAX's arrays are now is not where the step takes them.
@@ -245,78 +370,6 @@ class Step:
     def _has_one_row_each(self, groups: list[Group]) -> bool:
         batches = jax.tree.leaves([group.batch for group in groups])
         return 1 < self._strategy.num_shards == min(x.shape[1] for x in batches)
-
-    def _train(
-        self, pure: Steps, state: TrainState, groups: list[Group], steps: int
-    ) -> Body:
-        leaves, treedef = jax.tree.flatten(state)
-
-        def train(collectives: Collectives, leaves: Any, groups: list[Group]) -> Any:
-            state = treedef.unflatten(leaves)
-            state, metrics = pure.train(collectives, state, groups)
-            self.facts = metrics.facts
-            return jax.tree.leaves(state), (metrics.means, metrics.inside)
-
-        def train_all(
-            collectives: Collectives, leaves: Any, groups: list[Group]
-        ) -> Any:
-            (group,) = groups
-            batches = jax.tree.map(lambda x: x.reshape(steps, -1, *x.shape[1:]), group)
-
-            def batch(index: Any) -> Group:
-                return jax.tree.map(
-                    lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False),
-                    batches,
-                )
-
-            def body(leaves: list[Array], index: Array) -> tuple[Any, Any]:
-                # Always the first branch, which XLA does not know. It fuses nothing
-                # of the step with what is in one.
-                group = jax.lax.cond(index >= 0, batch, lambda _: batch(0), index)
-                return train(collectives, leaves, [group])
-
-            # The carry is what crosses into single steps, and so is the batch, so that
-            # XLA fuses the same operations in both; other fusions round otherwise.
-            with jax.named_scope(OWN_LOOP):
-                return jax.lax.scan(body, leaves, jnp.arange(steps))
-
-        function = train if steps == 1 else train_all
-        roles = "state", "groups"
-        return Body(function, (leaves, groups), roles, ("state", "replicated"))
-
-    def _evaluate(
-        self, pure: Steps, weights: Weights, groups: list[Group], _: int
-    ) -> Body:
-        leaves, treedef = jax.tree.flatten(weights)
-
-        def evaluate(
-            collectives: Collectives,
-            leaves: list[Array],
-            totals: Array,
-            batch_idx: Array,
-            groups: list[Group],
-        ) -> Any:
-            totals, metrics, outputs = pure.evaluate(
-                collectives, treedef.unflatten(leaves), totals, batch_idx, *groups
-            )
-            self.facts = metrics.facts
-            return totals, metrics.means, *([outputs] if keeps else [])
-
-        keeps = pure.keeps_outputs
-        roles = "state", "replicated", "replicated", "groups"
-        arguments = leaves, pure.new_totals(), np.int32(0), groups
-        results: tuple[Role, ...] = ("replicated", "replicated", "rows")
-        return Body(evaluate, arguments, roles, results if keeps else results[:2])
-
-    def _predict(
-        self, pure: Steps, weights: Weights, groups: list[Group], _: int
-    ) -> Body:
-        leaves, treedef = jax.tree.flatten(weights)
-
-        def predict(collectives: Collectives, leaves: Any, groups: list[Group]) -> Any:
-            return pure.predict(collectives, treedef.unflatten(leaves), *groups)
-
-        return Body(predict, (leaves, groups), ("state", "groups"), "rows")
 
     # How batches come to the devices. Nothing here waits for the device.
 
@@ -413,16 +466,19 @@ class Step:
         return dispatch._replace(groups=groups)
 
 
-_BODIES: Final[dict[Kind, Callable[..., Body]]] = {
-    "train": Step._train,
-    "evaluate": Step._evaluate,
-    "predict": Step._predict,
-}
+def _kept(table: Table) -> str:
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(table.tree))
+    return (
+        f"`jaxdp.Arrays`: {size / 1e6:.3g} MB are kept on each device, where"
+        " the steps take their rows; on_device=False leaves them on the host"
+    )
 
 
-def traced(step: Callable[..., Any], *arguments: Any) -> Any:
-    """A step over all rows, as JAX sees it."""
-    with no_ambient_mesh():
-        return jax.make_jaxpr(lambda *given: step(Collectives(), *on_device(given)))(
-            *arguments
-        )
+def _of_batches(group: Group) -> tuple[Any, Any]:
+    """What of a group comes with every batch."""
+    return group.batch, None if type(group.whole) is Table else group.whole
+
+
+def rows_in(groups: list[Group]) -> int:
+    """All rows of the micro-batches, padding included."""
+    return sum(math.prod(jax.tree.leaves(group.batch)[0].shape[:2]) for group in groups)
