@@ -1,5 +1,6 @@
 """The record of a run: what is read when, and who gets it."""
 
+import functools
 import sys
 
 import numpy as np
@@ -141,6 +142,33 @@ def test_passes_outside_of_fits_add_no_readers():
     for _ in range(3):
         trainer.validate(batches(8))
     assert sys.getrefcount(read) == before
+
+
+def test_a_fit_inside_a_loop_gives_the_readers_of_the_loop_back(tmp_path):
+    read = []
+
+    class Reads(Callback):
+        setups = 0
+
+        def setup(self, trainer):
+            self.setups += 1
+            told = functools.partial(self.keep, f"setup {self.setups}")
+            trainer.record.read_steps(told)
+            trainer.record.read_means(told)
+
+        def keep(self, *row):
+            read.append((row[0], row[1].kind, row[1].step))
+
+    trainer = linear_trainer(Reads())
+    for step, _ in enumerate(trainer.steps(batches(*[8] * 4)), 1):
+        if step == 2:
+            trainer.fit(batches(*[8] * 3), batches(8), max_epochs=1)
+            of_fit, read[:] = read[:], []
+            trainer.record.put("epoch", {"worst": 1.0})
+    trainer.save(tmp_path / "saved")
+    assert of_fit[-2:] == [("setup 2", "val", 3), ("setup 2", "epoch", 3)]
+    first = ("setup 1", "epoch", 3)
+    assert read == [first, ("setup 1", "step", 4), ("setup 1", "step", 5)]
 
 
 def test_a_fit_logs_no_step_of_a_loop_before_it(tmp_path):
