@@ -1,5 +1,6 @@
 """Weights alone: out of checkpoints, into files and back."""
 
+import json
 import warnings
 
 import equinox as eqx
@@ -12,6 +13,7 @@ from toys import Mlp, NormNet, batches
 
 import jaxdp
 from jaxdp import Trainer
+from jaxdp.checkpoint import CheckpointCorrupt
 
 
 @pytest.fixture(scope="module")
@@ -174,3 +176,39 @@ def test_what_is_no_file_of_weights_is_refused(tmp_path):
     (tmp_path / "torn.eqx").write_bytes(b"\x93NUMPY")
     with pytest.raises(ValueError, match="is damaged or belongs to another model"):
         jaxdp.load_model(tmp_path / "torn.eqx", like=like)
+
+
+F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+@pytest.mark.parametrize("header, match", [
+    ("not JSON", r"its header is no JSON \("),
+    (b"\xff\xfe", r"its header is no JSON \("),
+    ([1], r"`header` is \[1\], and must be an object"),
+    (3, "`header` is 3, and must be an object"),
+    ('"w"', "`header` is 'w', and must be an object"),
+    ({"w": [1]}, r"`w` is \[1\], and must be an object"),
+    ({"w": None}, "`w` is None, and must be an object"),
+    ({"w": {"shape": [2], "data_offsets": [0, 8]}}, "`w.dtype` is missing"),
+    ({"w": F32 | {"dtype": ["F32"]}}, r"`w.dtype` is \['F32'\], and must be str"),
+    ({"w": F32 | {"dtype": "F4"}}, "w is of dtype F4, none of F64, F32, F16, BF16"),
+    ({"w": {"dtype": "F32", "data_offsets": [0, 8]}}, "`w.shape` is missing"),
+    ({"w": F32 | {"shape": [-2]}}, r"`w.shape` is \[-2\], and must be whole numbers"),
+    ({"w": F32 | {"shape": ["2"]}}, "`w.shape` is .*, and must be whole numbers"),
+    ({"w": {"dtype": "F32", "shape": [2]}}, "`w.data_offsets` is missing"),
+    ({"w": F32 | {"data_offsets": [8]}}, "`w.data_offsets` .* must be two ints"),
+    ({"w": F32 | {"data_offsets": ["0", 8]}}, "`w.data_offsets` .* must be two ints"),
+    ({"w": F32 | {"data_offsets": [-8, 0]}}, r"takes 8 bytes, and is at \[-8, 0\]"),
+    ({"w": F32 | {"data_offsets": [0, 4]}}, r"takes 8 bytes, and is at \[0, 4\] of 16"),
+    ({"w": F32 | {"data_offsets": [12, 20]}}, r"is at \[12, 20\] of 16"),
+    ({"v": F32, "w": F32 | {"data_offsets": [4, 12]}},
+     r"v and w overlap, at \[0, 8\] and \[4, 12\]"),
+])  # fmt: skip
+def test_a_header_that_is_wrong_is_told_in_a_sentence(tmp_path, header, match):
+    if not isinstance(header, str | bytes):
+        header = json.dumps(header)
+    content = header if isinstance(header, bytes) else header.encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(content).to_bytes(8, "little") + content + bytes(16))
+    with pytest.raises(CheckpointCorrupt, match=f"{path} can't be read: .*{match}"):
+        jaxdp.load_model(path, like={"w": jnp.ones(2)})
