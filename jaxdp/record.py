@@ -13,6 +13,7 @@ from .basics.arguments import as_number
 from .basics.columns import EPOCH, VALIDATION
 from .basics.console import warn
 from .basics.stopwatch import NO_STOPWATCH, Stopwatch
+from .basics.tracebacks import note_callback
 from .distributed import Processes
 from .history import History
 from .step import Metrics
@@ -326,7 +327,7 @@ class Record:
 
     def _hand_out(self, row: Row, readers: Iterable[OnRow]) -> None:
         """Gives a row to all, also where one of them fails."""
-        calls = [functools.partial(read, row) for read in readers]
+        calls = [_of_callback(read, row) for read in readers]
         self.stopwatch.function("callbacks", _try_all)(calls)
 
     def _write(self, row: Row) -> None:
@@ -356,7 +357,7 @@ class Record:
         is_new = self._progress.done == 0
         row = row._replace(epoch=max(0, row.epoch - is_new))
         last = [functools.partial(self._write, row)] if values else []
-        closing = [sink.close for sink in self._sinks]
+        closing = [_of_callback(sink.close) for sink in self._sinks]
         # What reads steps alone has read all, unless the fit has failed.
         writes = [sink.write for sink in self._sinks]
         self._readers = {r: n for r, n in self._readers.items() if r in writes}
@@ -374,7 +375,7 @@ class Record:
 
     def settle(self) -> None:
         """Before a checkpoint: all rows but a last validation's are written."""
-        steps = [self.read_rest, *(sink.flush for sink in self._sinks)]
+        steps = [self.read_rest, *(_of_callback(sink.flush) for sink in self._sinks)]
         try:
             _try_all(steps)
         except OSError as error:  # a full disk of logs costs no checkpoint
@@ -440,6 +441,19 @@ def _one(name: str, value: Any) -> float:
             f" {type(value).__name__}."
         )
     return number
+
+
+def _of_callback(function: Callable[..., None], *given: Any) -> Callable[[], None]:
+    """A call of a callback's, which says whose it was when it raises."""
+
+    def call() -> None:
+        try:
+            function(*given)
+        except BaseException as error:
+            note_callback(error, function)
+            raise
+
+    return call
 
 
 def _try_all(functions: list[Callable[[], None]]) -> None:

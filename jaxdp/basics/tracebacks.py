@@ -5,9 +5,11 @@ nothing of it. JAX leaves out its own, and so does this; `JAX_TRACEBACK_FILTERIN
 (or `jax.config.jax_traceback_filtering`) has them all shown, for debuggers too.
 """
 
+import functools
 import sys
+from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Final
+from typing import Any, Final
 
 import jax
 
@@ -58,6 +60,17 @@ class noted:  # noqa: N801
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         if isinstance(error, self._kinds):
             error.add_note(self._note)
+
+
+def note_callback(
+    error: BaseException, function: Callable[..., Any], hook: str = ""
+) -> None:
+    """Adds a note that says which callback's method, or partial of one, has raised."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    name = getattr(function, "__qualname__", type(function).__name__)
+    owner = type(function.__self__).__name__ if hasattr(function, "__self__") else name
+    error.add_note(f"raised by the callback {owner}" + (hook and f" in {hook}"))
 
 
 class UsersFramesFirst:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 from jaxtyping import Array, PyTree
 
 from ..basics.console import warn
+from ..basics.tracebacks import note_callback
 from ..engine import StepOptions
 
 if TYPE_CHECKING:
@@ -346,8 +347,8 @@ def _sequence(name: str, bound: tuple[Callable[..., None], ...]) -> Callable[...
             for hook in bound:  # noqa: B007
                 hook(*arguments)
         except BaseException as exception:
-            owner = type(getattr(hook, "__self__", hook)).__name__
-            exception.add_note(f"raised by the callback {owner} in {name}")
+            if hook is not None:
+                note_callback(exception, hook, name)
             raise
 
     def run_all(*arguments: Any) -> None:

@@ -5,7 +5,9 @@ import re
 
 import numpy as np
 import pytest
+from toys import batches, linear_trainer
 
+from jaxdp import Callback
 from jaxdp.callbacks import (
     CSVLogger,
     DonateBuffers,
@@ -94,3 +96,42 @@ def test_what_has_one_reading_is_taken_by_position():
     assert ReduceLROnPlateau("loss").monitor == "loss"
     assert ModelCheckpoint("d", "val_area", "max").mode == "max"
     assert "*, patience: int = 3" in str(inspect.signature(EarlyStopping))
+
+
+class Steps(Callback):
+    def setup(self, trainer):
+        trainer.record.read_steps(self.look)
+
+    def look(self, row):
+        raise AssertionError
+
+
+class ByAFunction(Callback):
+    def setup(self, trainer):
+        trainer.record.read_means(lambda row: self.look(row))
+
+    def look(self, row):
+        raise AssertionError
+
+
+@pytest.mark.parametrize("made, method, whose", [
+    (lambda folder: EarlyStopping(), "check", "EarlyStopping"),
+    (lambda folder: ModelCheckpoint(folder, "val_loss"), "_look", "ModelCheckpoint"),
+    (lambda folder: ProgressBar(), "_end_epoch", "ProgressBar"),
+    (lambda folder: NanGuard(), "_check", "NanGuard"),
+    *((CSVLogger, name, "CSVLogger") for name in ("write", "flush", "close")),
+    (lambda folder: Steps(), "look", "Steps"),
+    (lambda folder: ByAFunction(), "look", "ByAFunction.setup.<locals>.<lambda>"),
+])  # fmt: skip
+def test_a_reader_of_the_record_that_raises_is_named(
+    tmp_path, monkeypatch, made, method, whose
+):
+    def fails(*given):
+        raise ZeroDivisionError("from the callback")
+
+    callback = made(tmp_path)
+    monkeypatch.setattr(type(callback), method, fails)
+    trainer = linear_trainer(callback, ModelCheckpoint(tmp_path / "saves"))
+    with pytest.raises(ZeroDivisionError) as caught:
+        trainer.fit(batches(8), batches(8))
+    assert f"raised by the callback {whose}" in caught.value.__notes__
