@@ -133,9 +133,6 @@ _TPUS: Final = {
 _OTHER_CARDS: Final = {"ti", "super", "d", "laptop", "mobile", "max", "nvl", "grid"}
 """Words that make a card another one than that of the same number."""
 
-_OLD: Final = re.compile(r"[pv]100|p40?|k80|m60|t4|gtx|titan|quadro|[12]0[5678]0")
-"""Words in the names of cards before Ampere, which have no TF32."""
-
 
 def find_hardware(hardware: str | Hardware) -> Hardware:
     """A profile by name, or the one that was given."""
@@ -181,13 +178,11 @@ def profile_of(kind: str) -> Hardware | None:
     """The profile of a `device.device_kind`, by its words.
 
     That of all known names whose words are among them, the longest; None for cards that
-    only look alike, such as those of laptops. A slice of a GPU (MIG) has its share.
+    only look alike, such as those of laptops, and for slices of a GPU.
     """
-    # NVIDIA A100-SXM4-40GB MIG 1g.5gb: a seventh of its cores, an eighth of its memory.
-    whole, _, part = kind.lower().partition(" mig ")
-    words = _words(whole)
-    if any(re.fullmatch(r"\d+[abcq]", word) for word in words):
-        return None  # a share of a card by NVIDIA's vGPU, of whatever rate
+    words = _words(kind)
+    if any(re.fullmatch(r"mig|\d+[abcq]", word) for word in words):
+        return None  # a share of a card, by NVIDIA's MIG or vGPU
     names = {name: name for name in HARDWARE if HARDWARE[name].is_gpu} | _TPUS
     fitting = [name for name in names if set(name.split()) <= set(words)]
     name = max(fitting, key=lambda name: len(name.split()), default=None)
@@ -197,30 +192,10 @@ def profile_of(kind: str) -> Hardware | None:
     if not profile.is_gpu:
         return profile
 
-    sizes = re.findall(r"\b(\d+)gb\b", whole)
+    sizes = re.findall(r"\b(\d+)gb\b", kind.lower())
     if sizes and not name.startswith("g"):  # a Grace's is that of the CPU
         profile = profile._replace(memory=int(sizes[0]) * 10**9)
-    if slices := re.search(r"(?:(\d)c\.)?(\d)g\.(\d+)gb", part):
-        sevenths = int(slices[1] or slices[2])
-        return _slice(profile, sevenths, int(slices[3]), slices[0])
     return profile
-
-
-def _slice(profile: Hardware, sevenths: int, gigabytes: int, name: str) -> Hardware:
-    """The profile of a part of a GPU, which has no link of its own."""
-    memory, cores = gigabytes * 10**9, sevenths / 7
-    share = min(1.0, memory / profile.memory)
-    return profile._replace(
-        name=f"{profile.name} MIG {name}",
-        flops=profile.flops * cores,
-        flops_float32=profile.flops_float32 * cores,
-        flops_highest=(profile.flops_highest or profile.flops_float32) * cores,
-        memory=memory,
-        memory_bandwidth=profile.memory_bandwidth * share,
-        link_bandwidth=_PCIE4 * share,
-        domain=1,
-        far_bandwidth=min(profile.far_bandwidth, _PCIE4 * share),
-    )
 
 
 def usable_memory(profile: Hardware) -> int:
@@ -248,9 +223,7 @@ def float32_by_default(device: Any) -> str:
     capability = str(getattr(device, "compute_capability", ""))
     if re.fullmatch(r"\d+\.\d+", capability):
         return "TF32" if float(capability) >= 8 else "float32"
-    words = _words(device.device_kind)
-    is_old = any(_OLD.fullmatch(word) for word in words)
-    return "TF32" if "nvidia" in words and not is_old else "float32"
+    return "TF32" if "nvidia" in _words(device.device_kind) else "float32"
 
 
 def note_on_kinds(devices: Iterable[Any]) -> str | None:
