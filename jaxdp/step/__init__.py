@@ -51,7 +51,6 @@ from .parts import (
     with_clipping,
 )
 from .precision import (
-    Precision,
     as_own,
     as_stored,
     find_precision,
