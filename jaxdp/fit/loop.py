@@ -376,6 +376,7 @@ def _own_loop(
         contextlib.closing(source),
         run.record.open(),
         doing(trainer, "a loop of steps", run.hooks),
+        run.interrupts.between_steps(),
     ):
         run.progress.start_with(source)
         trainer.num_training_batches = trainer.record.steps_per_epoch = None
@@ -395,8 +396,11 @@ def _own_loop(
                 metrics = next(steps, None)
             if metrics is None:
                 break
-            with run.access.with_caller():
+            run.access.is_with_caller = True
+            try:
                 yield metrics
+            finally:
+                run.access.is_with_caller = False
     run.progress.next_epoch()
 
 

@@ -3,8 +3,8 @@
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -190,6 +190,7 @@ class Access:
         looks_at: what of the trainer a caller's own loop uses between steps, "" if
             nothing, None if that is not known yet.
         has_looped: whether such a loop was begun before.
+        is_with_caller: whether the code between two of its steps runs.
     """
 
     def __init__(self, progress: Progress, steps_per_execution: int | str):
@@ -198,7 +199,7 @@ class Access:
         self.looks_at: str | None = None
         self.has_looped = False
         self._progress, self._asked_for = progress, steps_per_execution
-        self._is_with_caller = False
+        self.is_with_caller = False
 
     def check(self, wanted: str) -> None:
         """Raises in the middle of steps that run as one; notes who uses the trainer.
@@ -207,7 +208,7 @@ class Access:
             wanted: what it is wanted for, for messages: "`trainer.model`".
         """
         self._progress.note_look(wanted)
-        if self._is_with_caller and self.looks_at is None:
+        if self.is_with_caller and self.looks_at is None:
             self.looks_at = wanted
         while self.ahead and self._progress.is_elsewhere:
             time.sleep(1e-3)  # the steps are taken by another thread
@@ -217,7 +218,7 @@ class Access:
                 " the end of an epoch; or leave `looks_inside_blocks` of the callback"
                 " True."
             )
-            if self._is_with_caller:
+            if self.is_with_caller:
                 self.looks_at = wanted
                 remedy = (
                     "Use it after the loop; or leave `steps_per_execution` out. The"
@@ -229,15 +230,6 @@ class Access:
                 f" (`steps_per_execution`={self._asked_for}), when the"
                 f" later ones are already done. {remedy}"
             )
-
-    @contextmanager
-    def with_caller(self) -> Iterator[None]:
-        """Around what a caller's own loop does between two steps."""
-        self._is_with_caller = True
-        try:
-            yield
-        finally:
-            self._is_with_caller = False
 
     def apart(self) -> AbstractContextManager[Any]:
         """Around what uses the state: no step takes it away, if this thread takes none.

@@ -1,8 +1,11 @@
 """Ctrl-C and other exceptions from outside arrive as what they are, all being whole."""
 
+import contextlib
 import os
 import signal
+import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -13,6 +16,9 @@ from toys import on_one_device as make
 from jaxdp import Callback
 from jaxdp.callbacks import CSVLogger
 from jaxdp.distributed import Interrupts, Preempted, Processes
+
+
+TESTS = Path(__file__).parents[1]
 
 
 class Press:
@@ -127,6 +133,55 @@ def test_an_error_without_a_text_after_ctrl_c_is_noted():
 
 class Alarm(Exception):
     """What a handler of the user's raises."""
+
+
+def test_ctrl_c_at_any_call_of_an_own_loop_loses_no_step():
+    def loop():
+        for metrics in trainer.steps(data):
+            float(metrics["loss"])
+
+    data, trainer = batches(8, 8, 8, 8, 8, 8), make(steps_per_execution=2)
+    loop()
+    with Press(signal.SIGINT) as press:
+        loop()
+    for at in range(1, press.calls, 11):
+        with contextlib.suppress(KeyboardInterrupt), Press(signal.SIGINT, at):
+            loop()
+        assert trainer.global_step == int(trainer.state.step)
+    loop()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_in_the_callers_code_signals_do_what_they_did():
+    heard, steps = [], make().steps(batches(8, 8, 8))
+    next(steps)
+    with pytest.raises(KeyboardInterrupt, match="^$"):
+        signal.raise_signal(signal.SIGINT)
+    previous = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    next(steps)
+    signal.raise_signal(signal.SIGTERM)
+    steps.close()
+    assert heard == [signal.SIGTERM]
+    signal.raise_signal(signal.SIGTERM)
+    assert heard == [signal.SIGTERM] * 2  # the loop has not put its own back
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert callable(previous)
+
+
+ENDED = """
+import signal
+from toys import batches, on_one_device
+steps = on_one_device().steps(batches(8, 8, 8))
+next(steps)
+signal.raise_signal(signal.SIGTERM)
+"""
+
+
+def test_in_the_callers_code_a_signal_ends_the_process():
+    command = [sys.executable, "-c", ENDED]
+    assert subprocess.run(command, cwd=TESTS).returncode == -signal.SIGTERM
 
 
 @pytest.mark.parametrize("kind", [Alarm, TimeoutError, MemoryError])

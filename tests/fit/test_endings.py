@@ -143,12 +143,6 @@ def test_an_error_after_ctrl_c_is_a_keyboard_interrupt():
     assert "a worker died" in str(caught.value.__cause__)
 
 
-def test_ctrl_c_between_steps_is_the_callers():
-    trainer = make()
-    for _ in trainer.steps(batches(8, 8)):
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
 def test_a_callback_that_raises_is_named_in_every_hook():
     hooks = [
         "setup", "on_fit_start", "on_train_epoch_start", "on_train_batch_start",
