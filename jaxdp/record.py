@@ -412,8 +412,15 @@ class _Into:
 
 
 def _unwritten(meta: Mapping[str, Any]) -> Row | None:
-    """The validation that a checkpoint has and the rows before it have not."""
-    row = meta["record"].get("validation")
+    """The validation that a checkpoint has and the rows before it have not.
+
+    Earlier versions have it with the state of each logger.
+    """
+    states = [s for s in meta["callbacks"].values() if isinstance(s, dict)]
+    rows = [s["validation"] for s in states if s.get("validation")]
+    row = [meta["current_epoch"], *rows[0]] if rows else None
+    if (state := meta.get("record")) is not None:
+        row = state.get("validation")
     if not isinstance(row, list) or list(map(type, row)) != [int, int, dict]:
         return None
     return Row("val", *row)

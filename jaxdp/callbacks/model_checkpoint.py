@@ -328,7 +328,7 @@ class ModelCheckpoint(Callback):
         self._is_restored = True
         self._scores = from_json(state["scores"])
         self._is_due = state["is_due"]
-        measured = state["measured"]
+        measured = state.get("measured")  # in no checkpoint of 0.2
         self._measured = measured and (measured[0], float(measured[1]))
         self._row = None
 

@@ -120,7 +120,7 @@ def _unlikeness(own: str, other: str | None) -> int | None:
     if other is None or own == other:
         return 0
     (what, _, unit), (its, _, its_unit) = own.partition("\n"), other.partition("\n")
-    if its_unit != unit:
+    if its_unit not in (unit, ""):  # version 0.2 knew no units
         return None
     if what == its:
         return 1

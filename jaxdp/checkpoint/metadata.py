@@ -21,6 +21,9 @@ from .orbax_quirks import check_name
 FORMAT: Final = 3
 """Version of the layout on disk."""
 
+FORMATS: Final = (2, FORMAT)
+"""Those that are read. The second has a digest and fingerprints beside `files.json`."""
+
 _SCHEMA: Final = {
     "versions": dict,
     "leaves": dict,
@@ -37,18 +40,18 @@ _SCHEMA: Final = {
     "epoch_ended": bool,
     "val_metrics": dict,
     "validated_at": int,
-    "logged": dict,
+    "logged": dict | None,  # None: not in checkpoints of 0.1 or 0.2
     "seed": int,
     "history": dict,
-    "record": dict,
+    "record": dict | None,  # None: in checkpoints of formats 2 and 3 of before
     "callbacks": dict,
     "identities": dict,
     "padded_rows": list,
-    "arguments": dict,
+    "arguments": dict | None,
     "strategy": str,
-    "compiler_options": dict,
+    "compiler_options": dict | None,
     "devices": int,
-    "evaluated": dict,
+    "evaluated": dict | None,
     "beside_adapters": dict | None,  # [what, fingerprint] of what was left out
 }
 
@@ -97,13 +100,13 @@ def read_sealed(path: str) -> tuple[dict[str, Any], str]:
         check_fields(meta, {"format": int}, "metadata")
     except (OSError, ValueError) as error:
         raise _corrupt(path, str(error)) from error
-    if meta["format"] != FORMAT:
+    if meta["format"] not in FORMATS:
         wrote = meta.get("versions")
         wrote = wrote.get("jaxdp") if isinstance(wrote, dict) else "something"
         raise ValueError(
             f"`path`: {path} has format {meta['format']}, written by jaxdp {wrote}, and"
-            f" this is jaxdp {versions().get('jaxdp')}, which reads format {FORMAT};"
-            " use the version that wrote it."
+            f" this is jaxdp {versions().get('jaxdp')}, which reads formats"
+            f" {' and '.join(map(str, FORMATS))}; use the version that wrote it."
         )
     try:
         check_schema(meta)

@@ -158,7 +158,7 @@ def _names_in(meta: Mapping[str, Any], evaluated: bool) -> dict[str, str]:
     names = {name: name for name in meta["leaves"] if not name.startswith(EVALUATED)}
     if not evaluated:
         return names
-    where = meta["evaluated"]
+    where = meta.get("evaluated", {})
     return {name: where.get(name, name) for name in of_weights(names)}
 
 
@@ -166,8 +166,8 @@ def changed_arguments(
     meta: Mapping[str, Any], now: Mapping[str, str] | None
 ) -> list[str]:
     """A line for each argument that was another one when a checkpoint was saved."""
-    then = meta["arguments"]
-    if now is None:
+    then = meta.get("arguments")
+    if then is None or now is None:
         return []
     return [
         f"  `{name}` was {then.get(name)}, and is {now.get(name)}"

@@ -272,7 +272,7 @@ Reader = Callable[[Iterable[str]], dict[str, Any]]
 def _open_checkpoint(path: str, which: str) -> tuple[dict[str, str], Reader]:
     """Shapes by name in the model, and how to read some of them."""
     meta = read_meta(path)
-    where = meta["evaluated"] if which == "scored" else {}
+    where = meta.get("evaluated", {}) if which == "scored" else {}
     full_names: dict[str, str] = {}
     for full in meta["leaves"]:
         field, _, name = full.partition(": ")

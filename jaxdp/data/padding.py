@@ -119,7 +119,8 @@ class Forms:
         self._num_shards, self._num_blocks = num_shards, num_blocks
         self._first: Key | None = None
         self._known: dict[Key, Form] = {}
-        # Of forms that are not met yet.
+        # Of forms that are not met yet. That of "" is for the one that comes first:
+        # earlier versions knew of one alone.
         self._saved: dict[str, int] = {}
         self.before: dict[Form, int] = {}
         self._key: Key | None = None  # of the batch before, if all leaves have rows
@@ -155,7 +156,7 @@ class Forms:
         """The padded size of a form so far; 0 if it has none."""
         if key in self._known:
             return self._known[key].size
-        return self._saved.get(_text(key), 0)
+        return self._saved.get(_text(key), self._saved.get("", 0))
 
     def rounded(self, rows: int) -> int:
         """The size that so many rows need."""
@@ -231,7 +232,8 @@ class Forms:
             )
         if key not in self._known:
             form = self._known[key] = Form(key)
-            self._resize(form, self.rounded(self._saved.get(form.text, 0)))
+            of_first = self._saved.pop("", 0)
+            self._resize(form, self.rounded(self._saved.get(form.text, of_first)))
         self._form = self._known[key]
         self._key = None if self._form.wholes else key
 

@@ -9,9 +9,12 @@ import contextlib
 import random
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
+
+_KIND: Final = "torch.Generator"
+"""The only one that is saved; 0.2 had others, too."""
 
 
 class Generators:
@@ -106,16 +109,17 @@ def torch_generators(loader: Any) -> dict[str, Any]:
 
 def states_of(generators: Mapping[str, Any]) -> dict[str, Any]:
     """The states of torch's generators by name, for `set_states`; JSON."""
-    return {name: _told(generator) for name, generator in generators.items()}
+    return {name: {"kind": _KIND, "state": _told(g)} for name, g in generators.items()}
 
 
 def set_states(generators: Mapping[str, Any], states: Any) -> None:
-    """Has those generators go on from the `states` that there are of them."""
+    """Has those generators go on from `states` that are there, and of their kind."""
     for name in states.keys() & generators:
-        import torch
+        if states[name]["kind"] == _KIND:
+            import torch
 
-        content = bytearray(base64.b64decode(states[name]))
-        generators[name].set_state(torch.frombuffer(content, dtype=torch.uint8))
+            content = bytearray(base64.b64decode(states[name]["state"]))
+            generators[name].set_state(torch.frombuffer(content, dtype=torch.uint8))
 
 
 def _told(generator: Any) -> str:

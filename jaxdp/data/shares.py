@@ -51,7 +51,10 @@ class Share:
 
     def state(self, states: Any) -> Any:
         """The inverse of `states`; None if these are those of other processes."""
-        return states if _by_process(states) is None else None
+        of_each = _by_process(states, "of_each")
+        if of_each is not None:
+            return of_each[0]
+        return None if _by_process(states, "by_process") is not None else states
 
 
 class GlobalShare(Share):
@@ -167,7 +170,7 @@ class LocalShare(Share):
         return {"by_process": self._processes.all("the loaders' states", own)}
 
     def state(self, states: Any) -> Any:
-        if (by_process := _by_process(states)) is None:
+        if (by_process := _by_process(states, "by_process")) is None:
             return states
         same = len(by_process) == self._processes.count
         return by_process[self._processes.index] if same else None
@@ -200,8 +203,8 @@ class _Cut:
         return counts, places if any(places) else [range(1)]
 
 
-def _by_process(states: Any) -> list[Any] | None:
-    return states.get("by_process") if isinstance(states, dict) else None
+def _by_process(states: Any, name: str) -> list[Any] | None:
+    return states.get(name) if isinstance(states, dict) else None
 
 
 def _only_shapes(told: list[list[Any]]) -> list[list[int]]:

@@ -184,8 +184,8 @@ class Loop:
 
         if loaded is None or loaded.padded_rows is None:
             return
-        steps, sizes, accumulate = loaded.padded_rows
-        now = limits.steps_by(accumulate)
+        steps, sizes, *saved = loaded.padded_rows
+        now = limits.steps_by(*saved or [limits.accumulate])
         if steps == now:
             run.engine.pad_as(sizes)  # the same loader, resumed
         elif steps and self.progress.done:

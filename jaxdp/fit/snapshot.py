@@ -218,7 +218,7 @@ def _tell_differences(
         say(f"{path} was saved with other arguments than this trainer's:\n{lines}")
     options, saved = (
         {k: str(v) for k, v in recipe.compiler_options.items()},
-        meta["compiler_options"],
+        meta.get("compiler_options", {}),
     )
     if saved != options:
         say(

@@ -23,7 +23,8 @@ from torch.utils.data import (  # noqa: E402
 )
 
 from jaxdp import SingleDevice, Trainer  # noqa: E402
-from jaxdp.data.random_states import torch_generators  # noqa: E402
+from jaxdp.data import Position, open_loader  # noqa: E402
+from jaxdp.data.random_states import states_of, torch_generators  # noqa: E402
 from jaxdp.data.torch_source import noted  # noqa: E402
 
 X, Y = rows(24)
@@ -192,3 +193,12 @@ def test_each_generator_is_found_once_by_its_path():
     assert torch_generators(loader) == {"generator": shared}
     loader = DataLoader(DATA, 6, shuffle=True, generator=torch.default_generator)
     assert torch_generators(loader) == torch_generators([DATA]) == {}
+
+
+def test_generators_of_other_kinds_in_an_older_checkpoint_are_passed_over():
+    source = open_loader(DataLoader(DATA, 6, sampler=Draws()), "loader", 0)
+    before = states_of(torch_generators(source.loader))
+    other = {"kind": "PCG64", "state": {"bit_generator": "PCG64"}}
+    states = {"sampler.gone": other, "sampler.generator": other}
+    source.epoch(Position(state={"generators": states}))
+    assert states_of(torch_generators(source.loader)) == before
