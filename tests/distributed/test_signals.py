@@ -17,7 +17,6 @@ from jaxdp import Callback
 from jaxdp.callbacks import CSVLogger
 from jaxdp.distributed import Interrupts, Preempted, Processes
 
-
 TESTS = Path(__file__).parents[1]
 
 
