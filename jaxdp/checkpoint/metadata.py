@@ -48,9 +48,6 @@ _SCHEMA: Final = {
     "identities": dict,
     "padded_rows": list,
     "arguments": dict | None,
-    "strategy": str,
-    "compiler_options": dict | None,
-    "devices": int,
     "evaluated": dict | None,
     "beside_adapters": dict | None,  # [what, fingerprint] of what was left out
 }

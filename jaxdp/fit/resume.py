@@ -27,13 +27,8 @@ def resume(trainer: "Trainer", where: str | os.PathLike[str]) -> None:
     if resumed is None:
         return
     path, _ = resumed
-    step = trainer.global_step
-    if where in WORDS and os.path.basename(path) != str(step):
-        warn(
-            f"`ckpt_path`={where!r}: {path} is the checkpoint of step {step}, under"
-            " another name."
-        )
-    say(f"resumed step {step} (epoch {trainer.current_epoch}) from {path}")
+    step, epoch = trainer.global_step, trainer.current_epoch
+    say(f"resumed step {step} (epoch {epoch}) from {path}")
 
 
 def taken(

@@ -112,9 +112,6 @@ def all_but_arrays(trainer: "Trainer") -> dict[str, Any]:
             recipe.accumulate_grad_batches,
         ],
         "arguments": recipe.description(run.hooks.callbacks),
-        "strategy": repr(recipe.strategy),
-        "compiler_options": {k: str(v) for k, v in recipe.compiler_options.items()},
-        "devices": len(run.engine.state.step.sharding.device_set),
     }
 
 
@@ -216,15 +213,6 @@ def _tell_differences(
                 " on as they were saved; `trainer.set_hyperparams` sets them."
             )
         say(f"{path} was saved with other arguments than this trainer's:\n{lines}")
-    options, saved = (
-        {k: str(v) for k, v in recipe.compiler_options.items()},
-        meta.get("compiler_options", {}),
-    )
-    if saved != options:
-        say(
-            f"{path} was saved with `compiler_options`={saved}, and this trainer has"
-            f" {options}: last bits may differ"
-        )
 
 
 def _check_json(callback_name: str, state: Any) -> Any:
@@ -243,6 +231,7 @@ def described(recipe: "Recipe", callbacks: Iterable[Callback]) -> dict[str, str]
     """Arguments that are not None by name; of a model what is no array, by field."""
     _, buffers, rest = recipe.parts
     texts = {name: _text(recipe.arguments[name]) for name in _AS_THEY_ARE}
+    texts["compiler_options"] = str(recipe.compiler_options or None)
     texts["optimizer"] = _optimizer(recipe)
     texts["filter_spec"] = _frozen(buffers)
     parts = map(_text_of, filter(_is_part, callbacks))
