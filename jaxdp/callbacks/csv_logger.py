@@ -13,7 +13,7 @@ from ..basics.columns import EPOCH, PLAN, VALIDATION, read_table
 from ..basics.files import append_whole, read_json, write_whole
 from ..record import Number, Row
 from .base import Trainer
-from .logger import Logger
+from .logger import Logger, check_no_folder
 from .run_facts import Facts
 
 
@@ -62,6 +62,12 @@ class CSVLogger(Logger):
         self._rows = -1  # if neither a checkpoint nor a fit before has told
         self._facts: Facts = {}
 
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        if trainer.is_global_zero:
+            for file in self._files(self._folder(trainer)):
+                check_no_folder("name", file)
+
     def open(self, trainer: Trainer, folder: Path) -> None:
         self.path = self._table = table = folder / self.name
         self._columns, self._facts = [], {}
@@ -69,7 +75,7 @@ class CSVLogger(Logger):
             self._columns, _ = read_table(table)
         else:
             self._rows = 0
-            self.set_aside([table, table.with_suffix(".json"), table.with_suffix(PLAN)])
+            self.set_aside(self._files(folder))
         # What is known to come, so that the table is seldom written anew.
         names = dict.fromkeys(trainer.record.names)
         of_epochs = Row("epoch", 0, 0, names).numbers()
@@ -108,6 +114,10 @@ class CSVLogger(Logger):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._rows = state["rows"]
+
+    def _files(self, folder: Path) -> list[Path]:
+        table = folder / self.name
+        return [table, table.with_suffix(".json"), table.with_suffix(PLAN)]
 
     def _note(self, **facts: Any) -> None:
         """Adds to the record beside the table."""

@@ -11,7 +11,7 @@ from ..basics.figures import draw, metric_curves, to_png
 from ..basics.files import save_figure
 from ..record import Number
 from .base import Trainer
-from .logger import Logger
+from .logger import Logger, check_no_folder
 from .monitor import in_notebook
 
 _MAX_SHARE: Final = 0.05
@@ -44,6 +44,7 @@ class LivePlot(Logger):
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
         if trainer.is_global_zero:
+            check_no_folder("path", self._folder(trainer) / self._name)
             draw({}, "")  # Raises when matplotlib is missing, before anything is lost.
 
     def open(self, trainer: Trainer, folder: Path) -> None:

@@ -135,6 +135,20 @@ def test_a_folder_that_cannot_be_written_to_is_an_error_before_training(tmp_path
     assert losses.seen == {}
 
 
+@pytest.mark.parametrize("make, name", [
+    (CSVLogger, "metrics.csv"),
+    (CSVLogger, "metrics.json"),
+    (lambda path: CSVLogger(path, "log.txt"), "log.plan.txt"),
+    (lambda path: LivePlot(path / "curves"), "curves"),
+])  # fmt: skip
+def test_a_folder_where_a_file_is_to_be_stays_and_is_an_error(tmp_path, make, name):
+    (tmp_path / name / "mine").mkdir(parents=True)
+    losses = Losses()
+    with pytest.raises(ValueError, match=f"`(name|path)`: {tmp_path / name} is a folde"):
+        linear_trainer(make(tmp_path), losses).fit(batches(8))
+    assert losses.seen == {} and (tmp_path / name / "mine").exists()
+
+
 def test_a_trial_run_writes_nothing(tmp_path):
     callbacks = (
         CSVLogger(tmp_path),
