@@ -15,7 +15,8 @@ class EarlyStopping(MetricCheck):
     """Stops when a monitored value has not improved for `patience` checks in a row.
 
     A check happens after every validation when `monitor` begins with `val_`, and
-    after every training epoch otherwise.
+    after every training epoch otherwise. A subclass whose `on_validation_end` (or
+    `on_train_epoch_end`) does not call that of `super()` passes one over.
 
     Args:
         monitor: name of an epoch's value, such as `"val_loss"` or `"accuracy"`.

@@ -1,7 +1,6 @@
 """Saves the trainer as it goes, and keeps the best."""
 
 import contextlib
-import functools
 import os
 import time
 from datetime import timedelta
@@ -14,8 +13,9 @@ from ..basics.files import absolute
 from ..checkpoint import CheckpointDir, check_name
 from ..distributed import Pulse, is_stop
 from ..record import Row
-from .base import Callback, Trainer
+from .base import Trainer
 from .monitor import (
+    MeansReader,
     Scores,
     announce,
     as_json,
@@ -41,7 +41,7 @@ _INSTEAD: Final = {
 """What other libraries' arguments are here."""
 
 
-class ModelCheckpoint(Callback):
+class ModelCheckpoint(MeansReader):
     """Saves the whole `TrainState`, one folder per saved step, named by the step.
 
     Without `monitor` the newest `save_top_k` are kept; with it, the best. Resume with
@@ -87,9 +87,7 @@ class ModelCheckpoint(Callback):
         last_model_path: folder of the newest checkpoint.
     """
 
-    skip_in_fast_dev_run = True
     looks_inside_blocks = False
-    only_in_training = True
 
     def __init__(
         self,
@@ -197,10 +195,10 @@ class ModelCheckpoint(Callback):
 
     def setup(self, trainer: Trainer) -> None:
         """Locks the folder, so that an unwritable one is an error before training."""
+        super().setup(trainer)
         self._dir, self._processes = self.folder(trainer), trainer.run.processes
         self._clock = Pulse(self._processes, "the time of a checkpoint")
         self._is_alone, self._row = False, None
-        trainer.record.read_means(functools.partial(self._look, trainer))
         self._processes.first("ModelCheckpoint: its folder", self._dir.open)
         sort_out, what = lambda: self._sorted_out(trainer), "what is there"
         self._scores = dict(self._processes.first(f"ModelCheckpoint: {what}", sort_out))
@@ -234,7 +232,7 @@ class ModelCheckpoint(Callback):
             if self._clock.beat(is_over or None):
                 self._is_due = True
 
-    def _look(self, trainer: Trainer, row: Row) -> None:
+    def look(self, trainer: Trainer, row: Row) -> None:
         """Takes the value of the monitor for the present weights, which are now due."""
         is_end = row.kind == "epoch"
         if is_end and self.monitor is not None:

@@ -80,12 +80,42 @@ def is_better(
     return value < best - min_delta if mode == "min" else value > best + min_delta
 
 
-class MetricCheck(Callback):
-    """Checks one value after every validation of a fit that has it, or else after every
-    epoch that has; counts the checks without improvement."""
+class MeansReader(Callback):
+    """Looks at the means of each validation and epoch of a fit, with all that callbacks
+    have logged of them.
+
+    At those alone whose hook was called: a subclass that overrides `on_validation_end`
+    or `on_train_epoch_end`, and does not call the one of `super()`, passes them over.
+    """
 
     skip_in_fast_dev_run = True
     only_in_training = True
+
+    _awaited = ""  # the kind of the row that comes next
+
+    def look(self, trainer: Trainer, row: Row) -> None:
+        """Acts on the values of a validation or an epoch, in a subclass."""
+        raise NotImplementedError
+
+    def setup(self, trainer: Trainer) -> None:
+        self._awaited = ""
+        trainer.record.read_means(functools.partial(self._look_if_awaited, trainer))
+
+    def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        self._awaited = "val"
+
+    def on_train_epoch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        self._awaited = "epoch"
+
+    def _look_if_awaited(self, trainer: Trainer, row: Row) -> None:
+        if row.kind == self._awaited:
+            self._awaited = ""
+            self.look(trainer, row)
+
+
+class MetricCheck(MeansReader):
+    """Checks one value after every validation of a fit that has it, or else after every
+    epoch that has; counts the checks without improvement."""
 
     def __init__(self, monitor: str, patience: int, min_delta: float, mode: str | None):
         if not isinstance(monitor, str):
@@ -120,13 +150,10 @@ class MetricCheck(Callback):
             f"{self.monitor} did not improve on {best} for {self.wait_count} {checks}"
         )
 
-    def setup(self, trainer: Trainer) -> None:
-        trainer.record.read_means(functools.partial(self._look, trainer))
-
     def on_fit_start(self, trainer: Trainer) -> None:
         check_monitor(trainer, self, self.monitor)
 
-    def _look(self, trainer: Trainer, row: Row) -> None:
+    def look(self, trainer: Trainer, row: Row) -> None:
         if row.kind == "epoch":
             check_monitor(trainer, self, self.monitor, row)
         if self.monitor in row.values:

@@ -116,7 +116,7 @@ class ByAFunction(Callback):
 
 @pytest.mark.parametrize("made, method, whose", [
     (lambda folder: EarlyStopping(), "check", "EarlyStopping"),
-    (lambda folder: ModelCheckpoint(folder, "val_loss"), "_look", "ModelCheckpoint"),
+    (lambda folder: ModelCheckpoint(folder, "val_loss"), "look", "ModelCheckpoint"),
     (lambda folder: ProgressBar(), "_end_epoch", "ProgressBar"),
     (lambda folder: NanGuard(), "_check", "NanGuard"),
     *((CSVLogger, name, "CSVLogger") for name in ("write", "flush", "close")),

@@ -21,6 +21,7 @@ from jaxdp.callbacks import (
     GradientMonitor,
     ModelCheckpoint,
     NanGuard,
+    ReduceLROnPlateau,
     WeightAveraging,
 )
 from jaxdp.callbacks.base import Hooks
@@ -58,6 +59,47 @@ def test_early_stopping_waits_for_patience_checks_without_improvement():
 def test_early_stopping_counts_from_the_last_improvement():
     epochs, stopping = epochs_until_stopped([3, 3, 2, 2, 1, 1, 0.5], patience=2)
     assert epochs == 7 and stopping.stopped_epoch is None
+
+
+class WarmsUp:
+    """Leaves out what a callback does in the first two epochs, as in Lightning."""
+
+    def on_validation_end(self, trainer, metrics):
+        if trainer.current_epoch >= 2:
+            super().on_validation_end(trainer, metrics)
+
+    def on_train_epoch_end(self, trainer, metrics):
+        if trainer.current_epoch >= 2:
+            super().on_train_epoch_end(trainer, metrics)
+
+
+@pytest.mark.parametrize("kind", [EarlyStopping, ReduceLROnPlateau, ModelCheckpoint])
+def test_a_subclass_whose_hooks_leave_the_base_out_passes_that_epoch_over(
+    kind, tmp_path, monkeypatch
+):
+    class Mine(WarmsUp, kind):
+        def look(self, trainer, row):
+            looked.append((row.kind, trainer.current_epoch))
+            super().look(trainer, row)
+
+    looked = []
+    monkeypatch.chdir(tmp_path)
+    optimizer = optax.inject_hyperparams(optax.sgd)(0.1)
+    trainer = make_trainer(Mine(monitor="val_loss"), optimizer=optimizer)
+    trainer.fit(batches(8), batches(8), max_epochs=4)
+    assert looked == [("val", 2), ("epoch", 2), ("val", 3), ("epoch", 3)]
+
+
+@pytest.mark.parametrize("monitor", ["val_loss", "loss"])
+def test_early_stopping_warms_up_in_a_subclass(monitor):
+    class Mine(WarmsUp, EarlyStopping):
+        pass
+
+    for kind, epochs in ((EarlyStopping, 2), (Mine, 4)):
+        stopping = kind(monitor, patience=1, min_delta=99.0)
+        trainer = make_trainer(stopping)
+        trainer.fit(batches(8), batches(8), max_epochs=6)
+        assert trainer.current_epoch == epochs and stopping.wait_count == 1
 
 
 def test_early_stopping_maximizes_and_asks_for_min_delta():

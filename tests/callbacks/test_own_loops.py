@@ -63,10 +63,10 @@ def told_of(callback, epochs=2):
 
 
 IDLE = {
-    "ModelCheckpoint (on_fit_start, on_fit_end)": lambda path: ModelCheckpoint(path),
+    "ModelCheckpoint (on_fit_start, on_train_epoch_e": lambda p: ModelCheckpoint(p),
     "CSVLogger (on_fit_start, on_fit_end)": CSVLogger,
-    "EarlyStopping (on_fit_start, on_fit_end)": lambda _: EarlyStopping("loss"),
-    "ReduceLROnPlateau (on_fit_start)": lambda _: ReduceLROnPlateau("loss"),
+    "EarlyStopping (on_fit_start, on_train_epoch_end": lambda _: EarlyStopping("loss"),
+    "ReduceLROnPlateau (on_fit_start, on_train_": lambda _: ReduceLROnPlateau("loss"),
     "StallWatch (on_fit_start, on_train_epoch_end, on": lambda _: StallWatch(60),
     "AtEnds (on_train_epoch_end)": lambda _: AtEnds(),
     "AtBoth (on_fit_start)": lambda _: AtBoth(),
