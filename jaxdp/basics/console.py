@@ -36,11 +36,19 @@ class Outlet:
 
     def write(self, text: str) -> None:
         """Writes, or does nothing where that can't be."""
-        self._try("write", text)
+        if self.file is not None:  # as if started with `2>&-`, or without a console
+            try:
+                self.file.write(text)
+            except (OSError, ValueError):  # the latter of closed ones
+                end_quietly()
 
     def flush(self) -> None:
         """Flushes, or does nothing where that can't be."""
-        self._try("flush")
+        if self.file is not None:
+            try:
+                self.file.flush()
+            except (OSError, ValueError):
+                end_quietly()
 
     def isatty(self) -> bool:
         """Whether it is a terminal."""
@@ -57,14 +65,6 @@ class Outlet:
 
     def __hash__(self) -> int:
         return hash(self.file)
-
-    def _try(self, method: str, *arguments: str) -> None:
-        if self.file is None:  # started with `2>&-`, or without a console
-            return
-        try:
-            getattr(self.file, method)(*arguments)
-        except (OSError, ValueError):  # the latter of closed ones
-            end_quietly()
 
 
 class _Stderr(logging.Handler):

@@ -1,6 +1,10 @@
 """Numbers in words: bytes, times, shares."""
 
 import math
+from typing import Final
+
+_PARTS: Final = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
+_POWERS: Final = tuple((1000.0**n, prefix) for n, prefix in enumerate("kMGTPE", 1))
 
 
 def in_bytes(number: float) -> str:
@@ -14,7 +18,7 @@ def in_seconds(number: float) -> str:
         minutes, seconds = divmod(round(number), 60)
         hours, minutes = divmod(minutes, 60)
         return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+    for unit, size in _PARTS:
         if number >= size:
             return f"{number / size:.3g} {unit}"
     return f"{number * 1e9:.3g} ns"
@@ -22,11 +26,12 @@ def in_seconds(number: float) -> str:
 
 def in_short(number: float) -> str:
     """`12345678` as `12.35 M`: powers of 1000."""
-    for power, prefix in enumerate("EPTGMk"):
-        size = 1000.0 ** (6 - power)
-        if abs(number) >= size:
-            return f"{number / size:.4g} {prefix}"
-    return f"{number:.4g} "
+    size, prefix, least = 1.0, "", abs(number)
+    for larger, name in _POWERS:  # most numbers are small
+        if not least >= larger:
+            break
+        size, prefix = larger, name
+    return f"{number / size:.4g} {prefix}"
 
 
 def in_percent(share: float) -> str:

@@ -98,18 +98,19 @@ class ProgressBar(Callback):
         self._next = now + self._interval if is_fitting(trainer) else math.inf
 
     def _end_epoch(self, trainer: Trainer, row: Row) -> None:
-        if row.kind != "epoch":
+        # Without a terminal this is most of what the bar costs an epoch.
+        if row.kind != "epoch" or self._out is None:
             return
-        metrics = {**row.values, **trainer.record.validation}
         took = time.perf_counter() - self._train.began
         start = f"{self._train.name}: {in_seconds(took)}"
-        means = {n: v for n, v in metrics.items() if not n.endswith("]")}
-        facts = [f"{name} {value:.4g}" for name, value in means.items()]
+        means = {**row.values, **trainer.record.validation}
+        facts = [f"{n} {mean:.4g}" for n, mean in means.items() if not n.endswith("]")]
         facts += _notes(trainer)
         rates = self._train.rates(trainer.record.examples)
-        width = math.inf if self._bar_type is None else _width(self._out)
-        while rates and len(", ".join([start, *rates, *facts])) > width:
-            rates.pop()
+        if self._bar_type is not None:
+            width = _width(self._out)
+            while rates and len(", ".join([start, *rates, *facts])) > width:
+                rates.pop()
         self._close()
         self._print(", ".join([start, *rates, *facts]))
 
