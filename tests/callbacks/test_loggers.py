@@ -144,7 +144,8 @@ def test_a_folder_that_cannot_be_written_to_is_an_error_before_training(tmp_path
 def test_a_folder_where_a_file_is_to_be_stays_and_is_an_error(tmp_path, make, name):
     (tmp_path / name / "mine").mkdir(parents=True)
     losses = Losses()
-    with pytest.raises(ValueError, match=f"`(name|path)`: {tmp_path / name} is a folde"):
+    match = f"`(name|path)`: {tmp_path / name} is a folder"
+    with pytest.raises(ValueError, match=match):
         linear_trainer(make(tmp_path), losses).fit(batches(8))
     assert losses.seen == {} and (tmp_path / name / "mine").exists()
 
