@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from .extras.sequence_parallel import SequenceParallel
     from .plan.plan import Plan
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 
 __all__ = [
     "FSDP",
