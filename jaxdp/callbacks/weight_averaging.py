@@ -24,8 +24,9 @@ class WeightAveraging(Callback):
 
     Args:
         decay: how much of the average each step keeps; 0.999 looks back over about a
-            thousand steps. None takes the plain mean of all steps since `start_step`
-            (stochastic weight averaging).
+            thousand steps. It begins with the weights after the first step, as in
+            torch; Keras's begins with the initial ones. None takes the plain mean of
+            all steps since `start_step` (stochastic weight averaging).
         every_n_steps: average only the weights after steps n, 2 n, 3 n and so on, as
             `every_n_train_steps` of `ModelCheckpoint` counts. (Lightning's average has
             those after the steps 1, n + 1, 2 n + 1.)

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -172,8 +173,13 @@ def changed_arguments(
     return [
         f"  `{name}` was {then.get(name)}, and is {now.get(name)}"
         for name in dict.fromkeys([*now, *then])
-        if then.get(name) != now.get(name)
+        if _rounded(then.get(name)) != _rounded(now.get(name))
     ]
+
+
+def _rounded(text: str | None) -> str | None:
+    """With 50 for 50.0: optax's cosine schedule makes one the other when it runs."""
+    return text and re.sub(r"(?<=\d)\.0\b", "", text)
 
 
 def _of_model(leaves: Mapping[str, str]) -> dict[str, tuple[int, ...]]:

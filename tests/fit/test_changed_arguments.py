@@ -12,6 +12,8 @@ from toys import Mlp, batches
 
 from jaxdp import LocalSGD, Part, Sharded, SingleDevice, Trainer
 from jaxdp.callbacks import LearningRateMonitor, WeightAveraging
+from jaxdp.callbacks.run_facts import optimizer_text
+from jaxdp.checkpoint.restoring import changed_arguments
 
 DATA = batches(16, 16)
 INJECTED = optax.inject_hyperparams(optax.adam)
@@ -117,6 +119,24 @@ def test_what_fits_and_was_changed_is_said(saved, changes, names, caplog):
     assert f"{path} was saved with other arguments than this trainer's" in caplog.text
     for name in names:
         assert name in caplog.text
+
+
+@pytest.mark.parametrize("schedule", [
+    optax.constant_schedule(1e-3),
+    optax.cosine_decay_schedule(1e-3, 50),
+    optax.cosine_onecycle_schedule(50, 1e-3),
+    optax.exponential_decay(1e-3, 50, 0.5),
+    optax.linear_schedule(1e-3, 1e-4, 50),
+    optax.piecewise_constant_schedule(1e-3, {20: 0.1}),
+    optax.warmup_cosine_decay_schedule(0.0, 1e-3, 10, 60),
+    optax.warmup_exponential_decay_schedule(0.0, 1e-3, 10, 50, 0.5),
+])  # fmt: skip
+def test_a_schedule_that_has_run_is_no_other_one(schedule):
+    optimizer = optax.adam(schedule)
+    fresh = {"optimizer": optimizer_text(optimizer)}
+    schedule(3)  # optax's cosine keeps its steps as a float from then on
+    used = {"arguments": {"optimizer": optimizer_text(optimizer)}}
+    assert changed_arguments(used, fresh) == []
 
 
 @pytest.mark.parametrize("before, after, names", [
