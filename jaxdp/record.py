@@ -164,17 +164,16 @@ class Record:
 
     def put(self, kind: Kind, values: Mapping[str, float]) -> None:
         """Takes values of all but a step by name."""
-        row = self._here(kind, dict(values))
         self._newer |= values
         if kind == "val":
             self.read_rest()  # the device is done with them
             self._write_validation()
-            self._validation = row
-            self._hand_out(row, self._of_means)
+            self._validation = self._here(kind, dict(values))
+            self._hand_out(self._validation, self._of_means)
         elif kind == "epoch":
             self._done = {} if self._last_row is None else self._last_row
             self.read_rest()
-            self._write_epoch(row)
+            self._write_epoch(values)
         else:
             assert self._into is not None  # in a hook at the end of a fit
             self._into |= values
@@ -327,8 +326,8 @@ class Record:
 
     def _hand_out(self, row: Row, readers: Iterable[OnRow]) -> None:
         """Gives a row to all, also where one of them fails."""
-        calls = [_of_callback(read, row) for read in readers]
-        self.stopwatch.function("callbacks", _try_all)(calls)
+        hand_out = self.stopwatch.function("callbacks", _try_all)
+        hand_out(readers, row, of_callbacks=True)
 
     def _write(self, row: Row) -> None:
         if self._sinks:
@@ -340,14 +339,13 @@ class Record:
         if row is not None:
             self._write(row)
 
-    def _write_epoch(self, row: Row) -> None:
+    def _write_epoch(self, values: Mapping[str, float]) -> None:
         earlier, validation = self._progress.val_metrics, self._validation
-        values = {n: v for n, v in row.values.items() if n not in earlier}
-        row = row._replace(values=values)
+        row = self._here("epoch", {n: v for n, v in values.items() if n not in earlier})
         self._hand_out(row, self._of_means)
         if validation is not None and validation.step == row.step:
-            row = row._replace(validation=validation.values)
             self._validation = None
+            row = Row(*row[:4], validation=validation.values)
         self._write_validation()
         self._write(row)
 
@@ -357,12 +355,13 @@ class Record:
         is_new = self._progress.done == 0
         row = row._replace(epoch=max(0, row.epoch - is_new))
         last = [functools.partial(self._write, row)] if values else []
-        closing = [_of_callback(sink.close) for sink in self._sinks]
+        closes = [sink.close for sink in self._sinks]
+        closing = functools.partial(_try_all, closes, of_callbacks=True)
         # What reads steps alone has read all, unless the fit has failed.
         writes = [sink.write for sink in self._sinks]
         self._readers = {r: n for r, n in self._readers.items() if r in writes}
         try:
-            _try_all([self.read_rest, self._write_validation, *last, *closing])
+            _try_all([self.read_rest, self._write_validation, *last, closing])
         finally:
             if self._sinks:
                 self._rewound_to = None
@@ -375,9 +374,10 @@ class Record:
 
     def settle(self) -> None:
         """Before a checkpoint: all rows but a last validation's are written."""
-        steps = [self.read_rest, *(_of_callback(sink.flush) for sink in self._sinks)]
+        flushes = [sink.flush for sink in self._sinks]
+        flushing = functools.partial(_try_all, flushes, of_callbacks=True)
         try:
-            _try_all(steps)
+            _try_all([self.read_rest, flushing])
         except OSError as error:  # a full disk of logs costs no checkpoint
             warn(f"{error}. These rows are missing.")
 
@@ -450,26 +450,20 @@ def _one(name: str, value: Any) -> float:
     return number
 
 
-def _of_callback(function: Callable[..., None], *given: Any) -> Callable[[], None]:
-    """A call of a callback's, which says whose it was when it raises."""
-
-    def call() -> None:
-        try:
-            function(*given)
-        except BaseException as error:
-            note_callback(error, function)
-            raise
-
-    return call
-
-
-def _try_all(functions: list[Callable[[], None]]) -> None:
-    """Calls all of them, and then raises what the first one that failed has raised."""
+def _try_all(
+    functions: Iterable[Callable[..., None]], *given: Any, of_callbacks: bool = False
+) -> None:
+    """Calls all of them, and then raises what the first one that failed has raised; of
+    callbacks, with a note that says whose it was."""
     wrong = None
     for function in functions:
         try:
-            function()
-        except Exception as error:
+            function(*given)
+        except BaseException as error:
+            if of_callbacks:
+                note_callback(error, function)
+            if not isinstance(error, Exception):
+                raise
             wrong = wrong or error
     if wrong is not None:
         raise wrong

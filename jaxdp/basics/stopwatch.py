@@ -74,10 +74,10 @@ class Stopwatch:
         if not self.is_on:
             return function
 
-        def timed(*arguments: Any) -> Any:
+        def timed(*arguments: Any, **options: Any) -> Any:
             self._enter(phase)
             try:
-                return function(*arguments)
+                return function(*arguments, **options)
             finally:
                 self._leave()
 
