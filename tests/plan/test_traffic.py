@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 from planned import HALVES, PARAMS, batch, trainer
 from toys import Apart
 
@@ -28,6 +29,18 @@ def test_data_parallelism_sends_its_lower_bound(shards):
         assert plan.bounds[0].least == 2 * (shards - 1) / shards * PARAMS
         assert plan.bounds[0].ratio == pytest.approx(1 + 4 / PARAMS)
         assert plan.bounds[1].ratio == plan.bounds[2].ratio == 1
+
+
+def test_a_batch_may_be_split_over_more_axes_than_its_rows():
+    class ByColumns(Sharded):
+        batch_axes = "data", "columns"
+
+        def batch_spec(self, leaf):
+            return P(*self.batch_axes[: len(leaf.shape)])
+
+    mesh = jax.make_mesh((4, 2), ByColumns.batch_axes)
+    plan = trainer(ByColumns(mesh=mesh)).plan([batch()])
+    assert plan.bounds[0].least == 2 * 7 / 8 * PARAMS
 
 
 def test_collectives_between_hosts_are_told_from_those_inside():
