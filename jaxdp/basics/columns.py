@@ -1,9 +1,13 @@
-"""The columns of a run's table: what they are called, and what the names tell."""
+"""The table of a run: its file, and what the names of its columns tell."""
 
 import csv
+import io
 import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+from .files import append_whole, write_whole
 
 PLAN: Final = ".plan.txt"
 """The end of the file that `CSVLogger` writes the plan to."""
@@ -22,6 +26,52 @@ def read_table(path: Path) -> tuple[list[str], list[dict[str, str]]]:
     reader = csv.DictReader(lines, restval="")
     columns = list(reader.fieldnames or [])
     return columns, [{name: row[name] for name in columns} for row in reader]
+
+
+class Table:
+    """The table of a run, which grows by rows and, where names are new, by columns.
+
+    Args:
+        path: the file. What it has is gone on with.
+    """
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._columns = read_table(path)[0] if path.exists() else []
+
+    def rows(self) -> list[dict[str, str]]:
+        """All rows so far."""
+        return read_table(self._path)[1] if self._columns else []
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Adds a row; what it lacks is empty."""
+        self.widen(row)
+        with self._path.open("ab", buffering=0) as file:
+            append_whole(file, self._text([row]))
+
+    def widen(self, names: Iterable[str]) -> None:
+        """Adds columns that are missing."""
+        columns = sorted(dict.fromkeys([*self._columns, *names]), key=_kind)
+        if columns != self._columns:
+            rows = self.rows()
+            self._columns = columns
+            self.rewrite(rows)
+
+    def rewrite(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Writes these rows instead of all that are there."""
+        heads = dict(zip(self._columns, self._columns, strict=True))
+        write_whole(self._path, self._text([heads, *rows]))
+
+    def _text(self, rows: Iterable[Mapping[str, Any]]) -> str:
+        text = io.StringIO()
+        csv.DictWriter(text, self._columns, restval="").writerows(rows)
+        return text.getvalue()
+
+
+def _kind(column: str) -> tuple[bool, bool, bool]:
+    """Sorts the columns of steps before those of epochs and of validations."""
+    is_place = column in ("epoch", "step")
+    return not is_place, column.startswith(VALIDATION), column.startswith(EPOCH)
 
 
 _LARGER_IS_BETTER: Final = re.compile(

@@ -1,16 +1,14 @@
 """The numbers of a run as a table, and what the run was made of beside it."""
 
-import csv
 import datetime
-import io
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..basics.columns import EPOCH, PLAN, VALIDATION, read_table
-from ..basics.files import append_whole, read_json, write_whole
+from ..basics.columns import PLAN, Table
+from ..basics.files import read_json, write_whole
 from ..record import Number, Row
 from .base import Trainer
 from .logger import Logger, check_no_folder
@@ -57,8 +55,7 @@ class CSVLogger(Logger):
             )
         self.name = name
         self.path: Path | None = None
-        self._table = Path()  # the same
-        self._columns: list[str] = []
+        self._table: Any = None  # it, during a fit
         self._rows = -1  # if neither a checkpoint nor a fit before has told
         self._facts: Facts = {}
 
@@ -69,32 +66,27 @@ class CSVLogger(Logger):
                 check_no_folder("name", file)
 
     def open(self, trainer: Trainer, folder: Path) -> None:
-        self.path = self._table = table = folder / self.name
-        self._columns, self._facts = [], {}
-        if table.exists() and _run_of(table) == trainer.record.run_id:
-            self._columns, _ = read_table(table)
-        else:
+        self.path, self._facts = folder / self.name, {}
+        if not self.path.exists() or _run_of(self.path) != trainer.record.run_id:
             self._rows = 0
             self.set_aside(self._files(folder))
+        self._table = Table(self.path)
         # What is known to come, so that the table is seldom written anew.
         names = dict.fromkeys(trainer.record.names)
         of_epochs = Row("epoch", 0, 0, names).numbers()
-        self._widen(["epoch", "step", *names, *of_epochs])
+        self._table.widen(["epoch", "step", *names, *of_epochs])
 
     def rewind(self, step: int) -> None:
-        rows = read_table(self._table)[1]
+        rows = self._table.rows()
         if self._rows < 0:  # the checkpoint was saved without this logger
             rows = [row for row in rows if int(row["step"]) <= step]
         else:
             rows = rows[: self._rows]
         self._rows = len(rows)
-        self._rewrite(rows)
+        self._table.rewrite(rows)
 
     def log(self, epoch: int, step: int, values: dict[str, Number]) -> None:
-        row = {"epoch": epoch, "step": step, **values}
-        self._widen(row)
-        with self._table.open("ab", buffering=0) as file:
-            append_whole(file, self._text([row]))
+        self._table.append({"epoch": epoch, "step": step, **values})
         self._rows += 1
 
     def log_run(self, facts: Facts) -> None:
@@ -124,32 +116,10 @@ class CSVLogger(Logger):
         self._facts |= facts
         self._write(".json", json.dumps(self._facts, indent=2, default=str) + "\n")
 
-    def _widen(self, names: Iterable[str]) -> None:
-        """Adds columns that are missing."""
-        columns = sorted(dict.fromkeys([*self._columns, *names]), key=_kind)
-        if columns != self._columns:
-            rows = read_table(self._table)[1] if self._columns else []
-            self._columns = columns
-            self._rewrite(rows)
-
-    def _rewrite(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        heads = dict(zip(self._columns, self._columns, strict=True))
-        self._write(self._table.suffix, self._text([heads, *rows]))
-
-    def _text(self, rows: Iterable[Mapping[str, Any]]) -> str:
-        text = io.StringIO()
-        csv.DictWriter(text, self._columns, restval="").writerows(rows)
-        return text.getvalue()
-
     def _write(self, suffix: str, text: str) -> None:
-        """Writes the table, or what is beside it, in one piece."""
-        write_whole(self._table.with_suffix(suffix), text)
-
-
-def _kind(column: str) -> tuple[bool, bool, bool]:
-    """Sorts the columns of steps before those of epochs and of validations."""
-    is_place = column in ("epoch", "step")
-    return not is_place, column.startswith(VALIDATION), column.startswith(EPOCH)
+        """Writes what is beside the table, in one piece."""
+        assert self.path is not None  # since `open`
+        write_whole(self.path.with_suffix(suffix), text)
 
 
 def _run_of(table: Path) -> str | None:
