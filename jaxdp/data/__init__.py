@@ -12,7 +12,7 @@ from .batches import (
 )
 from .conversion import check_targets, targeted, to_host, without_ignored
 from .loader_state import Position
-from .opening import open_loader
+from .opening import NO_LOADER, open_loader
 from .padding import Dispatch, Packer, Window
 from .shares import GlobalShare, LocalShare, Share
-from .source import ALL, NO_LOADER, ListSource, Source
+from .source import ALL, ListSource, Source

@@ -1,15 +1,28 @@
 """From what a user passes as a loader to the source of its batches."""
 
+import itertools
 import operator
 import sys
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
 
 import jax
 
+from ..step import NOTHING, Batch
 from .arrays import Arrays, ArraysSource
 from .shares import Share
 from .source import ALL, IterableSource, ListSource, Source
+
+
+class _NoLoader:
+    """Batches for a loss that takes none, without end."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        return itertools.repeat(NOTHING)
+
+
+NO_LOADER: Final = _NoLoader()
+"""What is trained on without a loader."""
 
 
 def open_loader(

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Final
 
 from ..basics.console import Outlet, open_bar, warn
-from ..step import NOTHING, Batch
+from ..step import Batch
 from .conversion import to_host
 from .loader_state import (
     START,
@@ -31,17 +31,6 @@ END: Final = object()
 
 ALL: Final = Share()
 """What comes to a process that is alone: every row."""
-
-
-class _NoLoader:
-    """Batches for a loss that takes none, without end."""
-
-    def __iter__(self) -> Iterator[Batch]:
-        return itertools.repeat(NOTHING)
-
-
-NO_LOADER: Final = _NoLoader()
-"""What is trained on without a loader."""
 
 
 class Source:
@@ -286,6 +275,15 @@ class Source:
         """Host batches of what the loader gives of an epoch from a position on."""
         raise NotImplementedError
 
+    def _parts(self) -> list[Any]:
+        """What may have a `set_epoch`."""
+        return [self.loader]
+
+    def _set_epoch(self, epoch: int) -> None:
+        for part in self._parts():
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
+
     def _begin(self, position: Position) -> Position:
         """Has the loader be where an epoch starts; returns the position, complete."""
         if position.state is None:
@@ -398,6 +396,7 @@ class IterableSource(Source):
         super()._take_up(state)
 
     def _read(self, position: Position) -> Iterator[Batch]:
+        self._set_epoch(position.epoch)
         batches = self._positioned(position)
         if self._own is not None and self.to_train:
             return self._telling(self._own, batches, position.batches)
@@ -490,8 +489,9 @@ class IterableSource(Source):
         if expected not in (None, checksum(host)):
             warn(
                 f"`{self.argument}`: after {count} batches were replayed, the next"
-                " one differs from the one in the saved run. (Does the order come"
-                " from another random generator than the global ones of torch,"
-                " NumPy and Python, as in WebDataset's `shuffle` without a seed?)"
-                " Some rows of this epoch may come twice, and others not at all."
+                " one differs from the one in the saved run. Does it count epochs, or"
+                " draw from a random generator, as WebDataset's `shuffle` without a"
+                " seed does? Seed it in a method `set_epoch(epoch)`, which is called"
+                " before each epoch. Some rows of this one may come twice, and others"
+                " not at all."
             )

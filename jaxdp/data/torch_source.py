@@ -84,10 +84,8 @@ class _OfTorch(Source):
             for sampler in self._samplers
         )
 
-    def _set_epoch(self, epoch: int) -> None:
-        for part in (*self._samplers, self.loader.dataset):
-            if hasattr(part, "set_epoch"):
-                part.set_epoch(epoch)
+    def _parts(self) -> list[Any]:
+        return [*self._samplers, self.loader.dataset, self.loader]
 
     def _explain(self, exception: Exception) -> None:
         if "exited unexpectedly" in str(exception):
@@ -109,10 +107,6 @@ class _OfTorch(Source):
 
 class _IteratedByTorch(_OfTorch, IterableSource):
     """A loader over an iterable dataset, or one that iterates in its own way."""
-
-    def _read(self, position: Position) -> Iterator[Batch]:
-        self._set_epoch(position.epoch)
-        return super()._read(position)
 
     @property
     def sure_batches(self) -> int | None:

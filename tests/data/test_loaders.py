@@ -340,6 +340,28 @@ def test_set_epoch_is_called_on_all_parts_that_have_it():
             )
 
 
+class Told:
+    """Gives a batch of the epoch that it was told."""
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        yield np.full(4, self.epoch)
+
+
+class ToldDataset(Told, IterableDataset):
+    pass
+
+
+@pytest.mark.parametrize("make", [
+    Told, ToldDataset, lambda: DataLoader(ToldDataset(), batch_size=None),
+])  # fmt: skip
+def test_set_epoch_is_called_on_what_is_no_sampler_too(make):
+    source = open_loader(make(), "train_loader", seed=0)
+    assert [next(source.epoch(Position(n)))[0] for n in (3, 5)] == [3, 5]
+
+
 @pytest.mark.parametrize("kind", ["one list", "iterators"])
 def test_batch_samplers_may_be_generators(kind):
     def lists():
