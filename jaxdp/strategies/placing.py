@@ -32,8 +32,8 @@ def with_auto_axes(tree: PyTree) -> PyTree:
 def place_copy(tree: PyTree, shardings: PyTree) -> PyTree:
     """New buffers for every leaf of `tree`, laid out by `shardings`.
 
-    Not `jax.device_put` alone: it may hand back the caller's own buffer, which donation
-    would then delete, even with `may_alias=False`.
+    `jax.device_put` alone may hand back the caller's own buffer, which donation would
+    then delete, or one that is in the caller's NumPy array.
     """
     leaves, treedef = jax.tree.flatten(tree)
     layouts = treedef.flatten_up_to(shardings)
@@ -50,9 +50,11 @@ def place_copy(tree: PyTree, shardings: PyTree) -> PyTree:
 
 def _copies(leaves: list[Any], layouts: list[Any]) -> list[Any]:
     if all(layout.is_fully_addressable for layout in layouts):
+        # Without a program: to compile one for hundreds of leaves takes long. JAX heeds
+        # `may_alias=False` only where an array already is as it is to be.
         moved = jax.device_put(leaves, layouts)
-    else:
-        moved = jax.tree.map(put, leaves, layouts)
+        return jax.device_put(moved, layouts, may_alias=False)
+    moved = jax.tree.map(put, leaves, layouts)
     # JAX keeps the program of a function that stays, for the next trainer.
     return jax.jit(_copied, out_shardings=layouts)(moved)
 

@@ -1,6 +1,7 @@
 """Strategies: the shipped ones, the user's, and what they refuse."""
 
 import functools
+import itertools
 
 import equinox as eqx
 import jax
@@ -396,3 +397,25 @@ def test_the_users_arrays_may_live_anywhere():
     trainer = Trainer(model, loss="mse", strategy=Sharded(4), enable_progress_bar=False)
     trainer.fit([(jnp.ones((8, 4)), jnp.ones((8, 16)))])
     assert not model.weight.is_deleted()
+
+
+@pytest.mark.parametrize("devices, spec", [(1, []), (8, []), (8, ["data"])])
+def test_placed_arrays_share_no_memory_with_those_they_are_copies_of(devices, spec):
+    mesh = Mesh(np.asarray(jax.devices()[:devices]), ("data",))
+    layout = NamedSharding(mesh, PartitionSpec(*spec))
+    there, elsewhere = (
+        jax.device_put(jnp.ones((8, 1024)), place)
+        for place in (layout, jax.devices()[3])
+    )
+    data = np.ones((8, 1024), np.float32)
+    originals = [data, jnp.asarray(data), there, elsewhere]
+    copies = place_copy(originals, [layout] * len(originals))
+    assert all(copy.sharding == layout for copy in copies)
+    kept = {data.ctypes.data, *itertools.chain(*map(addresses, originals[1:]))}
+    for copy in copies:
+        assert not kept & addresses(copy)
+        kept |= addresses(copy)
+
+
+def addresses(array):
+    return {shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards}
