@@ -216,6 +216,7 @@ class Hooks:
     def __init__(self, callbacks: Iterable[Callback]):
         self.callbacks = tuple(callbacks)
         self._in_the_step = tuple(filter(_has_part, self.callbacks))
+        self._there = {name for name in HOOKS if self._with(name)}
         for name in HOOKS:
             ordered: Iterable[Callback] = self.callbacks
             if name == "on_fit_end":
@@ -249,7 +250,7 @@ class Hooks:
 
     def has(self, name: str) -> bool:
         """Whether any callback has the hook `name`."""
-        return bool(self._with(name))
+        return name in self._there
 
     def wrap_optimizer(self, optimizer: Any) -> Any:
         """The optimizer as callbacks want it."""

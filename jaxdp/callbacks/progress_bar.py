@@ -124,7 +124,8 @@ class ProgressBar(Callback):
     def _begin(self, run: "_Pass") -> None:
         """Opens a bar, unless one was drawn just now: the pass may be over before."""
         if self._bar_type is None:
-            self._shown = run.began
+            self._next = run.began + self._interval
+            return
         self._next = self._shown + self._interval
         if run.began >= self._next:
             self._show(run)
@@ -158,8 +159,9 @@ class ProgressBar(Callback):
             run.draw(facts)
 
     def _close(self) -> None:
-        self._validation.close()
-        self._train.close()
+        if self._bar_type is not None:
+            self._validation.close()
+            self._train.close()
 
     def _print(self, line: str) -> None:
         if self._out is None:
