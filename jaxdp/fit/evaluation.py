@@ -14,9 +14,9 @@ from jaxtyping import PyTree
 from ..basics.console import say, warn
 from ..basics.tracebacks import UsersFramesFirst, noted
 from ..callbacks.base import Hooks
-from ..data import Dispatch, Packer, Source, inputs_of, real_rows, shown
+from ..data import Dispatch, Packer, Source, inputs_of, real_rows
 from ..engine import Kind, Program
-from ..step import IN_FLIGHT, Batch, Whole, means_of
+from ..step import IN_FLIGHT, Batch, means_of
 from ..strategies.placing import replicated
 from .around import doing, noting
 from .pass_metrics import add_pass_values
@@ -286,13 +286,12 @@ def _ready(
     All processes take the same ones, and signals are heard after each.
     """
     run, engine = trainer.run, trainer.run.engine
-    prepare = _prepared_inputs if kind == "predict" else _prepared
     run.processes.all(f"the start of {doing}", None)
     waiting: collections.deque[tuple[Batch, Dispatch, Program]] = collections.deque()
     for number, batch in enumerate(itertools.islice(source.epoch(), limit)):
         run.processes.step(f"batch {number} of {doing}")
         with noted(f"in batch {number}"):
-            dispatch, program = prepare(trainer, batch)
+            dispatch, program = _prepared(trainer, kind, batch)
         if engine.puts_ahead:
             dispatch = engine.steps[kind].put(dispatch)
         waiting.append((batch, dispatch, program))
@@ -303,23 +302,11 @@ def _ready(
     run.processes.all(f"the end of {doing}", None)
 
 
-def _prepared(trainer: "Trainer", batch: Batch) -> tuple[Dispatch, Program]:
-    engine = trainer.run.recipe.decide_loss(trainer.run.engine, batch)
-    return engine.prepare("evaluate", batch)
-
-
-def _prepared_inputs(trainer: "Trainer", batch: Batch) -> tuple[Dispatch, Program]:
-    try:
-        return trainer.run.engine.prepare("predict", inputs_of(batch))
-    except Exception as error:
-        rows = shown(batch)
-        beside = rows[1:] if isinstance(rows, tuple) else ()
-        if any(isinstance(part, Whole) for part in beside):
-            error.add_note(
-                "`predict` gave the model the first element of the batch, without"
-                " the jaxdp.Whole beside it. For both: ((x, Whole(array)), y)."
-            )
-        raise
+def _prepared(trainer: "Trainer", kind: Kind, batch: Any) -> tuple[Dispatch, Program]:
+    engine = trainer.run.engine
+    if kind == "predict":
+        return engine.prepare(kind, inputs_of(batch))
+    return trainer.run.recipe.decide_loss(engine, batch).prepare(kind, batch)
 
 
 class _Fetching:
