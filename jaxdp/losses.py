@@ -186,10 +186,7 @@ def _find(argument: str, given: Any, known: Mapping[str, Criterion]) -> Any:
     check_package(argument, given, "torch", "sklearn")
 
     # A function, that takes two arguments.
-    try:
-        signature = inspect.signature(given)
-    except ValueError:  # some built-in callables have none
-        return given
+    signature = inspect.signature(given)
     try:
         signature.bind(None, None)
     except TypeError as error:

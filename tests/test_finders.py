@@ -186,6 +186,9 @@ def test_losses_that_stay_lost_end_it():
     data = [(x * np.nan, y) for x, y in batches(*[8] * 6)]
     found = lr_find(trainer, data, optimizer=optax.sgd)
     assert len(found.results["loss"]) == 5 and found.suggestion() is None
+    never = {"early_stop_threshold": None, "num_training": 9}
+    found = lr_find(trainer, data, optimizer=optax.sgd, **never)
+    assert len(found.results["loss"]) == 9
 
 
 def test_nonsense_is_refused():

@@ -63,9 +63,6 @@ class Outlet:
     def __eq__(self, other: object) -> bool:
         return self.file == (other.file if isinstance(other, Outlet) else other)
 
-    def __hash__(self) -> int:
-        return hash(self.file)
-
 
 class _Stderr(logging.Handler):
     """To the present `sys.stderr`, clear of progress bars."""

@@ -72,8 +72,6 @@ def _words(leaf: Array) -> UInt32[Array, "..."]:
         return jax.lax.bitcast_convert_type(leaf, jnp.uint32)
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
         return leaf.astype(jnp.uint32)
-    if jnp.finfo(leaf.dtype).bits < 8:  # no integers of that size to look through
-        leaf, bits = leaf.astype(jnp.float32), 32
     unsigned = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}[bits]
     return jax.lax.bitcast_convert_type(leaf, unsigned).astype(jnp.uint32)
 

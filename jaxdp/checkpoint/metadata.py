@@ -41,7 +41,6 @@ _SCHEMA: Final = {
     "val_metrics": dict,
     "validated_at": int,
     "logged": dict | None,  # None: not in checkpoints of 0.1 or 0.2
-    "seed": int,
     "history": dict,
     "record": dict | None,  # None: in checkpoints of formats 2 and 3 of before
     "callbacks": dict,

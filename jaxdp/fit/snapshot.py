@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .run import Recipe, Run
 
 _AS_THEY_ARE: Final = (
+    "seed",
     "loss",
     "loss_fn",
     "precision",
@@ -97,7 +98,6 @@ def all_but_arrays(trainer: "Trainer") -> dict[str, Any]:
     return {
         "run_id": run.record.run_id,
         **run.progress.state_dict(run.share("train")),
-        "seed": recipe.seed,
         "history": trainer.history.state_dict(),
         "record": run.record.state_dict(),
         "callbacks": {
@@ -199,11 +199,6 @@ def _tell_differences(
 ) -> None:
     """Says what decides the numbers, or their last bits, and is another one now."""
     recipe = trainer.run.recipe
-    if meta["seed"] != recipe.seed:
-        warn(
-            f"`load`: {path} was saved with `seed`={meta['seed']}, and this trainer"
-            f" has `seed`={recipe.seed}, which decides the order of data."
-        )
     described = recipe.description(trainer.run.hooks.callbacks)
     if changed := checkpoint.changed_arguments(meta, described):
         lines = "\n".join(changed)

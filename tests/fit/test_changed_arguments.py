@@ -109,6 +109,7 @@ def test_what_was_left_out_is_named_too(saved):
     ({"optimizer": optax.adamw(1e-2)}, ["step_size=-0.001", "step_size=-0.01"]),
     ({"precision": "bf16-mixed"}, ["`precision` was 32-true, and is bf16-mixed"]),
     ({"accumulate_grad_batches": 2}, ["`accumulate_grad_batches` was 1, and is 2"]),
+    ({"seed": 3}, ["`seed` was 0, and is 3"]),
     ({"after_update": clipped}, ["`after_update` was None, and is clipped"]),
     ({"loss": None, "loss_fn": mean_loss},
      ["`loss` was cross_entropy, and is None", "`loss_fn` was None, and is mean_loss"]),

@@ -114,6 +114,7 @@ INJECTED = optax.inject_hyperparams(optax.adam)(1e-3)
     ({"model": tied()}, ValueError, r"layers\[0\].bias and as layers\[1\].bias"),
     ({"model": NORM}, ValueError, "`state` is None; make both together"),
     ({"model": NORM, "state": {}}, TypeError, "`state` must be the eqx.nn.State"),
+    ({"state": STATE}, ValueError, "`model` has no stateful layers; leave it out"),
     ({"model": NORM, "state": STATE, "loss_fn": lambda model, x, y: 0}, ValueError,
      "`loss_fn` has no parameter named `state`"),
     ({"metrics": {"area": of_other_library("AUROC", "torchmetrics.x", __call__=x_y)}},
@@ -284,6 +285,31 @@ def test_torchs_things_are_named(made, error, match):
     torch = pytest.importorskip("torch")
     with pytest.raises(error, match=match):
         made(torch)
+
+
+class Tells(Callback):
+    """Gives a checkpoint, or a step, what can't be kept of it."""
+
+    def __init__(self, state=None, inside=None):
+        self.state, self.inside = state, {} if inside is None else inside
+
+    def state_dict(self):
+        return {"state": self.state}
+
+    def inside_step(self, grads, updates, state):
+        return self.inside
+
+
+@pytest.mark.parametrize("tells, metrics, error, match", [
+    (Tells(state=np.ones(2)), (), TypeError, "`state_dict` of the callback Tells"),
+    (Tells(inside=1.0), (), TypeError, "must return a dict of named arrays"),
+    (None, {f"m{n}": "mse" for n in range(63)}, ValueError, "at most 63 can be kept"),
+])  # fmt: skip
+def test_what_can_not_be_kept_is_refused(tells, metrics, error, match, tmp_path):
+    trainer = make(loss="mse", metrics=metrics, callbacks=tells)
+    with pytest.raises(error, match=match):
+        trainer.fit([(X, np.ones((8, 3), np.float32))])
+        trainer.save(tmp_path / "saved")
 
 
 def test_scikit_learns_metrics_are_named_with_the_remedy():
