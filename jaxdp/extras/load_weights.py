@@ -222,11 +222,12 @@ def _files(path: str) -> tuple[list[str], Mapping[str, str] | None]:
     try:
         index = read_json(path)["weight_map"]
         names = sorted({*index.values()})
+        files = [os.path.join(os.path.dirname(path), name) for name in names]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointCorrupt(
             f"`path`: {path} is no index of safetensors files: it has no `weight_map`."
         ) from error
-    return [os.path.join(os.path.dirname(path), name) for name in names], index
+    return files, index
 
 
 class _Table:

@@ -380,9 +380,10 @@ def test_files_that_are_not_there_or_damaged_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="which the index names"):
         jaxdp.load_weights(tmp_path, like, LLAMA_NAMES)
     index = tmp_path / "model.safetensors.index.json"
-    index.write_text("{}")
-    with pytest.raises(CheckpointCorrupt, match="weight_map"):
-        jaxdp.load_weights(tmp_path, like, LLAMA_NAMES)
+    for text in "{}", "[1]", '{"weight_map": [1]}', '{"weight_map": {"w": 3}}':
+        index.write_text(text)
+        with pytest.raises(CheckpointCorrupt, match="weight_map"):
+            jaxdp.load_weights(tmp_path, like, LLAMA_NAMES)
     with pytest.raises(ValueError, match="stay as it is, but `like` has only"):
         save_file({"w": numbers(32, WIDTH)}, tmp_path / "w.safetensors")
         names = {"**": None, "embed.weight": "w"}
