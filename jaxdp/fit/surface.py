@@ -214,18 +214,14 @@ def plan(
     hosts: int | None,
 ) -> "jaxdp.plan.Plan":
     """`Trainer.plan`: the step compiled on shapes, maybe for devices elsewhere."""
-    if devices is not None:
-        check_count("devices", devices)
-        if topology is not None:
-            raise ValueError(
-                f"`devices`={devices} and `topology`={topology!r} were both given;"
-                " a topology has its number of devices in its name."
-            )
-    if hosts is not None and topology is not None:
-        raise ValueError(
-            f"`hosts`={hosts} and `topology`={topology!r} were both given; a"
-            " topology has its own hosts."
-        )
+    for name, count in (("devices", devices), ("hosts", hosts)):
+        if count is not None:
+            check_count(name, count)
+            if topology is not None:
+                raise ValueError(
+                    f"`{name}`={count} and `topology`={topology!r} were both given; a"
+                    f" topology has its own {name}."
+                )
 
     run, recipe = trainer.run, trainer.run.recipe
     source = open_loader(
@@ -253,7 +249,6 @@ def plan(
             engine_on, recipe.strategy, window, topology, hardware
         )
         if hosts is not None:
-            check_count("hosts", hosts)
             planner.spread(devices, hosts)
 
         rows = None
