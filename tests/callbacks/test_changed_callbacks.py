@@ -148,3 +148,19 @@ def test_which_of_two_renamed_folders_is_which_nobody_guesses(tmp_path):
     path = first.save(tmp_path / "saved")
     with pytest.warns(UserWarning, match="CSVLogger .*c.* and CSVLogger .*d"):
         trainer_with(*[CSVLogger(tmp_path / name) for name in "cd"]).load(path)
+
+
+def test_identities_of_version_0_2_are_known(tmp_path):
+    from jaxdp.callbacks.states import saved_states
+
+    saver = ModelCheckpoint(tmp_path, "val_loss")
+    trainer = trainer_with(EarlyStopping("val_area"), EarlyStopping("val_loss"), saver)
+    meta = {
+        "callbacks": {"EarlyStopping": 1, "EarlyStopping:1": 2, "ModelCheckpoint": 3},
+        "identities": {
+            "EarlyStopping": "val_loss",
+            "EarlyStopping:1": "val_other",
+            "ModelCheckpoint": str(tmp_path),
+        },
+    }
+    assert saved_states(trainer, meta) == {"EarlyStopping:1": 1, "ModelCheckpoint": 3}
