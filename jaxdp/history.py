@@ -68,6 +68,11 @@ class History(Mapping[str, list[float]]):
                 and finished) overwrites its values.
             metrics: floats by name; names may come and go.
         """
+        if self.epochs and epoch < self.epochs[-1]:
+            raise ValueError(
+                f"`epoch`={epoch} comes before the last one, {self.epochs[-1]}; epochs"
+                " must be appended in order."
+            )
         if not self.epochs or epoch > self.epochs[-1]:
             self.epochs.append(epoch)
             for values in self._values.values():

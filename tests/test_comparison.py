@@ -116,7 +116,7 @@ def test_it_follows_the_trainers_options():
 
 def test_bad_arguments_are_refused():
     trainer = make()
-    with pytest.raises(TypeError, match="`strategy` must be an instance.* got <class"):
+    with pytest.raises(TypeError, match="`strategy` is the class Pmap"):
         trainer.compare(batches(16), Pmap)
     with pytest.raises(ValueError, match="`steps` must be 1 or more; got 0"):
         trainer.compare(batches(16), steps=0)

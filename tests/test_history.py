@@ -52,11 +52,13 @@ def test_an_unknown_name_lists_the_known_ones():
         History()["loss"]
 
 
-def test_the_same_epoch_again_overwrites():
+def test_the_same_epoch_again_overwrites_and_an_earlier_one_is_refused():
     history = make_history()
     history.append(2, {"loss": 0.5})
     assert history.epochs == [0, 1, 2] and history["loss"][-1] == 0.5
     assert history["accuracy"][-1] == pytest.approx(0.51)
+    with pytest.raises(ValueError, match="`epoch`=1 comes before the last one, 2"):
+        history.append(1, {"loss": 0.5})
 
 
 def test_csv_has_a_row_per_epoch_and_empty_cells_for_nan(tmp_path):

@@ -196,12 +196,21 @@ def check_model(model: Any, *, must_be_callable: bool) -> None:
             f"`model` is the class {model.__name__}, not an instance of it; construct"
             " it, for example with key=jax.random.key(0)."
         )
+    inside = [*model.values()] if isinstance(model, Mapping) else model
+    if must_be_callable and isinstance(inside, list | tuple) and inside:
+        if all(map(callable, inside)):
+            raise TypeError(
+                f"`model` is a {kind} of {len(inside)} models, and only a loss of your"
+                " own can call them: pass `loss_fn(model, *batch)`, or a list of"
+                " jaxdp.Part(...) as `optimizer`. Equal ones train side by side as an"
+                " ensemble: see docs/ensembles.md."
+            )
+
     if must_be_callable and not callable(model):
         raise TypeError(
             f"`model` is a {kind}, which can't be called; it must be an Equinox model,"
-            " called on one example. For other pytrees of arrays, and lists of models,"
-            " pass `loss_fn(model, *batch)`, or a list of jaxdp.Part(...) as"
-            " `optimizer`; equal models are an ensemble: see docs/ensembles.md."
+            " called on one example. For other pytrees of arrays pass"
+            " `loss_fn(model, *batch)`."
         )
     if must_be_callable:
         check_is_told(model, True, False)
@@ -216,15 +225,38 @@ def check_optimizer(optimizer: Any) -> None:
             f"`optimizer` is an optax {type(optimizer).__name__}; pass what its"
             " gradient_transformation() returns, or use `accumulate_grad_batches`."
         )
+    kind = type(optimizer).__name__
+    if isinstance(optimizer, Part):
+        raise TypeError(
+            "`optimizer` is a jaxdp.Part; pass a list of them: [Part(...)]."
+        )
+
+    cls = optimizer if isinstance(optimizer, type) else type(optimizer)
+    if cls.__module__.startswith("torch"):
+        kind = cls.__name__
+        raise TypeError(
+            f"`optimizer` is torch's {kind}; pass an optax one, for example"
+            " optax.adam(1e-3)."
+        )
     raise TypeError(
         f"`optimizer` must be an optax.GradientTransformation, for example"
-        f" optax.adam(1e-3); got {optimizer!r} of type {type(optimizer).__name__}."
+        f" optax.adam(1e-3); got {optimizer!r} of type {kind}."
         + (" Call it with a learning rate." if callable(optimizer) else "")
-        + (_SEVERAL if isinstance(optimizer, Mapping | Part) else "")
+        + (_SEVERAL if isinstance(optimizer, Mapping) else "")
     )
 
 
+def _check_is_made(what: str, value: Any, kind: type) -> None:
+    """Raises for a class of a kind in the place of an instance."""
+    if isinstance(value, type) and issubclass(value, kind):
+        raise TypeError(
+            f"{what} the class {value.__name__}; pass an instance,"
+            f" {value.__name__}(...)."
+        )
+
+
 def check_strategy_argument(strategy: Any) -> None:
+    _check_is_made("`strategy` is", strategy, DataParallel)
     if not isinstance(strategy, DataParallel):
         raise TypeError(
             "`strategy` must be an instance of a jaxdp.DataParallel subclass, such as"
@@ -244,6 +276,7 @@ def check_callbacks(
         )
     callbacks = tuple(callbacks)
     for callback in callbacks:
+        _check_is_made("`callbacks` has", callback, Callback)
         if not isinstance(callback, Callback):
             raise TypeError(
                 f"`callbacks` has {callback!r} of type {type(callback).__name__}; every"

@@ -57,7 +57,18 @@ def open_loaders(
 
 def names_of(sources: Loaders, metrics: Iterable[str]) -> tuple[str, ...]:
     """What an evaluation calls its values."""
-    return tuple([f"{prefix}_{name}" for prefix in sources for name in metrics])
+    return check_names([f"{prefix}_{name}" for prefix in sources for name in metrics])
+
+
+def check_names(names: list[str]) -> tuple[str, ...]:
+    """Raises where two values of an evaluation have one name."""
+    if len({*names}) < len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise ValueError(
+            f"two validation values are named {twice}: the name of a loader followed by"
+            " the name of a metric equals another name. Rename the loader."
+        )
+    return tuple(names)
 
 
 class Evaluation:
@@ -109,7 +120,9 @@ class Evaluation:
             if of_passes := run.recipe.pass_metrics:
                 rows = self._outputs[prefix].rows()
                 add_pass_values(means, of_passes, rows, run.recipe.ensemble)
-            metrics |= {f"{prefix}_{name}": value for name, value in means.items()}
+            named = {f"{prefix}_{name}": value for name, value in means.items()}
+            check_names([*metrics, *named])
+            metrics |= named
         metrics |= logged
         with run.record.into(metrics):
             self._end(trainer, metrics)

@@ -136,6 +136,11 @@ def add_pass_values(
             }
             named = ensemble.named(stacks)
             values = {key: float(value) for key, value in named.items()}
+        if clash := {*values} & {*means}:
+            raise ValueError(
+                f"`metrics`: there are two values named {sorted(clash)}, one of them of"
+                f" the PassMetric {name!r}; rename it."
+            )
         means |= values
 
 

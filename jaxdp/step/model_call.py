@@ -4,9 +4,10 @@ A BatchNorm reduces over axes by name. Which of them exist differs, as a step se
 rows or one device's; here every one that is asked for does.
 """
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import equinox as eqx
@@ -55,6 +56,21 @@ def call_model(
 
     prediction, new_state = with_axes(others, all_rows)()
     return prediction, as_plain_state(new_state)
+
+
+@contextlib.contextmanager
+def told_of_dicts(x: PyTree) -> Iterator[None]:
+    """What the model was called on is said, if it is a dict and the model fails."""
+    try:
+        yield
+    except (TypeError, AttributeError) as error:
+        if not isinstance(x, Mapping):
+            raise
+        raise TypeError(
+            f"`predict` called the model on a dict with the keys {list(x)}, with"
+            f" one row of each, and that failed: {error}. If the model takes one"
+            f" of them, pass [b[{next(iter(x), 'KEY')!r}] for b in loader]."
+        ) from error
 
 
 def with_axes(names: list[str], call: Callable[[], Any]) -> Callable[[], Any]:

@@ -30,7 +30,7 @@ from .metrics import (
     sums_of,
     with_names,
 )
-from .model_call import call_model
+from .model_call import call_model, told_of_dicts
 from .objective import Objective, Values
 from .precision import PRECISIONS, LossScale, Precision, cast_batch, computing, widen
 from .remat import Remat, remat_function, remat_submodules
@@ -408,9 +408,10 @@ class Steps(NamedTuple):
         rows = mask_and_keys(collectives, key, micro, weights.step, training=False)
         x = as_given(joined(micro.batch, micro.whole))
         given = self._inference(model), weights.model_state, x, rows
-        if self.ensemble is not None:
-            return call_members(self.ensemble.size, *given, collectives.axis_names)
-        return call_model(*given, collectives.axis_names)[0]
+        with told_of_dicts(x):
+            if self.ensemble is not None:
+                return call_members(self.ensemble.size, *given, collectives.axis_names)
+            return call_model(*given, collectives.axis_names)[0]
 
     def _batch(self, model: PyTree, micro: MicroBatch) -> PyTree:
         """What the objective is given, its rows marked."""

@@ -155,12 +155,9 @@ def test_what_an_error_came_of_is_the_users_too():
         weight: jax.Array
 
         def __call__(self, x):
-            try:
-                return self.weight @ x  # a dict
-            except TypeError as error:
-                raise ValueError("it takes an array") from error
+            return self.weight @ x  # a dict
 
-    with pytest.raises(ValueError, match="it takes an array") as caught:
+    with pytest.raises(TypeError, match="called the model on a dict") as caught:
         quiet(Fails(jnp.ones(4)), loss="mse").predict([{"x": np.ones((8, 4))}])
     cause = traceback.extract_tb(caught.value.__cause__.__traceback__)
     assert cause[0].line == "return self.weight @ x  # a dict"

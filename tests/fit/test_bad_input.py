@@ -43,10 +43,10 @@ def test_arrays_in_the_place_of_loaders_are_told_how_to_be_batches():
 def test_what_to_write_for_dicts_does():
     dicts = [{"x": X, "y": Y}]
     trainer, other = make(), make(loss_fn=loss_of_dicts, metrics=())
-    with pytest.raises(TypeError) as caught:
+    with pytest.raises(
+        TypeError, match=r"keys \['x', 'y'\].*that failed.* \[b\['x'\] for"
+    ):
         trainer.predict(dicts)
-    called = "on one example, of shape {'x': (4,), 'y': ()}"
-    assert any(called in note for note in caught.value.__notes__)
     history = trainer.fit([(b["x"], b["y"]) for b in dicts])
     assert other.fit(dicts)["loss"] == pytest.approx(history["loss"])
     found = trainer.predict([b["x"] for b in dicts])

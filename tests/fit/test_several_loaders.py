@@ -108,3 +108,14 @@ def test_mistakes_are_told():
         trainer.validate({"clean": CLEAN, "empty": []})
     with pytest.raises(ValueError, match="'val_clean_loss'"):
         make(ModelCheckpoint("runs", monitor="val_loss")).fit(DATA, BOTH)
+
+
+def test_names_that_would_be_the_same_are_refused():
+    def loss_fn(model, x, y):
+        each = jax.vmap(model)(x).sum(-1)
+        return each, {"b_loss": each}
+
+    model = eqx.nn.Linear(4, 3, key=jax.random.key(0))
+    trainer = Trainer(model, loss_fn=loss_fn, enable_progress_bar=False)
+    with pytest.raises(ValueError, match="val_a_b_loss.*Rename the loader"):
+        trainer.fit(DATA, {"a": CLEAN, "a_b": CLEAN})
