@@ -319,7 +319,7 @@ def _devices() -> Iterator[Finding]:
     yield Finding("ok", f"{len(devices)} x {kind} ({platform})")
     version = devices[0].client.platform_version.strip().replace("\n", ", ")
     if platform != "cpu":
-        yield Finding("ok", f"driver and libraries: {version}")
+        yield Finding("ok", f"driver and libraries: {version}{_libraries()}")
         if note := note_on_kinds(devices):
             yield Finding("hint", note)
 
@@ -333,6 +333,18 @@ def _devices() -> Iterator[Finding]:
         yield Finding(
             "PROBLEM", f"there is a {seen[0]}, and JAX does not use it", remedy
         )
+
+
+def _libraries() -> str:
+    """The versions of CUDA's libraries that JAX has loaded, where it tells them."""
+    try:
+        import jax._src.lib
+
+        told: Any = jax._src.lib.cuda_versions
+        driver, cudnn = told.cuda_driver_get_version(), told.cudnn_get_version()
+    except Exception:  # not with this version, or not NVIDIA's
+        return ""
+    return f", driver for CUDA {driver // 1000}.{driver % 1000 // 10}, cuDNN {cudnn}"
 
 
 def _arithmetic() -> Iterator[Finding]:

@@ -12,8 +12,10 @@ from jaxtyping import PyTree
 from .. import losses
 from ..basics.arguments import check_choice, check_count, check_is_local, check_number
 from ..basics.console import listed, say_once
+from ..basics.tracebacks import noted
 from ..basics.tree import leaf_path
 from ..callbacks import Callback, check_hooks
+from ..data import shown, to_host
 from ..distributed import find_processes
 from ..step import (
     CriterionObjective,
@@ -22,12 +24,14 @@ from ..step import (
     LossFnObjective,
     Objective,
     Part,
+    Whole,
     check_arguments,
     check_is_told,
     check_remat,
     find_parts,
     mask_of,
     named_by,
+    split_batch,
     trained_alone,
 )
 from ..strategies import DataParallel, Sharded
@@ -390,6 +394,29 @@ def check_state(model: PyTree, state: Any) -> None:
         raise ValueError(
             "`state` was given, but `model` has no stateful layers; leave it out."
         )
+
+
+def check_first(loader: Any, argument: str, *, needs_pairs: bool) -> None:
+    """Raises where a list does not begin with a batch, before a compilation.
+
+    With `needs_pairs` a batch must be (x, y).
+    """
+    if not isinstance(loader, list | tuple) or not loader:
+        return
+    batch = shown(loader[0])
+    if isinstance(batch, Mapping | Whole):
+        return  # whose own errors say more
+    batch = tuple(batch) if type(batch) is list else batch
+    remedy = (
+        f"That is the first batch of `{argument}`. To validate or test on several"
+        f" loaders, name them: {{'clean': a, 'shifted': b}}."
+    )
+    with noted(remedy, (TypeError, ValueError)):
+        if needs_pairs:
+            has_weights = type(batch) is tuple and len(batch) == 3
+            split_batch(batch[:2] if has_weights else batch)
+        elif type(batch) is tuple and all(type(x) in (list, tuple) for x in batch):
+            to_host(batch)  # or is it a loader of batches?
 
 
 def choose_objective(arguments: Mapping[str, Any]) -> Objective | None:

@@ -270,10 +270,7 @@ def compile_ahead(trainer: "Trainer", sources: Loaders) -> None:
     """Compiles for validation now, so that what is wrong shows before an epoch."""
     for source in sources.values():
         if source.is_at_hand:
-            with noted(
-                f"in the first batch of `{source.argument}`. To validate on several"
-                " loaders, name them: {'clean': a, 'shifted': b}"
-            ):
+            with noted(f"in the first batch of `{source.argument}`"):
                 trainer.run.engine.prepare("evaluate", source.peek())
 
 

@@ -329,7 +329,7 @@ class Run:
         has_own_loss = self.arguments["loss_fn"] is not None or recipe.several
         if loader is None and kind == "train" and has_own_loss:
             loader = NO_LOADER
-        return open_loader(
+        source = open_loader(
             loader,
             argument,
             recipe.seed,
@@ -337,6 +337,9 @@ class Run:
             in_order=kind != "train",
             devices=lambda: self.engine.held.leaves[0].sharding.device_set,
         )
+        if kind != "predict":
+            checks.check_first(loader, argument, needs_pairs=not has_own_loss)
+        return source
 
     def share(self, kind: Kind) -> Share:
         """What of all batches comes to this process."""

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toys import Mlp, batches
+from toys import Mlp, batches, counting
 from toys import make_small as make
 
-from jaxdp import Callback
+from jaxdp import Callback, Sharded
 from jaxdp.callbacks import ModelCheckpoint, NanGuard
 
 
@@ -86,13 +86,21 @@ def test_silent_broadcasting_of_predictions_against_targets_is_refused(criterion
         assert make(model).fit([(X, target)])["loss"] == expected
 
 
-def test_what_is_no_list_of_batches_to_validate_on_is_named_before_a_step():
-    trainer, data = make(), batches(8)
+def test_what_is_no_list_of_batches_to_validate_on_is_named_before_compiling():
+    data, strategy = batches(8), counting(Sharded)
+    trainer = make(strategy=strategy)
     with pytest.raises(TypeError, match="need batches") as caught:
         trainer.fit(data, [data, data])
-    note = caught.value.__notes__[-1]
+    (note,) = caught.value.__notes__
     assert "first batch of `val_loader`" in note and "{'clean': a" in note
-    assert trainer.global_step == 0
+    assert strategy.count == 0
+
+
+def test_so_are_loaders_in_a_list_beside_a_loss_fn():
+    trainer, data = make(loss_fn=loss_of_dicts, metrics=()), batches(8, 8, 5)
+    with pytest.raises(ValueError, match="must share a leading axis") as caught:
+        trainer.fit(data, [data, data])
+    assert "first batch of `val_loader`" in caught.value.__notes__[0]
 
 
 def test_a_batch_that_changes_mid_run_is_named_and_the_model_kept():
