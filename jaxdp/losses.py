@@ -186,7 +186,10 @@ def _find(argument: str, given: Any, known: Mapping[str, Criterion]) -> Any:
     check_package(argument, given, "torch", "sklearn")
 
     # A function, that takes two arguments.
-    signature = inspect.signature(given)
+    try:
+        signature = inspect.signature(given)
+    except ValueError:  # some built-in callables have none
+        return given
     try:
         signature.bind(None, None)
     except TypeError as error:

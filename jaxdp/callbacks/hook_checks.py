@@ -94,7 +94,10 @@ def _check_arguments(where: str, name: str, method: Any) -> None:
     called = f"called with ({', '.join(ours)}); write `def {_spelled(name)}`"
     if not callable(method):
         raise TypeError(f"{where} is {method!r}, but it must be a method, {called}.")
-    given = inspect.signature(method, follow_wrapped=False)
+    try:
+        given = inspect.signature(method, follow_wrapped=False)
+    except (TypeError, ValueError):  # not written in Python
+        return
     if (named := _bound(given, ours)) is None:
         raise TypeError(f"{where} takes {given}, but it is {called}.")
 

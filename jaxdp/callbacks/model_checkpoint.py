@@ -415,7 +415,11 @@ class ModelCheckpoint(MeansReader):
         self._dir.link("best", self._best if self.monitor else None)
         self._dir.link("last", newest if self.save_last else None)
         for step in removed:
-            self._dir.remove(step)
+            try:
+                self._dir.remove(step)
+            except OSError as error:
+                path = self._dir.path_of(step)
+                warn(f"the old checkpoint {path} could not be removed: {error}.")
 
     def _sorted_out(self, trainer: Trainer) -> list[tuple[int, float | None]]:
         """Finds out whose the checkpoints are that lie in the folder; our scores."""

@@ -206,9 +206,15 @@ def check_same(
             f" state differs:\n{first_lines(changed)}\nPass the same ones to resume;"
             " `jaxdp.load_model(path, like=model)` loads the weights alone."
         )
+    hint = ""
+    if {line.strip().partition(":")[0] for line in lines} == {"opt_state"}:
+        hint = (
+            "\nThe optimizer is a different one; `jaxdp.load_model(path,"
+            " like=model)` loads the weights alone."
+        )
     raise ValueError(
         f"`path`: {path} was saved from another model or optimizer:\n"
-        f"{first_lines(lines)}"
+        f"{first_lines(lines)}{hint}"
     )
 
 

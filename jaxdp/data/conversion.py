@@ -335,13 +335,18 @@ def as_numpy(leaf: Any) -> np.ndarray | None:
     if isinstance(leaf, np.ndarray | np.generic):
         return np.asarray(leaf)
     torch = sys.modules.get("torch")
-    if torch is not None and isinstance(leaf, torch.Tensor):
-        if leaf.dtype == torch.bfloat16:
-            import ml_dtypes
+    try:
+        if torch is not None and isinstance(leaf, torch.Tensor):
+            if leaf.dtype == torch.bfloat16:
+                import ml_dtypes
 
-            bits = leaf.detach().view(torch.int16)
-            return bits.numpy(force=True).view(ml_dtypes.bfloat16)
-        return leaf.numpy(force=True)
+                bits = leaf.detach().view(torch.int16)
+                return bits.numpy(force=True).view(ml_dtypes.bfloat16)
+            return leaf.numpy(force=True)
+        if isinstance(leaf, jax.Array):
+            return np.asarray(leaf)
+    except TypeError:  # sparse, float8, PRNG keys: no plain numbers
+        return None
     if isinstance(leaf, bool | int | float | complex):
         return np.asarray(leaf)
     return None
@@ -421,6 +426,8 @@ def _not_numbers(batch: Any, index: int, leaf: Any) -> str:
     kind = type(leaf).__name__
     if hasattr(leaf, "dtype"):
         kind += f" of dtype {leaf.dtype}"
+    if hasattr(leaf, "layout"):
+        kind += f", {leaf.layout}"
     advice = "Drop or convert it in the dataset or in the loader's `collate_fn`."
     if isinstance(leaf, Mapping):
         advice = "Make a dict of it, dict(batch), in the loader's `collate_fn`."

@@ -44,7 +44,10 @@ class PassMetric:
                 f" number or a dict of numbers; got {fn!r}."
             )
         self.fn = fn
-        first = next(iter(inspect.signature(fn).parameters), None)
+        try:
+            first = next(iter(inspect.signature(fn).parameters), None)
+        except ValueError:  # some built-in callables have none
+            first = None
         self._wants_targets_first = first == "y_true"
 
     def __call__(self, name: str, predictions: PyTree, targets: PyTree) -> Any:
@@ -85,6 +88,8 @@ def split_metrics(
     metrics: Any,
 ) -> tuple[dict[str, losses.Criterion], dict[str, PassMetric]]:
     """`Trainer(metrics=...)` as metrics of rows, and metrics of passes, by name."""
+    if isinstance(metrics, PassMetric):
+        metrics = [metrics]
     if not isinstance(metrics, Iterable) or isinstance(metrics, str):
         return losses.find_metrics(metrics), {}
     of_passes: dict[str, PassMetric] = {}

@@ -154,6 +154,8 @@ def _maker(var: Any, makers: dict[Any, Any]) -> tuple[Any, dict[Any, Any]]:
         if result not in program.invars:
             inside = {out: one for one in program.eqns for out in one.outvars}
             return _maker(result, inside)
+        if len(equation.invars) == len(program.invars):
+            return _maker(equation.invars[program.invars.index(result)], makers)
     return equation, makers
 
 

@@ -205,9 +205,12 @@ class AfterUpdate:
                 f" and `step`; got {function!r}."
             )
         self._names = {"key", "step"} & named_by(function).keys()
-        signature = inspect.signature(function)
+        signature = None
         try:
+            signature = inspect.signature(function)
             signature.bind(None, **dict.fromkeys(self._names))
+        except ValueError:  # some built-in callables have none
+            pass
         except TypeError as error:
             raise TypeError(
                 f"`after_update` is {signature}, and is called with the model and what"

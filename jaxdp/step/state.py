@@ -198,9 +198,14 @@ def first_state(
 
 def as_before(old: PyTree, new: PyTree, what: str) -> PyTree:
     """`new` with the dtypes of `old`, so that the second step is the first's shape."""
-    for (path, before), after in zip(
-        jax.tree_util.tree_leaves_with_path(old), jax.tree.leaves(new), strict=False
-    ):
+    paths, treedef = jax.tree_util.tree_flatten_with_path(old)
+    leaves, new_treedef = jax.tree.flatten(new)
+    if treedef != new_treedef:
+        raise TypeError(
+            f"The {what} has another structure after a step: was {treedef}, is"
+            f" {new_treedef}."
+        )
+    for (path, before), after in zip(paths, leaves, strict=True):
         if jnp.shape(before) != jnp.shape(after):
             raise TypeError(
                 f"The {what} has another shape after a step: {leaf_path(path)} was"
