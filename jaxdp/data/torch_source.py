@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ..basics.console import warn
+from ..basics.console import say_once, warn
 from ..step import Batch
 from .batches import taken
 from .conversion import as_numpy, fetch, to_host
@@ -125,6 +125,11 @@ class _IteratedByTorch(_OfTorch, IterableSource):
             Source._take_up(self, state)  # these draws are not the user's
 
     def _started(self) -> Iterator[Any]:
+        if self.loader.pin_memory:
+            say_once(
+                f"`{self.argument}` has pin_memory=True, for which torch opens the GPU,"
+                " beside JAX. It speeds up torch's own copies alone: leave it out"
+            )
         with safe_workers(self.loader):
             return started(self.loader, self.argument)
 
