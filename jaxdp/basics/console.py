@@ -104,7 +104,7 @@ def say_once(message: str) -> None:
     say(message)
 
 
-def warn(message: str, category: type[Warning] = UserWarning) -> None:
+def warn(message: str) -> None:
     """A warning at the user's line that led here.
 
     It raises what filters make an error, and nothing else.
@@ -113,7 +113,7 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     module, registry = module_of(frame), frame.f_globals.setdefault(_TOLD, {})
     where = frame.f_code.co_filename, frame.f_lineno, module
     try:
-        warnings.warn_explicit(message, category, *where, registry)
+        warnings.warn_explicit(message, UserWarning, *where, registry)
     except Warning:
         raise
     except Exception:  # of a `warnings.showwarning` of the user's

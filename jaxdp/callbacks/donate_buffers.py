@@ -85,6 +85,5 @@ class DonateBuffers(Callback):
             warn(
                 f"`DonateBuffers({self.what!r})`: the compiled step does not overwrite"
                 f" {len(missing)} of the leaves that were donated to it, and keeps two"
-                f" copies of them: {', '.join(missing)}.",
-                UserWarning,
+                f" copies of them: {', '.join(missing)}."
             )

@@ -92,7 +92,9 @@ class Meetings:
         digest = hashlib.blake2b(repr(entries).encode(), digest_size=8).hexdigest()
         started, self.is_waiting = time.monotonic(), True
         name = f"jaxdp.meet/{self.number}/{digest}"
-        if not coordination.barrier(name, _FAST, _somebody_has_failed):
+        if not coordination.barrier(
+            name, _FAST, gives_up=lambda: bool(coordination.read_all(_FAILED))
+        ):
             self._ask(digest, entries, started, max(patience, self.timeout))
         self.since, self.is_waiting = time.monotonic(), False
         self.waited += self.since - started
@@ -167,18 +169,10 @@ def fail(failure: str) -> None:
     put.join(1.0)
 
 
-def _somebody_has_failed() -> bool:
-    return bool(coordination.read_all(_FAILED))
-
-
-_here: Meetings | None = None
-
-
+@functools.cache
 def here() -> Meetings:
     """The meetings of this process."""
-    global _here
-    _here = _here or Meetings()
-    return _here
+    return Meetings()
 
 
 def _excuses(missing: set[int], number: int) -> str:
@@ -325,10 +319,8 @@ def find_processes() -> Processes:
 _ALONE: Final = Processes()
 
 
-@functools.lru_cache(maxsize=1)
-def _several() -> Processes:
-    """One for all trainers, since the calls of all are counted together."""
-    return _Several()
+_several = functools.cache(_Several)
+"""One for all trainers, since the calls of all are counted together."""
 
 
 class Pulse:

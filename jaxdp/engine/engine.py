@@ -26,9 +26,9 @@ from ..step import (
     TrainState,
     check_gradients,
     has_convolutions,
-    matmul_flops,
     means_of,
     opening,
+    products,
     tells_of_gradients,
 )
 from ..strategies import DataParallel
@@ -367,7 +367,8 @@ class Engine:
             packer = Packer(1, packer.what)  # of the rows that are here
         dispatch = packer.pack([list(window)], self.micro_batches)
         pure = self.pure._replace(inside=(), remat=False)
-        return matmul_flops(self._traced(pure, dispatch)) / rows_in(dispatch.groups)
+        traced = products(self._traced(pure, dispatch))
+        return traced.total() / rows_in(dispatch.groups)
 
     def _traced(self, pure: Steps, dispatch: Dispatch) -> Any:
         """A train step for batches like those of a dispatch, as JAX sees it."""

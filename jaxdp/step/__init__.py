@@ -20,7 +20,6 @@ from .jaxprs import (
     has_convolutions,
     has_own_loop,
     last_function,
-    matmul_flops,
     opened,
     products,
     programs_in,

@@ -33,11 +33,6 @@ BY_DEFAULT: Final = "float32 by default"
 """Products of float32 arrays that nobody asked a precision of: TF32, say."""
 
 
-def matmul_flops(jaxpr: Any) -> int:
-    """Operations of all matrix products and convolutions; see `products`."""
-    return products(jaxpr).total()
-
-
 def products(jaxpr: Any) -> Products:
     """Operations of matrix products and convolutions, a multiply-add as two.
 

@@ -17,7 +17,7 @@ from jaxdp.basics.stopwatch import NO_STOPWATCH, Stopwatch
 from jaxdp.callbacks import CSVLogger, ModelCheckpoint, ThroughputMonitor
 from jaxdp.callbacks.throughput_monitor import peak_flops
 from jaxdp.engine.pace import wait
-from jaxdp.step.jaxprs import matmul_flops
+from jaxdp.step import products
 
 
 @pytest.fixture
@@ -205,7 +205,7 @@ def test_flops_of_a_perceptron_are_those_counted_by_hand(strategy, accumulate, r
 def test_flops_of_convolutions_scans_and_branches():
     def flops(function, *shapes):
         arguments = [jnp.zeros(shape) for shape in shapes]
-        return matmul_flops(jax.make_jaxpr(function)(*arguments))
+        return products(jax.make_jaxpr(function)(*arguments)).total()
 
     conv = eqx.nn.Conv2d(3, 8, 5, stride=2, groups=1, key=jax.random.key(0))
     assert flops(jax.vmap(conv), (2, 3, 15, 15)) == 2 * 2 * 8 * 6 * 6 * (3 * 5 * 5)
