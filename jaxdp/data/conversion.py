@@ -246,7 +246,7 @@ def _check_bounds(
     """Raises for a least weight, a least label and a greatest that can't be: JAX would
     clamp and wrap such labels, silently."""
     least, low, high = bounds
-    if least < 0:  # waits for the device, if it is there
+    if not least >= 0:  # NaN, too; waits for the device, if it is there
         raise ValueError(
             "weights must be 0 or more, since the mean is divided by their sum; this"
             f" batch (x, y, weight) has {least}. For factors with a sign, as advantages"

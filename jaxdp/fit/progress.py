@@ -219,7 +219,7 @@ class Limits:
             max_epochs = 1
         for name, value in (("max_epochs", max_epochs), ("max_steps", max_steps)):
             if value is not None and value != -1:
-                check_count(name, value, least=0)
+                check_count(name, value, least=0, or_else=", or -1 for no limit")
         for name, least, most in (
             ("epochs", min_epochs, max_epochs),
             ("steps", min_steps, max_steps),

@@ -200,7 +200,7 @@ WRONG = ValueError, TypeError
     ({"max_time": "soon"}, WRONG, "`max_time`='soon' must be 'DD:HH:MM:SS'"),
     ({"val_check_interval": 0.0}, WRONG, "must be more than 0"),
     ({"fast_dev_run": -1}, WRONG, "`fast_dev_run` must be 0 or more"),
-    ({"max_epochs": -2}, WRONG, "`max_epochs` must be 0 or more"),
+    ({"max_epochs": -2}, WRONG, "`max_epochs` must be 0 or more, or -1 for no limit"),
     ({"max_steps": 1.5}, WRONG, "`max_steps` must be an int"),
     ({"limit_train_batches": 1.5}, WRONG, "as a share must be from 0.0 to 1.0"),
     ({"limit_train_batches": -1}, WRONG, "must be 0 or more batches"),
