@@ -1,11 +1,13 @@
 """All that jaxdp changes in the process it runs in; docs/inside.md lists it for users.
 
-Nothing of it happens at import. The first `Trainer` keeps programs, and its first use
-of a CPU keeps memory.
+Nothing of it happens at import. The first `Trainer` keeps programs, its first use of a
+CPU keeps memory, and while it traces a step, no garbage is collected.
 """
 
+import contextlib
 import ctypes
 import functools
+import gc
 import hashlib
 import multiprocessing
 import os
@@ -13,6 +15,7 @@ import pathlib
 import platform
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any, Final
 
 import jax
@@ -83,6 +86,23 @@ def keep_freed_memory() -> None:
             "memory that steps free on the CPU is kept for the next step"
             f" ({_SWITCH}=0 switches this off)"
         )
+
+
+@contextlib.contextmanager
+def without_collecting() -> Iterator[None]:
+    """Around what makes many objects that stay, as the tracing of a step does.
+
+    Python would look through all of them for cycles again and again, which takes a
+    fifth of the time that a large step is traced.
+    """
+    if not gc.isenabled():  # by the user, or by a trainer in another thread
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def is_imported_by_a_worker() -> bool:

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array
 
 from ..basics.host_memory import no_ambient_mesh, on_device
+from ..basics.process import without_collecting
 from ..step import OWN_LOOP, Collectives, Facts, Group, Steps, TrainState, Weights
 from ..strategies.base import Role
 
@@ -108,7 +109,7 @@ BODIES: Final[dict[str, Callable[..., Body]]] = {
 
 def traced(step: Callable[..., Any], *arguments: Any) -> Any:
     """A step over all rows, as JAX sees it."""
-    with no_ambient_mesh():
+    with no_ambient_mesh(), without_collecting():
         return jax.make_jaxpr(lambda *given: step(Collectives(), *on_device(given)))(
             *arguments
         )

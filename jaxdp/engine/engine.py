@@ -13,6 +13,7 @@ from jaxtyping import PyTree
 
 from ..basics.console import say
 from ..basics.host_memory import no_ambient_mesh
+from ..basics.process import without_collecting
 from ..data import Dispatch, Packer, Window
 from ..distributed import RowBlocks
 from ..step import (
@@ -107,7 +108,7 @@ class Engine:
             parts[2], own, view, lambda tree: self.strategy.gather(tree)
         )
         first = parts, model_state, pure
-        with no_ambient_mesh():
+        with no_ambient_mesh(), without_collecting():
             if abstract:
                 self.state = shapes_of_first(*first, strategy, self._offloads)
             else:

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
+from ..basics.process import without_collecting
 from ..data import Dispatch, Packer, check_targets, targeted, without_ignored
 from ..distributed import RowBlocks, put
 from ..step import (
@@ -283,7 +284,8 @@ class Step:
                     *body, donate=_DONATED[donate], rows=rows
                 )
                 if hasattr(jitted, "trace"):
-                    step = jitted.trace(*body.arguments)
+                    with without_collecting():
+                        step = jitted.trace(*body.arguments)
                 break
             except RowsInteract:
                 if rows == ways[-1]:

@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding
 from jaxlib.version import __version__ as jaxlib_version
 
 from ..basics.console import note
+from ..basics.process import without_collecting
 from ..step import CallsPython, calls_python, has_convolutions, has_own_loop
 
 CompilerOptions = Mapping[str, Any] | str | None
@@ -197,7 +198,8 @@ def compiled(
     if is_to_run and jax.process_count() == 1 and calls_python(traced.jaxpr):
         raise CallsPython("a step calls Python that may raise")
     options = options_for(traced.jaxpr, arguments, instead, options)
-    lowered = traced.lower()
+    with without_collecting():
+        lowered = traced.lower()
     if jax.process_count() > 1:
         text = lowered.as_text().encode()
         digest = hashlib.blake2b(text, digest_size=6).hexdigest()

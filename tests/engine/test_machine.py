@@ -1,11 +1,17 @@
 """What is done for a machine: programs, memory and convolutions of its CPU."""
 
+import gc
 import json
 import os
 import subprocess
 import sys
 
+import equinox as eqx
+import jax
 import pytest
+from toys import batches
+
+from jaxdp import Trainer
 
 TRAIN = """
 import json, logging, resource, statistics
@@ -197,3 +203,29 @@ def test_weights_are_overwritten_without_copies_of_them(tmp_path):
     assert own.pop("copies") >= 5
     assert ours.pop("copies") == 0
     assert ours == own
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+@pytest.mark.parametrize("fault", [None, ZeroDivisionError])
+def test_no_garbage_is_collected_while_a_step_is_traced(is_on, fault):
+    seen = []
+
+    def loss_fn(model, x, y):
+        seen.append(gc.isenabled())
+        if fault is not None:
+            raise fault
+        return jax.vmap(model)(x).sum(axis=1)
+
+    model = eqx.nn.Linear(4, 3, key=jax.random.key(0))
+    trainer = Trainer(model, loss_fn=loss_fn, enable_progress_bar=False)
+    (gc.enable if is_on else gc.disable)()
+    try:
+        trainer.fit(batches(8))
+        assert fault is None
+    except ZeroDivisionError:
+        pass
+    finally:
+        after = gc.isenabled()
+        gc.enable()
+    assert seen and not any(seen)
+    assert after == is_on
