@@ -9,23 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toys import batches, cross_entropy
+from toys import batches, cross_entropy, on_one_device
 
-from jaxdp import Callback, Pmap, Sharded, SingleDevice, Trainer
+from jaxdp import Callback, Pmap, Sharded, SingleDevice
 from jaxdp.callbacks import CSVLogger, GradientMonitor
 from jaxdp.callbacks.gradient_monitor import layers
 
 
-def make_trainer(*callbacks, model=None, optimizer=None, strategy=None, **options):
-    model = eqx.nn.MLP(4, 3, 8, 2, key=jax.random.key(0)) if model is None else model
-    return Trainer(
-        model,
-        optax.sgd(0.5) if optimizer is None else optimizer,
-        strategy=strategy or SingleDevice(),
-        callbacks=callbacks,
-        enable_progress_bar=False,
-        **{"loss": "cross_entropy", "log_every_n_steps": 1, **options},
-    )
+def make_trainer(*callbacks, **options):
+    model = eqx.nn.MLP(4, 3, 8, 2, key=jax.random.key(0))
+    options = {"model": model, "optimizer": optax.sgd(0.5)} | options
+    return on_one_device(*callbacks, **{"log_every_n_steps": 1, **options})
 
 
 def read(folder):

@@ -9,23 +9,17 @@ import jax
 import numpy as np
 import optax
 import pytest
-from toys import Recorder, batches
+from toys import Recorder, batches, on_one_device
 
-from jaxdp import Callback, SingleDevice, Trainer
+from jaxdp import Callback
 from jaxdp.callbacks import ModelCheckpoint, NanGuard, StallWatch
 from jaxdp.callbacks.lockstep import waits_for
 
 
 def make(*callbacks, lr=0.1, **options):
-    return Trainer(
-        eqx.nn.Linear(4, 1, key=jax.random.key(0)),
-        optax.sgd(lr),
-        loss="mse",
-        strategy=SingleDevice(),
-        callbacks=callbacks,
-        enable_progress_bar=False,
-        **options,
-    )
+    model = eqx.nn.Linear(4, 1, key=jax.random.key(0))
+    options = {"optimizer": optax.sgd(lr), "loss": "mse"} | options
+    return on_one_device(*callbacks, model=model, **options)
 
 
 def data(bad=None, value=np.nan):

@@ -7,21 +7,15 @@ import equinox as eqx
 import jax
 import optax
 import pytest
-from toys import batches
+from toys import batches, on_one_device
 
-from jaxdp import Callback, Sharded, SingleDevice, Trainer
+from jaxdp import Callback, Sharded, SingleDevice
 from jaxdp.callbacks import Profiler
 
 
-def make_trainer(*callbacks, strategy=None):
-    return Trainer(
-        eqx.nn.MLP(4, 3, 64, 2, key=jax.random.key(0)),
-        optax.sgd(0.1),
-        loss="cross_entropy",
-        strategy=strategy or SingleDevice(),
-        callbacks=callbacks,
-        enable_progress_bar=False,
-    )
+def make_trainer(*callbacks, **options):
+    model = eqx.nn.MLP(4, 3, 64, 2, key=jax.random.key(0))
+    return on_one_device(*callbacks, model=model, optimizer=optax.sgd(0.1), **options)
 
 
 def step_numbers(folder):

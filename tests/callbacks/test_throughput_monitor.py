@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toys import batches
+from toys import batches, on_one_device
 
 from jaxdp import Callback, Pmap, Sharded, SingleDevice, Trainer
 from jaxdp.basics.stopwatch import NO_STOPWATCH, Stopwatch
@@ -64,17 +64,10 @@ class Turns(Callback):
         self.clock.turn(0.5)
 
 
-def make_trainer(*callbacks, strategy=None, model=None, **options):
-    model = eqx.nn.MLP(4, 3, 16, 2, key=jax.random.key(0)) if model is None else model
-    return Trainer(
-        model,
-        optax.sgd(0.1),
-        loss="cross_entropy",
-        strategy=strategy or SingleDevice(),
-        callbacks=callbacks,
-        enable_progress_bar=False,
-        **{"log_every_n_steps": 2, **options},
-    )
+def make_trainer(*callbacks, **options):
+    model = eqx.nn.MLP(4, 3, 16, 2, key=jax.random.key(0))
+    options = {"model": model, "log_every_n_steps": 2} | options
+    return on_one_device(*callbacks, optimizer=optax.sgd(0.1), **options)
 
 
 def read(folder):

@@ -4,13 +4,11 @@ import struct
 import sys
 import time
 
-import equinox as eqx
 import jax
-import optax
 import pytest
-from toys import batches
+from toys import batches, linear_on_one_device
 
-from jaxdp import Callback, SingleDevice, Trainer
+from jaxdp import Callback
 from jaxdp.callbacks import MLFlowLogger, WandbLogger
 
 # Both tools use what their own dependencies have deprecated.
@@ -18,16 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def make_trainer(*callbacks, **options):
-    return Trainer(
-        eqx.nn.Linear(4, 3, key=jax.random.key(0)),
-        optax.sgd(0.1),
-        loss="cross_entropy",
-        strategy=SingleDevice(),
-        callbacks=callbacks,
-        enable_progress_bar=False,
-        log_every_n_steps=2,
-        **options,
-    )
+    return linear_on_one_device(*callbacks, log_every_n_steps=2, **options)
 
 
 class Notes(Callback):

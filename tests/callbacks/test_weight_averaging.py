@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toys import Mlp, NormNet, batches, cross_entropy, rows
+from toys import Mlp, NormNet, batches, cross_entropy, on_one_device, rows
 
 from jaxdp import FSDP, Callback, Pmap, Sharded, SingleDevice, Trainer, ZeRO
 from jaxdp.callbacks import LearningRateMonitor, NanGuard, WeightAveraging
@@ -29,17 +29,9 @@ def vector(tree):
     return np.concatenate([np.asarray(leaf).ravel() for leaf in leaves])
 
 
-def make_trainer(*callbacks, strategy=None, model=None, **options):
-    model = eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0)) if model is None else model
-    return Trainer(
-        model,
-        optax.adam(0.05),
-        loss="cross_entropy",
-        strategy=strategy or SingleDevice(),
-        callbacks=callbacks,
-        enable_progress_bar=False,
-        **options,
-    )
+def make_trainer(*callbacks, **options):
+    options = {"model": eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0))} | options
+    return on_one_device(*callbacks, optimizer=optax.adam(0.05), **options)
 
 
 @pytest.mark.slow_but(

@@ -8,10 +8,10 @@ import jax
 import numpy as np
 import optax
 import pytest
-from toys import Mlp, batches
+from toys import Mlp, batches, on_one_device
 
 import jaxdp
-from jaxdp import SingleDevice, Trainer
+from jaxdp import Trainer
 from jaxdp.callbacks import ModelCheckpoint
 
 DATA = batches(16, 16, 5)
@@ -23,15 +23,7 @@ HARMLESS = [
 
 
 def make(callbacks=(), **options):
-    return Trainer(
-        Mlp(jax.random.key(0)),
-        optax.adam(1e-2),
-        loss="cross_entropy",
-        strategy=SingleDevice(),
-        callbacks=callbacks,
-        enable_progress_bar=False,
-        **options,
-    )
+    return on_one_device(*callbacks, **options)
 
 
 def leaves(trainer):

@@ -8,9 +8,9 @@ import jax
 import numpy as np
 import optax
 import pytest
-from toys import Mlp, batches
+from toys import batches, on_one_device
 
-from jaxdp import Callback, SingleDevice, Trainer
+from jaxdp import Callback
 from jaxdp.callbacks import ModelCheckpoint
 
 DATA, VAL = batches(*[16] * 6), batches(16, 9, seed=1)
@@ -48,15 +48,8 @@ class Fail(Signal):
 def make(*callbacks, **options):
     """Its validation loss goes down, up, and down again."""
     rates = [optax.constant_schedule(rate) for rate in (0.5, -1.0, 0.5)]
-    return Trainer(
-        Mlp(jax.random.key(0)),
-        optax.sgd(optax.join_schedules(rates, [5, 9])),
-        loss="cross_entropy",
-        strategy=SingleDevice(),
-        callbacks=callbacks,
-        enable_progress_bar=False,
-        **options,
-    )
+    optimizer = optax.sgd(optax.join_schedules(rates, [5, 9]))
+    return on_one_device(*callbacks, optimizer=optimizer, **options)
 
 
 def folders(path):

@@ -5,15 +5,12 @@ import json
 import random
 import time
 
-import equinox as eqx
-import jax
 import numpy as np
 import optax
 import pytest
-from toys import Recorder, batches, rows
+from toys import Recorder, batches, linear_on_one_device, rows
 from twins import check_twins
 
-from jaxdp import SingleDevice, Trainer
 from jaxdp.data import open_loader
 from jaxdp.data.loader_state import _decoded, _encoded
 
@@ -21,15 +18,7 @@ DATA = batches(*[8] * 12)
 
 
 def make(*callbacks, **options):
-    return Trainer(
-        eqx.nn.Linear(4, 3, key=jax.random.key(0)),
-        optax.sgd(1e-2),
-        loss="cross_entropy",
-        strategy=SingleDevice(),
-        callbacks=callbacks,
-        enable_progress_bar=False,
-        **options,
-    )
+    return linear_on_one_device(*callbacks, optimizer=optax.sgd(1e-2), **options)
 
 
 def check(tmp_path, make_loader, which, reads=False, **settings):

@@ -4,12 +4,9 @@ They give the same rows on resume. Other orders are noticed."""
 
 import warnings
 
-import equinox as eqx
-import jax
 import numpy as np
-import optax
 import pytest
-from toys import Recorder, rows
+from toys import Recorder, linear_on_one_device, rows
 from twins import check_twins
 
 torch = pytest.importorskip("torch")
@@ -22,7 +19,6 @@ from torch.utils.data import (  # noqa: E402
     TensorDataset,
 )
 
-from jaxdp import SingleDevice, Trainer  # noqa: E402
 from jaxdp.data import Position, open_loader  # noqa: E402
 from jaxdp.data.random_states import states_of, torch_generators  # noqa: E402
 from jaxdp.data.torch_source import noted  # noqa: E402
@@ -50,15 +46,7 @@ class Draws(Sampler):
 
 
 def make(callbacks=(), **options):
-    return Trainer(
-        eqx.nn.Linear(4, 3, key=jax.random.key(0)),
-        optax.sgd(1e-1),
-        loss="cross_entropy",
-        strategy=SingleDevice(),
-        callbacks=callbacks,
-        enable_progress_bar=False,
-        **options,
-    )
+    return linear_on_one_device(*callbacks, **options)
 
 
 def check_runs(folder, loaders, which, **settings):

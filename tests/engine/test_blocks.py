@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toys import Mlp, NormNet, Recorder, batches
+from toys import Mlp, NormNet, Recorder, batches, on_one_device
 
 import jaxdp
 from jaxdp import FSDP, Callback, Pmap, Sharded, SingleDevice, Trainer, ZeRO
@@ -426,11 +426,4 @@ def test_blocks_have_the_bits_of_single_steps_on_several_devices(strategy, size)
 
 
 def in_blocks(steps, *callbacks):
-    return Trainer(
-        Mlp(jax.random.key(0)),
-        loss="cross_entropy",
-        steps_per_execution=steps,
-        strategy=SingleDevice(),
-        callbacks=callbacks,
-        enable_progress_bar=False,
-    )
+    return on_one_device(*callbacks, steps_per_execution=steps)

@@ -7,7 +7,7 @@ import re
 import jax
 import numpy as np
 import pytest
-from toys import Mlp, Recorder, batches
+from toys import Mlp, Recorder, batches, on_one_device
 
 from jaxdp import Callback, SingleDevice, Trainer
 from jaxdp.callbacks import (
@@ -48,14 +48,7 @@ def test_batches_before_a_failure_of_the_loader_are_trained_on(steps):
 
 
 def in_blocks(steps, *callbacks):
-    return Trainer(
-        Mlp(jax.random.key(0)),
-        loss="cross_entropy",
-        steps_per_execution=steps,
-        strategy=SingleDevice(),
-        callbacks=callbacks,
-        enable_progress_bar=False,
-    )
+    return on_one_device(*callbacks, steps_per_execution=steps)
 
 
 @pytest.mark.slow_cases("1-labels must be 0 to 2", "1-a training batch differs")

@@ -2,21 +2,9 @@
 
 import jax
 import numpy as np
-import optax
-from toys import Mlp
+from toys import on_one_device as make
 
-from jaxdp import SingleDevice, Trainer
-
-
-def make(*callbacks):
-    return Trainer(
-        Mlp(jax.random.key(0)),
-        optax.adam(1e-2),
-        loss="cross_entropy",
-        strategy=SingleDevice(),
-        callbacks=callbacks,
-        enable_progress_bar=False,
-    )
+__all__ = ["leaves", "make"]
 
 
 def leaves(trainer):
