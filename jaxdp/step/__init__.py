@@ -35,7 +35,7 @@ from .metrics import (
     means_of,
     tells_of_gradients,
 )
-from .model_call import InferenceModel, check_is_told, named_by
+from .model_call import InferenceModel, check_is_told, named_by, takes_by_name
 from .objective import CriterionObjective, LossFnObjective, Objective, split_batch
 from .own_call import with_call, without_call
 from .parts import (

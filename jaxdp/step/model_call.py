@@ -175,6 +175,13 @@ def named_by(model: Any) -> Mapping[str, inspect.Parameter]:
     return {name: p for name, p in parameters.items() if name not in filled}
 
 
+def takes_by_name(model: Any, name: str) -> bool:
+    """Whether the model's call takes an argument of that name."""
+    named = named_by(model)
+    kinds = {parameter.kind for parameter in named.values()}
+    return name in named or inspect.Parameter.VAR_KEYWORD in kinds
+
+
 @jax.tree_util.register_pytree_node_class
 class _TakesConstants(eqx.nn.State):
     """An `eqx.nn.State` that can be set to constants under `jax.shard_map`.

@@ -29,6 +29,7 @@ def _subclass(cls: type, call: Callable[..., Any]) -> type:
     if cls.__dict__.get("_own_call") == (call,):  # called so already
         return cls
 
+    @functools.wraps(cls.__call__)  # it takes what that takes
     def own(self: Any, *arguments: Any, **keywords: Any) -> Any:
         return call(_of_class(cls, self), *arguments, **keywords)
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray, PyTree
 
 from ..basics.tree import leaf_path
+from ..step import takes_by_name
 
 
 class Stack(eqx.Module):
@@ -22,9 +23,9 @@ class Stack(eqx.Module):
     all blocks. So a layout can split them by blocks, as `Pipeline` does.
 
     Args:
-        blocks: modules of one structure, called as `block(x)`, with a `key` and
-            `training` if the stack gets them; a block returns the shape and dtype of
-            `x`.
+        blocks: modules of one structure, called as `block(x)`, with a `key`, if the
+            stack gets one, and `training`, if they name it, too; a block returns the
+            shape and dtype of `x`.
     """
 
     stacked: PyTree
@@ -71,7 +72,8 @@ def in_turn(
 
     `rest` is a block without its arrays, which are stacked, and so are `keys`, if any.
     """
-    of_all = {} if training is None else {"training": training}
+    takes = training is not None and takes_by_name(rest, "training")
+    of_all = {"training": training} if takes else {}
 
     def apply(x: PyTree, own: tuple[PyTree, Any]) -> tuple[PyTree, None]:
         block, key = eqx.combine(own[0], rest), own[1]

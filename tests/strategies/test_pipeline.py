@@ -226,6 +226,24 @@ class OfTrains(eqx.Module):
 @pytest.mark.parametrize(
     "strategy", [SingleDevice(), Pipeline(4, 2), FSDP(min_size=1)], ids=repr
 )
+def test_blocks_are_not_told_what_they_do_not_name(strategy):
+    class Plain(eqx.Module):
+        weight: jax.Array
+
+        def __call__(self, x, key=None):
+            return x + self.weight
+
+    trainer = Trainer(
+        Stack([Plain(jnp.ones(8))] * 4), loss=lambda p, y: p.mean(-1),
+        strategy=strategy, remat="stacked", enable_progress_bar=False,
+    )  # fmt: skip
+    data = [(np.zeros((16, 8), np.float32), np.zeros(16))]
+    assert trainer.fit(data)["loss"] == [4.0]
+
+
+@pytest.mark.parametrize(
+    "strategy", [SingleDevice(), Pipeline(4, 2), FSDP(min_size=1)], ids=repr
+)
 def test_blocks_are_told_whether_they_train(strategy):
     model = OfTrains(Stack([Trains(jnp.ones(8))] * 4))
     trainer = Trainer(
