@@ -193,7 +193,8 @@ def _columns(tree: Any) -> tuple[list[np.ndarray], int]:
             kind = type(leaf).__name__
             raise TypeError(
                 f"`Arrays`: {name} is a {kind}, and must be an array with rows:"
-                " np.asarray(...) of a list or a column of a table."
+                " np.asarray(...) of a list or a column of a table, x.filled(0) of what"
+                " is masked."
             )
         if has_rows:
             columns.append(array)

@@ -205,6 +205,8 @@ def check_targets(
     """
     labels: Any
     _, labels, *weights = batch
+    if weights == [None]:
+        weights = []
     if num_classes is None and not weights:
         return None
     if num_classes is not None and not weights and type(labels) is np.ndarray:
@@ -333,7 +335,8 @@ def _counting(weight: Any) -> Any:
 def as_numpy(leaf: Any) -> np.ndarray | None:
     """The leaf as an array over the same memory, or None if it is no array."""
     if isinstance(leaf, np.ndarray | np.generic):
-        return np.asarray(leaf)
+        hides = np.ma.is_masked(leaf)  # numbers, which would be there again
+        return None if hides else np.asarray(leaf)
     torch = sys.modules.get("torch")
     try:
         if torch is not None and isinstance(leaf, torch.Tensor):
@@ -438,6 +441,8 @@ def _not_numbers(batch: Any, index: int, leaf: Any) -> str:
     advice = "Drop or convert it in the dataset or in the loader's `collate_fn`."
     if isinstance(leaf, Mapping):
         advice = "Make a dict of it, dict(batch), in the loader's `collate_fn`."
+    elif isinstance(leaf, np.ma.MaskedArray):
+        advice = "Its mask would be lost: pass x.filled(0), and the mask beside it."
     elif dataclasses.is_dataclass(leaf):
         advice = (
             "Make it known to JAX as a tree of arrays:"

@@ -38,6 +38,7 @@ def no_batch(words):
     ((collections.UserDict(x=ONE),), TypeError, no_batch(r"dict\(batch\)")),
     (Pair(ONE), TypeError, no_batch(r"register_dataclass\(Pair\)")),
     (np.ones(2, np.longdouble), TypeError, no_batch("Drop or convert it")),
+    (np.ma.masked_equal(ONE, 1), TypeError, no_batch(r"mask would be lost.*filled")),
     ((np.ones((4, 2)), ONE), ValueError, r"batch\[0\] \(4, 2\), batch\[1\] \(3,\)"),
     ((TWO[:0], ONE[:0]), ValueError, "leading axis of one or more rows"),
     ({"x": ONE, "rate": 0.5}, ValueError, "leading axis of one or more rows"),
@@ -45,6 +46,12 @@ def no_batch(words):
 def test_what_is_no_batch_is_refused(batch, error, words):
     with pytest.raises(error, match=words):
         to_host(batch if isinstance(batch, dict | tuple | Pair) else (batch,))
+
+
+def test_a_masked_array_that_masks_nothing_and_no_weight_are_fine():
+    batches = (X, Y), (np.ma.masked_array(X), Y, None)
+    plain, same = (make_small(loss="cross_entropy").validate([b]) for b in batches)
+    assert same == plain
 
 
 @pytest.mark.parametrize("batch, error, words", [
@@ -68,6 +75,7 @@ def test_a_batch_that_can_not_be_trained_on_is_refused(batch, error, words):
     (lambda: Arrays(Whole(X)), TypeError, "needs arrays with rows"),
     (lambda: Arrays([1, 2]), TypeError, r"arrays\[0\] is a int.*np.asarray"),
     (lambda: Arrays(X, "y"), TypeError, r"arrays\[1\] is a str.*np.asarray"),
+    (lambda: Arrays(np.ma.masked_less(X, 0)), TypeError, r"x\.filled\(0\)"),
     (
         lambda: Arrays(X, Y.astype(str)),
         TypeError,
