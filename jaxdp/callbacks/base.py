@@ -216,13 +216,14 @@ class Hooks:
     def __init__(self, callbacks: Iterable[Callback]):
         self.callbacks = tuple(callbacks)
         self._in_the_step = tuple(filter(_has_part, self.callbacks))
-        self._there = {name for name in HOOKS if self._with(name)}
+        self._there: set[str] = set()
         for name in HOOKS:
             ordered: Iterable[Callback] = self.callbacks
             if name == "on_fit_end":
                 ordered = sorted(ordered, key=lambda callback: callback.fit_end_order)
-            bound = (getattr(each, name) for each in ordered if overrides(each, name))
-            setattr(self, name, _sequence(name, tuple(bound)))
+            bound = tuple(getattr(c, name) for c in ordered if overrides(c, name))
+            self._there |= {name} if bound else set()
+            setattr(self, name, _sequence(name, bound))
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         raise AttributeError(f"there is no hook named {name!r}; hooks are {HOOKS}")
