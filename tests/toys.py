@@ -131,6 +131,19 @@ class Recorder(Callback):
         self.losses.append(float(metrics["loss"]))
 
 
+class Watching(Callback):
+    """Keeps how a fit ends."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_exception(self, trainer, exception):
+        self.seen.append(type(exception))
+
+    def on_fit_end(self, trainer):
+        self.seen.append("end")
+
+
 def counting(kind):
     """A strategy of a kind that counts what it compiles for training."""
 
@@ -146,6 +159,10 @@ def counting(kind):
 
 def bits(tree):
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+def leaves(trainer):
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(trainer.state)]
 
 
 def hand_written(model, optimizer, data, epochs, loss_of):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toys import Mlp, Recorder, batches
+from toys import Mlp, Recorder, batches, leaves
 
 import jaxdp
 from jaxdp import FSDP, Callback, Pmap, Sharded, SingleDevice, Trainer
@@ -32,10 +32,6 @@ def make(strategy=None, optimizer=None, model=None, callbacks=(), **kwargs):
         enable_progress_bar=False,
         **kwargs,
     )
-
-
-def leaves(trainer):
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(trainer.state)]
 
 
 def test_a_loaded_trainer_goes_on_as_if_it_had_never_stopped(tmp_path):

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from toys import WithPrograms, batches
+from toys import WithPrograms, batches, leaves
 from toys import on_one_device as make
 
 from jaxdp import Callback
@@ -46,10 +46,6 @@ def trained(tmp_path_factory):
     trainer = make()
     trainer.fit(batches(8, 8, 8))
     return trainer, trainer.save(tmp_path_factory.mktemp("saved") / "3")
-
-
-def leaves(trainer):
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(trainer.state)]
 
 
 def assert_same(first, second):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toys import Mlp, NormNet, Recorder, batches, on_one_device
+from toys import Mlp, NormNet, Recorder, batches, bits, on_one_device
 
 import jaxdp
 from jaxdp import FSDP, Callback, Pmap, Sharded, SingleDevice, Trainer, ZeRO
@@ -67,10 +67,6 @@ def train(steps_per_execution, *callbacks, model=None, fit=None, data=None, **kw
     )
     trainer.fit(batches(*RAGGED) if data is None else data, **(fit or {}))
     return recorder.losses, trainer
-
-
-def bits(tree):
-    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
 def same(a, b):
@@ -250,14 +246,14 @@ def test_counters_fit_the_state_where_a_hook_fails_between_steps_that_run_as_one
     def fail(trainer):
         raise RuntimeError("six")
 
-    trainer = in_blocks(4, failing := At(6, fail))
+    trainer = on_one_device(failing := At(6, fail), steps_per_execution=4)
     failing.looks_inside_blocks = False
     with pytest.raises(RuntimeError, match="six"):
         trainer.fit(batches(*[8] * 12))
     assert trainer.global_step == int(trainer.state.step) == 8
     trainer.callbacks.remove(failing)
     trainer.fit(batches(*[8] * 12))
-    whole = in_blocks(4)
+    whole = on_one_device(steps_per_execution=4)
     whole.fit(batches(*[8] * 12))
     assert bits(trainer.state) == bits(whole.state)
 
@@ -423,7 +419,3 @@ def test_blocks_have_the_bits_of_single_steps_on_several_devices(strategy, size)
         for steps in (1, 4)
     ]
     same(*fits)
-
-
-def in_blocks(steps, *callbacks):
-    return on_one_device(*callbacks, steps_per_execution=steps)

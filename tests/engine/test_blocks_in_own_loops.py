@@ -3,15 +3,10 @@
 import re
 
 import jax
-import numpy as np
 import pytest
-from toys import Mlp, Recorder, batches
+from toys import Mlp, Recorder, batches, bits
 
 from jaxdp import SingleDevice, Trainer
-
-
-def bits(tree):
-    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
 def test_steps_by_hand_may_look_at_every_one():

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toys import Recorder, bits, counting, hand_written
+from toys import Recorder, bits, counting, cross_entropy, hand_written
 
 from jaxdp import FSDP, Pmap, Sharded, SingleDevice, Trainer
 
@@ -58,14 +58,9 @@ def make(*callbacks, strategy=None, model=None, **options):
     )
 
 
-def mean_loss(model, x, y):
-    logits = jax.vmap(model)(x)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
-
-
 @pytest.fixture(scope="module")
 def by_hand():
-    return hand_written(Text(), optax.adam(1e-2), DATA, 2, mean_loss)
+    return hand_written(Text(), optax.adam(1e-2), DATA, 2, cross_entropy)
 
 
 @pytest.mark.slow_but("SingleDevice")
@@ -91,7 +86,7 @@ def test_buckets_train_as_by_hand_with_a_program_for_each(kind, by_hand, caplog)
 
 def test_a_mean_over_rows_that_interact_has_the_rows_of_each_batch(by_hand):
     recorder, strategy = Recorder(), counting(Sharded)
-    make(recorder, strategy=strategy, loss_fn=mean_loss).fit(DATA, max_epochs=2)
+    make(recorder, strategy=strategy, loss_fn=cross_entropy).fit(DATA, max_epochs=2)
     np.testing.assert_allclose(recorder.losses, by_hand[1], rtol=1e-5)
     shapes = {tokens.shape for tokens, _ in DATA}
     assert strategy.count == len(shapes)
@@ -103,7 +98,7 @@ def test_unequal_micro_batches_are_one_mean_over_rows(kind):
     windows = [DATA[:3], DATA[3:6], DATA[6:]]
 
     def window_loss(model, xs, ys):
-        losses = [mean_loss(model, *each) * len(each[1]) for each in zip(xs, ys)]  # noqa: B905
+        losses = [cross_entropy(model, *each) * len(each[1]) for each in zip(xs, ys)]  # noqa: B905
         return sum(losses) / sum(map(len, ys))
 
     data = [tuple(zip(*window, strict=True)) for window in windows]
@@ -173,7 +168,9 @@ def test_validation_and_prediction_take_other_shapes_than_training():
     trainer = make(strategy=Sharded())
     trainer.fit(DATA[:1])
     other = [bucket(5, 9), bucket(7, 6), bucket(2, 9)]
-    total = sum(float(mean_loss(trainer.model, *each)) * len(each[1]) for each in other)
+    total = sum(
+        float(cross_entropy(trainer.model, *each)) * len(each[1]) for each in other
+    )
     found = trainer.validate(other)["val_loss"]
     assert found == pytest.approx(total / 14, rel=1e-5)
     predicted = trainer.predict(other)
@@ -221,7 +218,7 @@ def test_from_the_ninth_shape_on_a_warning_says_how_to_have_few(caplog):
 def test_many_sizes_of_rows_that_interact_are_told_to_drop_the_last():
     sizes = [bucket(rows, 4) for rows in range(2, 11)]
     with pytest.warns(UserWarning, match="9 shapes .* `drop_last=True`"):
-        make(model=mean_model(), loss_fn=mean_loss).fit(sizes)
+        make(model=mean_model(), loss_fn=cross_entropy).fit(sizes)
 
 
 def test_structure_and_dtypes_may_not_vary():

@@ -8,8 +8,8 @@ import sys
 
 import numpy as np
 import pytest
-from small import leaves, make
-from toys import batches
+from toys import batches, leaves
+from toys import on_one_device as make
 
 from jaxdp import Callback
 from jaxdp.callbacks import ModelCheckpoint

@@ -10,8 +10,8 @@ import warnings
 import numpy as np
 import pytest
 from how_long import LONG
-from small import leaves, make
-from toys import batches
+from toys import batches, leaves
+from toys import on_one_device as make
 
 from jaxdp.callbacks import ModelCheckpoint
 from jaxdp.checkpoint import CheckpointCorrupt

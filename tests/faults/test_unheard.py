@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from small import make
+from toys import on_one_device as make
 
 HERE = pathlib.Path(__file__).parent
 

@@ -8,8 +8,8 @@ import warnings
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-from small import make  # noqa: E402
 from toys import batches  # noqa: E402
+from toys import on_one_device as make  # noqa: E402
 
 from jaxdp import Callback  # noqa: E402
 from jaxdp.basics.console import say, warn  # noqa: E402

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toys import Mlp, batches, counting
+from toys import Mlp, Watching, batches, counting
 from toys import make_small as make
 
 from jaxdp import Callback, Sharded
@@ -120,17 +120,6 @@ def test_an_unlogged_monitor_is_refused_before_training(tmp_path):
         trainer.fit(batches(8))
     assert "val_loader" in str(caught.value)
     assert trainer.global_step == 0
-
-
-class Watching(Callback):
-    def __init__(self):
-        self.seen = []
-
-    def on_exception(self, trainer, exception):
-        self.seen.append(type(exception))
-
-    def on_fit_end(self, trainer):
-        self.seen.append("end")
 
 
 def test_an_optimizer_with_parameters_of_its_own_kind_is_explained():

@@ -8,7 +8,7 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toys import batches
+from toys import Watching, batches
 from toys import make_small as make
 
 from jaxdp import Callback
@@ -27,17 +27,6 @@ X = np.ones((8, 4), np.float32)
 
 
 Y = np.zeros(8, np.int32)
-
-
-class Watching(Callback):
-    def __init__(self):
-        self.seen = []
-
-    def on_exception(self, trainer, exception):
-        self.seen.append(type(exception))
-
-    def on_fit_end(self, trainer):
-        self.seen.append("end")
 
 
 class CtrlC(Callback):

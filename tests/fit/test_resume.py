@@ -7,17 +7,13 @@ import time
 import jax
 import numpy as np
 import pytest
-from toys import Mlp, Recorder, batches, rows
+from toys import Mlp, Recorder, batches, leaves, rows
 from toys import on_one_device as make
 
 from jaxdp import Pmap, Sharded, SingleDevice, Trainer
 from jaxdp.callbacks import ModelCheckpoint
 
 DATA = batches(16, 16, 5)
-
-
-def leaves(trainer):
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(trainer.state)]
 
 
 def assert_same(trainer, other):

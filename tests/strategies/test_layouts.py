@@ -9,7 +9,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 from layered_models import bytes_moved, make, on_one_device, resident, size, train
-from toys import Mlp, NormNet, batches
+from toys import Mlp, NormNet, batches, cross_entropy
 
 from jaxdp import FSDP, Sharded, SingleDevice, TensorParallel, ZeRO
 from jaxdp.callbacks import NanGuard
@@ -66,13 +66,9 @@ def test_least_bytes_are_moved_and_held(name, strategy, accumulate):
 def test_where_rows_interact_numbers_stay_and_bytes_are_known(strategy):
     """XLA on the CPU does not turn an all-reduce and slices into a reduce-scatter."""
 
-    def mean(model, x, y):
-        logits = jax.vmap(model)(x)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
-
     model, data = make("mlp")
-    expected = train(model, data, SingleDevice(), loss_fn=mean)[1]
-    trainer, losses = train(model, data, strategy(), loss_fn=mean)
+    expected = train(model, data, SingleDevice(), loss_fn=cross_entropy)[1]
+    trainer, losses = train(model, data, strategy(), loss_fn=cross_entropy)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     moved, _ = bytes_moved(trainer)
     assert moved <= 1.51 * 2 * 7 / 8 * size(trainer.state.params)

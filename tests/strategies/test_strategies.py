@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from toys import Apart, Deep, Mlp, Recorder, batches
+from toys import Apart, Deep, Mlp, Recorder, batches, cross_entropy
 
 import jaxdp
 from jaxdp import (
@@ -336,12 +336,8 @@ def test_pmap_gives_a_loss_that_reduces_over_the_devices_the_numbers_of_all_rows
 def test_a_loss_with_collectives_runs_where_rows_are_not_split(strategy):
     """A tail of five rows is worked on whole by each of eight devices."""
 
-    def mean(model, x, y):
-        logits = jax.vmap(model)(x)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
-
     def mean_over_devices(model, x, y):
-        return jax.lax.pmean(mean(model, x, y), "data")
+        return jax.lax.pmean(cross_entropy(model, x, y), "data")
 
     def losses_of(loss_fn, strategy):
         recorder = Recorder()
@@ -353,7 +349,7 @@ def test_a_loss_with_collectives_runs_where_rows_are_not_split(strategy):
         history = trainer.fit(batches(16, 5), batches(5), max_epochs=2)
         return [*recorder.losses, *history["val_loss"]]
 
-    expected = losses_of(mean, SingleDevice())
+    expected = losses_of(cross_entropy, SingleDevice())
     found = losses_of(mean_over_devices, strategy())
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
