@@ -205,8 +205,7 @@ def check_targets(
     """
     labels: Any
     _, labels, *weights = batch
-    if weights == [None]:
-        weights = []
+    weights = [weight for weight in weights if weight is not None]
     if num_classes is None and not weights:
         return None
     if num_classes is not None and not weights and type(labels) is np.ndarray:
