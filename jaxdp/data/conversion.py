@@ -205,7 +205,8 @@ def check_targets(
     """
     labels: Any
     _, labels, *weights = batch
-    weights = [weight for weight in weights if weight is not None]
+    if weights and weights[0] is None:
+        weights = []
     if num_classes is None and not weights:
         return None
     if num_classes is not None and not weights and type(labels) is np.ndarray:
