@@ -39,7 +39,16 @@ from .compiling import Compilations, Debugged, Debugging, debugging
 from .out_of_memory import check_memory
 from .pace import DispatchSize, InFlight, most_bytes_in_flight
 from .state import Model, State, first_of, placed_state, shapes_of_first
-from .step import WHAT, Kind, Placed, Program, Step, StepOptions, rows_in
+from .step import (
+    WHAT,
+    Kind,
+    Placed,
+    Program,
+    SlowInLoops,
+    Step,
+    StepOptions,
+    rows_in,
+)
 
 
 class Engine:
@@ -99,7 +108,6 @@ class Engine:
         self.one_by_one = self.begins_epoch = False
         self.steps_per_epoch: int | None = None
         self.options = StepOptions()
-        self._convolves: bool | None = None
         self._is_inferred = False
         self._as_asked = strategy, steps_per_execution
         self._work(pure, debugging())
@@ -259,13 +267,12 @@ class Engine:
 
     def prepare_training(self, dispatch: Dispatch) -> Iterable[Dispatch]:
         """Compiles for `dispatch`; returns it, or those it must be taken apart to."""
-        if self.steps_per_execution > 1 and not self._loops_well(dispatch):
-            self._dispatch_size.steps = 1
-            return self._one_by_one(dispatch)
         try:
-            self.compiled_for("train", dispatch)
-        except CallsPython:  # in several steps, of which each is now taken alone
+            program = self.compiled_for("train", dispatch)
+        except (CallsPython, SlowInLoops):  # so each of the steps is now taken alone
             return self._one_by_one(dispatch)
+        if self.steps_per_execution > 1 and not self._loops_well(dispatch, program):
+            self._dispatch_size.steps = 1
 
         step = self.steps["train"]
         if step.facts.rows_interact and not step.packer.rows_interact:
@@ -334,7 +341,7 @@ class Engine:
                 time.perf_counter() - started,
                 dispatch.nbytes,
                 self.steps_per_epoch,
-                lambda: self._loops_well(dispatch),
+                lambda: self._loops_well(dispatch, program),
             )
         return [Metrics(facts, means, inside)]
 
@@ -396,6 +403,8 @@ class Engine:
             if len(dispatch.rows) > 1:
                 raise
             return self.compiled_for(kind, dispatch)
+        except SlowInLoops:
+            raise
         except Exception as error:
             if self._is_inferred and not any(s.programs for s in self.steps.values()):
                 self.set(objective=None)
@@ -426,16 +435,16 @@ class Engine:
         )
         return program
 
-    def _loops_well(self, dispatch: Dispatch) -> bool:
+    def _loops_well(self, dispatch: Dispatch, program: Program) -> bool:
         """Whether a loop over steps is as fast as they are; says so where not."""
         if not self.pure.unroll_convolutions:
             return True
-        if self._convolves is None:
-            self._convolves = has_convolutions(self._traced(self.pure, dispatch))
-            if self._convolves:
-                say(
-                    "`steps_per_execution`: 1 at a time, because XLA's"
-                    " convolutions are slow inside loops on the CPU, and round"
-                    " differently there"
-                )
-        return not self._convolves
+        convolves = program.convolves
+        if convolves is None:
+            convolves = has_convolutions(self._traced(self.pure, dispatch))
+        if convolves:
+            self.tell(
+                "`steps_per_execution`: 1 at a time, because XLA's convolutions are"
+                " slow inside loops on the CPU, and round differently there"
+            )
+        return not convolves

@@ -27,6 +27,7 @@ from ..step import (
     Table,
     TrainState,
     Weights,
+    has_convolutions,
     last_function,
     opening,
     products,
@@ -75,6 +76,10 @@ class StepOptions(NamedTuple):
     """Whether a step with NaN or infinity in it keeps the old state."""
 
 
+class SlowInLoops(Exception):
+    """Several steps at a time were traced, whose convolutions are slow in a loop."""
+
+
 class Program:
     """A step compiled for batches of one form.
 
@@ -89,12 +94,14 @@ class Program:
             counted, or another function has compiled it.
         ends: the function, as `last_function` names it, that its model should not end
             with.
+        convolves: whether there are convolutions in it; None likewise.
         compile_seconds: what it took to compile, and to trace if that is not known.
         trace_seconds: what it took to trace.
     """
 
     products: Products | None = None
     ends: str | None = None
+    convolves: bool | None = None
     trace_seconds: float | None = None
     compile_seconds = 0.0
 
@@ -263,6 +270,7 @@ class Step:
             RowsInteract: if values that must depend on one row depend on others, which
                 `steps` don't know yet.
             CallsPython: if the step calls Python that may raise.
+            SlowInLoops: if it is better compiled for one step at a time.
         """
         groups = self._of_all_processes(dispatch, inputs)
         body = BODIES[self.kind](steps, inputs, groups, len(dispatch.rows), self._note)
@@ -290,6 +298,10 @@ class Step:
             except RowsInteract:
                 if rows == ways[-1]:
                     raise
+        if steps.unroll_convolutions and len(dispatch.rows) > 1:
+            given = body.function, *body.arguments
+            if has_convolutions(traced(*given) if step is None else step.jaxpr):
+                raise SlowInLoops
         if step is None:
             program = Program(self._checked(jitted), dispatch, groups, donate)
             if self.facts is before:  # it was not traced yet
@@ -335,6 +347,7 @@ class Step:
         program.trace_seconds = begun - started
         program.compile_seconds = time.perf_counter() - begun
         program.ends = last_function(step.jaxpr)
+        program.convolves = has_convolutions(step.jaxpr)
         with contextlib.suppress(KeyError):  # JAX has renamed something
             program.products = products(step.jaxpr)
         return program

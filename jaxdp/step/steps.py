@@ -5,6 +5,7 @@ batch. The loss of each row is in `objective`, the mean over all real rows in `m
 and the randomness of each in `state`.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -462,11 +463,13 @@ def _over_micro_batches(
             grads, model_state, summed = gradients(model_state, micro)
         else:
             zeros = widen(jax.tree.map(jnp.zeros_like, params))
-            start, first = (zeros, model_state), jax.tree.map(lambda x: x[0], micros)
-            unrolled = unroll and has_convolutions(jax.make_jaxpr(body)(start, first))
+            given = (zeros, model_state), micros
             with jax.named_scope(OWN_LOOP):
-                (grads, model_state), parts = jax.lax.scan(
-                    body, start, micros, unroll=len(group.counts) if unrolled else 1
+                loop = functools.partial(jax.lax.scan, body)
+                # JAX keeps what a body is traced to: it is traced once.
+                unrolled = unroll and has_convolutions(jax.make_jaxpr(loop)(*given))
+                (grads, model_state), parts = loop(
+                    *given, unroll=len(group.counts) if unrolled else 1
                 )
             summed = jax.tree.map(lambda x: x.sum(axis=0), parts)
 

@@ -117,6 +117,22 @@ def test_a_fit_traces_its_step_once_whatever_the_tail(strategy):
     assert len(traces) == 1
 
 
+@pytest.mark.parametrize("several", [
+    {"accumulate_grad_batches": 2},
+    {"steps_per_execution": 2},
+    {"steps_per_execution": 2, "accumulate_grad_batches": 2},
+])  # fmt: skip
+def test_a_loop_over_batches_is_traced_once(several):
+    traces = []
+
+    def loss_fn(model, x, y):
+        traces.append(x.shape)
+        return cross_entropy(eqx.nn.inference_mode(model), x, y)
+
+    run(SingleDevice(), data=batches(*[16] * 8), loss_fn=loss_fn, **several)
+    assert traces == [(16, 4)]
+
+
 def test_rows_that_interact_cost_one_more_trace_for_the_tail():
     traces = []
 
