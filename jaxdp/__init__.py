@@ -84,25 +84,24 @@ __all__ = [
     "testing",
 ]
 
-_EXTRAS = {
-    "SequenceParallel": "sequence_parallel",
-    "fuse_attention": "fuse_attention",
-    "load_weights": "load_weights",
-    "lora": "lora",
-    "merge_lora": "lora",
-    "muon": "muon",
-    "save_weights": "save_weights",
+_LATER = {
+    "Plan": "plan",
+    "SequenceParallel": "extras.sequence_parallel",
+    "finders": "finders",
+    "fuse_attention": "extras.fuse_attention",
+    "load_weights": "extras.load_weights",
+    "lora": "extras.lora",
+    "merge_lora": "extras.lora",
+    "muon": "extras.muon",
+    "save_weights": "extras.save_weights",
+    "testing": "testing",
 }
-"""Functions and classes by the files that they are in."""
+"""Modules, and what is in modules, that most scripts do without."""
 
 
 def __getattr__(name: str) -> Any:
-    """Imports what most scripts do without when it is first asked for."""
-    if name in ("finders", "testing"):
-        return importlib.import_module(f".{name}", __name__)
-    if name in _EXTRAS:
-        module = importlib.import_module(f".extras.{_EXTRAS[name]}", __name__)
-        return getattr(module, name)
-    if name == "Plan":
-        return importlib.import_module(".plan", __name__).Plan
+    """Imports these when they are first asked for."""
+    if name in _LATER:
+        module = importlib.import_module(f".{_LATER[name]}", __name__)
+        return getattr(module, name, module)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
