@@ -61,11 +61,14 @@ def test_compare_prints_what_is_best_and_what_differs(capsys, runs):
     assert (runs[0] / "c.html").exists()
 
 
-def test_errors_are_one_line(capsys, tmp_path):
+def test_errors_are_one_line(capsys, tmp_path, monkeypatch):
     code, out, err = run(capsys, "report", tmp_path)
     assert code == 1 and out == ""
     assert err.startswith("jaxdp: `") and "is not a run: a run is" in err
     assert err.count("\n") == 1
+    monkeypatch.setenv("JAXDP_TRACEBACK", "1")
+    with pytest.raises(FileNotFoundError, match="is not a run"):
+        run(capsys, "report", tmp_path)
 
 
 SCRIPT = """

@@ -101,6 +101,13 @@ def test_what_is_no_loader_is_refused(make, error, words):
         make()
 
 
+def test_a_tensor_that_is_no_plain_array_is_named():
+    torch = pytest.importorskip("torch")
+    batch = X[:8], torch.eye(8).to_sparse()
+    with pytest.raises(TypeError, match=r"batch\[1\] is a Tensor .*torch.sparse_coo"):
+        to_host(batch)
+
+
 def test_a_dataset_of_torch_is_no_loader():
     squares = pytest.importorskip("squares")
     words = "a torch Dataset, which gives single examples; wrap it"

@@ -30,6 +30,13 @@ class OfTokens(eqx.Module):
         return jnp.stack([self.inner(x)] * 2)
 
 
+class Needs(eqx.nn.Linear):
+    """Does not run without another word for `training`."""
+
+    def __call__(self, x, *, is_training):
+        return super().__call__(x)
+
+
 class Trains(eqx.nn.Linear):
     """Has another word for `training`."""
 
@@ -46,6 +53,12 @@ def tied():
     """A model with one array in two places."""
     model = eqx.tree_at(lambda m: m.layers[1].bias, mlp(), jnp.ones(8))
     return eqx.tree_at(lambda m: m.layers[0].bias, model, model.layers[1].bias)
+
+
+def named_by_shape(model, x):
+    """Returns a metric for wide batches alone."""
+    loss = model.layers[0].bias.sum() + x.sum(axis=1)
+    return (loss, {"wide": loss}) if x.shape[1] == 4 else loss
 
 
 def x_y(x, y):
@@ -69,6 +82,8 @@ INJECTED = optax.inject_hyperparams(optax.adam)(1e-3)
     ({"model": lambda x: x}, ValueError, "`model` has no trainable parameters: 0 "),
     ({"model": Trains(4, 3, key=jax.random.key(0))}, TypeError,
      "`train`, which nobody passes, so that it is True.* Call it `training`"),
+    ({"model": Needs(4, 3, key=jax.random.key(0))}, TypeError,
+     "`is_training`, which nobody passes, and it has no default"),
     ({"optimizer": optax.adam}, TypeError, "`optimizer` must be an optax.Gradient"),
     ({"optimizer": optax.MultiSteps(optax.sgd(1), 2)}, TypeError, "an optax Multi"),
     ({"optimizer": "adam"}, TypeError, "`optimizer` must be an optax.Gradient"),
@@ -171,6 +186,7 @@ def test_constructor_refuses(arguments, error, message):
     ({"loss_fn": lambda m, x: "no"}, [X], TypeError, "the loss is a str for a bat"),
     ({"loss_fn": lambda m, state, x: 0}, [X], TypeError, "It takes `state`, and T"),
     ({"loss_fn": lambda m, x: (0, {}, 1)}, [X], TypeError, "must return the loss "),
+    ({"loss_fn": named_by_shape}, [X, X[:, :2]], ValueError, "not depend on shapes"),
     ({"loss_fn": eqx.filter_grad(lambda m, x: jax.vmap(m)(x).sum())}, [X],
      TypeError, "must be passed unwrapped"),
     ({"metrics": {"each": lambda p, t: jnp.square(p)}}, x_y(X, Y), ValueError,
@@ -190,6 +206,17 @@ def test_fit_refuses_on_the_first_batch(settings, loader, error, message):
     with pytest.raises(error, match=message):
         trainer.fit(loader)
     trainer.model(jnp.ones(4))
+
+
+def test_a_loss_fn_that_takes_the_state_returns_it():
+    trainer = make(NORM, state=STATE, loss_fn=lambda m, state, x: 0.0)
+    with pytest.raises(TypeError, match=r"must return \(loss, state\) or .* a float"):
+        trainer.fit([X])
+
+
+def test_predictions_of_several_shapes_are_refused_before_all_are_made():
+    with pytest.raises(ValueError, match=r"\(4,\) for a row of batch 0 and \(2,\) for"):
+        make(eqx.nn.PReLU(), loss="mse").predict([X, X[:, :2], X])
 
 
 WRONG = ValueError, TypeError
@@ -222,6 +249,8 @@ WRONG = ValueError, TypeError
     ({"val_loader": []}, ValueError, "`val_loader` gave no batches"),
     ({"train_loader": iter(batches(8)), "limit_train_batches": 0.5}, ValueError,
      "length of the loader is not known"),
+    ({"train_loader": iter(batches(8)), "val_check_interval": 0.5}, ValueError,
+     "length of `train_loader` is not known; pass a number"),
 ])  # fmt: skip
 def test_fit_refuses_arguments(settings, error, message):
     loaders = {"train_loader": batches(8, 8), "val_loader": batches(8)}
