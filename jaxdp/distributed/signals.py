@@ -70,7 +70,7 @@ class Interrupts:
         self.returns = False  # `fit`, instead of exiting with code 143
         self.saves_first = False  # before somebody calls `tell`
         self._pending: int | None = None
-        self._taken: set[int] = set()  # signals whose handler is `_hold`
+        self._taken: set[int] = set()  # signals that are held while inside
         self._depth = 0
         self._stays = False  # between two times inside
 
@@ -157,22 +157,24 @@ class Interrupts:
         # With several processes, jax.distributed has answered SIGTERM so far, below
         # Python, and would do nothing but note it.
         for number in (signal.SIGINT, *(getattr(signal, n) for n in self.signals)):
-            if _signal.getsignal(number) == _before(number):
+            if _signal.getsignal(number) in (_before(number), _handle):
                 self._taken.add(number)
-                _signal.signal(number, self._hold)
+                _signal.signal(number, _handle)
+        if self not in _takers:
+            _takers.append(self)
 
     def _release(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return  # they do what they did before
+        others = {n for other in _takers if other is not self for n in other._taken}
+        is_main = threading.current_thread() is threading.main_thread()
         for number in sorted(self._taken, key=signal.SIGINT.__eq__):  # Ctrl-C last
-            if _signal.getsignal(number) == self._hold:  # else a caller's own
+            is_ours = _signal.getsignal(number) is _handle  # and not a caller's own
+            if is_ours and is_main and number not in others:
                 _signal.signal(number, _before(number))
             self._taken.remove(number)
+        if self in _takers:
+            _takers.remove(self)
 
-    def _hold(self, number: int, frame: FrameType | None) -> None:
-        if not self._depth:  # in a caller's own code
-            self._do_as_before(number, frame)
-            return
+    def _hold(self, number: int) -> None:
         meetings.here().is_told_to_end = self._pulse is not None
         if self._pending is None:
             self._pending = number
@@ -185,12 +187,6 @@ class Interrupts:
         else:
             os._exit(EXIT_CODE)
 
-    def _do_as_before(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT:
-            signal.default_int_handler(number, frame)
-        _signal.signal(number, _signal.SIG_DFL)
-        os.kill(os.getpid(), number)
-
     def _exception(self, number: int) -> BaseException:
         if number == signal.SIGINT:
             stop = KeyboardInterrupt("stopped between two batches; nothing is lost")
@@ -201,6 +197,22 @@ class Interrupts:
         if not self.saves_first:
             tell(exception)
         return exception
+
+
+_takers: Final[list[Interrupts]] = []
+"""Those that hold signals back while they are inside; the first one that is, does."""
+
+
+def _handle(number: int, frame: FrameType | None) -> None:
+    for interrupts in _takers:
+        if interrupts._depth and number in interrupts._taken:
+            interrupts._hold(number)
+            return
+    # In a caller's own code, where it does what it did before.
+    if number == signal.SIGINT:
+        signal.default_int_handler(number, frame)
+    _signal.signal(number, _signal.SIG_DFL)
+    os.kill(os.getpid(), number)
 
 
 def _before(number: int) -> Any:

@@ -179,6 +179,38 @@ def test_in_the_callers_code_a_signal_ends_the_process():
     assert subprocess.run(command, cwd=TESTS).returncode == -signal.SIGTERM
 
 
+class Presses(Callback):
+    looks_inside_blocks = False
+
+    def on_train_batch_end(self, trainer, metrics, batch_idx):
+        if batch_idx == 1:
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_another_trainer_holds_signals_back_between_the_steps_of_a_loop():
+    data, first, second = batches(8, 8, 8), make(), make(Presses())
+    steps = first.steps(data)
+    next(steps)
+    with pytest.raises(KeyboardInterrupt, match="stopped after step 2"):
+        second.fit(data)
+    assert second.global_step == int(second.state.step) == 2
+    with Press(signal.SIGINT) as press:
+        next(steps)
+    with pytest.raises(KeyboardInterrupt, match="nothing is lost"):
+        with Press(signal.SIGINT, press.calls // 2):
+            next(steps)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_loops_of_two_trainers_hold_signals_back_by_turns():
+    data, first, second = batches(8, 8, 8), make(), make(Presses())
+    with pytest.raises(KeyboardInterrupt, match="nothing is lost"):
+        for _ in zip(first.steps(data), second.steps(data), strict=True):
+            pass
+    assert (first.global_step, second.global_step) == (2, 2)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 @pytest.mark.parametrize("kind", [Alarm, TimeoutError, MemoryError])
 def test_what_is_raised_while_a_plan_is_read_is_not_swallowed(tmp_path, kind):
     class Rung(jax.stages.Compiled):
