@@ -28,6 +28,7 @@ INSIDE = [
     "data.conversion",
     "data.padding",
     "engine.engine",
+    "engine.bodies",
     "engine.compiling",
     "step.metrics",
     "step.model_call",
