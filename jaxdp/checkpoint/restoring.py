@@ -3,8 +3,8 @@
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,9 @@ from .leaves import (
 )
 from .metadata import CheckpointCorrupt, check_files, read_sealed
 from .orbax_quirks import quiet_orbax
+
+_ADD_NO_STATE: Final = ("seed", "compiler_options")
+"""Arguments that add nothing to the state, and that checkpoints had by themselves."""
 
 
 def restore(
@@ -70,7 +73,8 @@ def restore(
         stored = {n: meta["leaves"][s] for n, s in _names_in(meta, evaluated).items()}
         stored |= left_out(meta)
         now = shapes(of_weights(leaves) if evaluated else leaves)
-        check_same(path, now, stored, changed_arguments(meta, arguments))
+        changed = changed_arguments(meta, arguments, but=_ADD_NO_STATE)
+        check_same(path, now, stored, changed)
         check_files(path)
         return digest
 
@@ -164,16 +168,22 @@ def _names_in(meta: Mapping[str, Any], evaluated: bool) -> dict[str, str]:
 
 
 def changed_arguments(
-    meta: Mapping[str, Any], now: Mapping[str, str] | None
+    meta: Mapping[str, Any], now: Mapping[str, str] | None, but: Collection[str] = ()
 ) -> list[str]:
-    """A line for each argument that was another one when a checkpoint was saved."""
-    then = meta.get("arguments")
-    if then is None or now is None:
+    """A line for each argument, `but` some, that was another one when a checkpoint was
+    saved."""
+    if now is None:
         return []
+    beside = {name: meta.get(name) for name in _ADD_NO_STATE}
+    then = {
+        name: str(value) for name, value in beside.items() if value not in ({}, None)
+    }
+    then |= meta.get("arguments") or {}
+    names = [*now, *then] if meta.get("arguments") else _ADD_NO_STATE
     return [
         f"  `{name}` was {then.get(name)}, and is {now.get(name)}"
-        for name in dict.fromkeys([*now, *then])
-        if _rounded(then.get(name)) != _rounded(now.get(name))
+        for name in dict.fromkeys(names)
+        if name not in but and _rounded(then.get(name)) != _rounded(now.get(name))
     ]
 
 

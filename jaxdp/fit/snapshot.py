@@ -226,7 +226,8 @@ def described(recipe: "Recipe", callbacks: Iterable[Callback]) -> dict[str, str]
     """Arguments that are not None by name; of a model what is no array, by field."""
     _, buffers, rest = recipe.parts
     texts = {name: _text(recipe.arguments[name]) for name in _AS_THEY_ARE}
-    texts["compiler_options"] = str(recipe.compiler_options or None)
+    options = {name: str(value) for name, value in recipe.compiler_options.items()}
+    texts["compiler_options"] = str(options or None)
     texts["optimizer"] = _optimizer(recipe)
     texts["filter_spec"] = _frozen(buffers)
     parts = map(_text_of, filter(_is_part, callbacks))
