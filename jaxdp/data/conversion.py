@@ -353,9 +353,7 @@ def as_numpy(leaf: Any) -> np.ndarray | None:
                 bits = leaf.detach().view(torch.int16)
                 return bits.numpy(force=True).view(ml_dtypes.bfloat16)
             return leaf.numpy(force=True)
-        if isinstance(leaf, jax.Array):
-            return np.asarray(leaf)
-    except TypeError:  # sparse, float8, PRNG keys: no plain numbers
+    except TypeError:  # sparse, float8: no plain numbers
         return None
     if isinstance(leaf, bool | int | float | complex):
         return np.asarray(leaf)
