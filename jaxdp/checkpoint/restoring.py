@@ -183,13 +183,15 @@ def changed_arguments(
     return [
         f"  `{name}` was {then.get(name)}, and is {now.get(name)}"
         for name in dict.fromkeys(names)
-        if name not in but and _rounded(then.get(name)) != _rounded(now.get(name))
+        if name not in but and _alike(then.get(name)) != _alike(now.get(name))
     ]
 
 
-def _rounded(text: str | None) -> str | None:
-    """With 50 for 50.0: optax's cosine schedule makes one the other when it runs."""
-    return text and re.sub(r"(?<=\d)\.0\b", "", text)
+def _alike(text: str | None) -> str:
+    """As all processes write it: optax's cosine schedule makes 50.0 of 50 when it runs,
+    and each process has another order of a set."""
+    text = re.sub(r"(?<=\d)\.0\b", "", text or "")
+    return re.sub(r"\{([^{}]*)\}", lambda s: str(sorted(s[1].split(", "))), text)
 
 
 def _of_model(leaves: Mapping[str, str]) -> dict[str, tuple[int, ...]]:

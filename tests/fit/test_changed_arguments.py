@@ -140,6 +140,17 @@ def test_a_schedule_that_has_run_is_no_other_one(schedule):
     assert changed_arguments(used, fresh) == []
 
 
+@pytest.mark.parametrize("then, now, is_same", [
+    ("frozenset({'a', 'b', 'c'})", "frozenset({'c', 'a', 'b'})", True),
+    ("Config(names={'a', 'b'}, p=0.5)", "Config(names={'b', 'a'}, p=0.5)", True),
+    ("Config(names={'a', 'b'}, p=0.5)", "Config(names={'a', 'b'}, p=0.2)", False),
+    ("{'ab', 'c'}", "{'ba', 'c'}", False),
+])  # fmt: skip
+def test_a_set_has_no_order(then, now, is_same):
+    changed = changed_arguments({"arguments": {"Net.kind": then}}, {"Net.kind": now})
+    assert (not changed) == is_same
+
+
 @pytest.mark.parametrize("before, after, names", [
     ({"optimizer": optax.adam(lambda step: 0.1 * 0.9**step)},
      {"optimizer": optax.adam(lambda step: 0.1 * 0.8**step)},
