@@ -274,6 +274,12 @@ REFUSED = {
         TypeError,
         "pass an int",
     ),
+    "too large an int": (
+        optax.inject_hyperparams(lambda k: optax.trace(0.1 * k))(k=1),
+        {"k": 2**40},
+        ValueError,
+        "does not fit into it",
+    ),
 }
 
 

@@ -14,6 +14,7 @@ from jaxdp import (
     Pipeline,
     Pmap,
     Sharded,
+    SingleDevice,
     TensorParallel,
     ZeRO,
 )
@@ -79,6 +80,8 @@ REFUSED = {
         (lambda: Sharded(9), ValueError, "`devices`: 9 asked for, but there are 8"),
         (lambda: Pmap(9), ValueError, "`devices`: 9 asked for, but there are 8"),
         (lambda: LocalSGD(4, devices=99), ValueError, "`devices`: 99 asked for"),
+        (lambda: Sharded(["cpu:0"]), TypeError, r"list of jax\.Device .*'cpu:0'"),
+        (lambda: SingleDevice("cpu:0"), TypeError, "must be a jax.Device.*'cpu:0'"),
         (lambda: Pmap(jax.devices()[:1] * 2), ValueError, "names a device twice"),
         (lambda: Sharded(2, mesh=mesh("data")), ValueError,
          "a mesh has its devices already"),
