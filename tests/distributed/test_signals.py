@@ -130,6 +130,8 @@ class Alarm(Exception):
     """What a handler of the user's raises."""
 
 
+# Python ignores what is raised in a generator that it throws away.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_ctrl_c_at_any_call_of_an_own_loop_loses_no_step():
     def loop():
         for metrics in trainer.steps(data):
