@@ -188,8 +188,8 @@ def changed_arguments(
 
 
 def _alike(text: str | None) -> str:
-    """As all processes write it: optax's cosine schedule makes 50.0 of 50 when it runs,
-    and each process has another order of a set."""
+    """The text without what differs between equal arguments: optax's cosine schedule
+    makes 50.0 of 50 when it runs, and each process has another order of a set."""
     text = re.sub(r"(?<=\d)\.0\b", "", text or "")
     return re.sub(r"\{([^{}]*)\}", lambda s: str(sorted(s[1].split(", "))), text)
 
