@@ -100,7 +100,10 @@ class CheckpointDir:
         check_name("dirpath", self.path)
         folder = os.path.realpath(self.path)
         if folder in _taken:
-            raise self._is_in_use("another fit of this very process")
+            raise RuntimeError(
+                "`dirpath`: another ModelCheckpoint, or another fit of this process,"
+                f" writes to {self.path}. Give each a folder of its own."
+            )
 
         # Found out now, and not at the first save, hours later.
         try:

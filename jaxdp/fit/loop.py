@@ -114,6 +114,7 @@ class Loop:
                     self._validate()
                 self._end_epoch()
 
+            self._say_time_is_up()
             self._run.engine.held.fetch()  # several processes: each gets the model
 
     def has_nothing_to_do(self) -> bool:
@@ -292,6 +293,14 @@ class Loop:
         most, progress = self.limits.max_epochs, self.progress
         is_inside = most is None or progress.epoch < most
         return is_inside and progress.done > 0 and not progress.epoch_ended
+
+    def _say_time_is_up(self) -> None:
+        at, limits = self.progress, self.limits
+        if limits.time_is_up() and not limits.done(at.global_step, at.epoch):
+            say(
+                f"`max_time` is over: the fit ends after step {at.global_step}, in"
+                f" epoch {at.epoch}"
+            )
 
     def _warn_of_no_batches(self) -> None:
         if not self.trainer.should_stop and not self.limits.time_is_up():

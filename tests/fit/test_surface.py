@@ -18,7 +18,7 @@ from torch.utils.data import (  # noqa: E402
 from toys import batches, linear_trainer, make_small, mlp_trainer, rows  # noqa: E402
 
 from jaxdp import Arrays, Callback, Trainer  # noqa: E402
-from jaxdp.callbacks import EarlyStopping  # noqa: E402
+from jaxdp.callbacks import EarlyStopping, ModelCheckpoint  # noqa: E402
 from jaxdp.fit.surface import OTHERS  # noqa: E402
 
 
@@ -82,6 +82,13 @@ def test_early_stopping_and_max_time_wait_for_the_minimum(caplog):
     trainer = mlp_trainer()
     trainer.fit(batches(8, 8), max_epochs=9, max_time=0, min_steps=5)
     assert trainer.global_step == 5
+    assert "`max_time` is over: the fit ends after step 5" in caplog.text
+
+
+def test_two_checkpoints_of_one_folder_are_told_apart(tmp_path):
+    trainer = mlp_trainer(ModelCheckpoint(tmp_path), ModelCheckpoint(tmp_path))
+    with pytest.raises(RuntimeError, match="another ModelCheckpoint.* a folder of its"):
+        trainer.fit(batches(8, 8))
 
 
 def test_callback_metrics_are_the_last_values_of_everything_logged():
