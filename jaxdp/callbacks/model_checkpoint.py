@@ -59,7 +59,9 @@ class ModelCheckpoint(MeansReader):
     only after the new one is on disk, and `fit` returns only when all are. Ctrl-C and
     SIGTERM save a checkpoint before the fit stops. While a fit runs, it locks the
     folder: a second run that would save there is refused. Checkpoints of another run
-    in the folder are moved to a folder `before-<n>` in it.
+    in the folder are moved to a folder `before-<n>` in it. A subclass whose
+    `on_validation_end` or `on_train_epoch_end` does not call that of `super()` saves
+    nothing there.
 
     Args:
         dirpath: where to save; `trainer.default_root_dir` + "/checkpoints" by default.
