@@ -191,10 +191,11 @@ def _columns(tree: Any) -> tuple[list[np.ndarray], int]:
         array = as_numpy(leaf)
         if array is None or (has_rows and not array.ndim):
             kind = type(leaf).__name__
+            made = "np.asarray(...) of a list or a column of a table"
+            if isinstance(leaf, np.ma.MaskedArray):
+                made = "x.filled(0), and the mask beside it"
             raise TypeError(
-                f"`Arrays`: {name} is a {kind}, and must be an array with rows:"
-                " np.asarray(...) of a list or a column of a table, x.filled(0) of what"
-                " is masked."
+                f"`Arrays`: {name} is a {kind}, and must be an array with rows: {made}."
             )
         if has_rows:
             columns.append(array)
