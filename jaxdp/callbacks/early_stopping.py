@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ..basics.arguments import check_number
+from ..basics.arguments import by_name_after_first, check_number
 from ..basics.console import warn
 from ..strategies.placing import fetch
 from .base import Trainer
@@ -44,6 +44,7 @@ class EarlyStopping(MetricCheck):
         reason: why the fit was stopped; None before.
     """
 
+    @by_name_after_first("min_delta", "patience", "verbose", "mode")
     def __init__(
         self,
         monitor: str = "val_loss",

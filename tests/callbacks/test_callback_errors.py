@@ -1,6 +1,7 @@
 """Wrong arguments of callbacks: each an error that names them, at construction."""
 
 import inspect
+import re
 
 import numpy as np
 import pytest
@@ -77,11 +78,25 @@ def test_a_wrong_argument_of_a_callback_is_named(callback, options, error, match
         callback(**options)
 
 
+@pytest.mark.parametrize("callback, given, named, meant", [
+    (EarlyStopping, ("val_loss", 0, 10), {},
+     "EarlyStopping('val_loss', min_delta=0, patience=10)"),
+    (EarlyStopping, ("val_acc", 0.1, 5, True, "max"), {"check_finite": False},
+     "EarlyStopping('val_acc', min_delta=0.1, patience=5, verbose=True, mode='max',"
+     " check_finite=False)"),
+    (EarlyStopping, ("loss", 0, 1, True, "min", True), {},
+     "EarlyStopping('loss', min_delta=0, patience=1, verbose=True, mode='min', ...)"),
+    (ReduceLROnPlateau, ("val_loss", 0.5, 3), {},
+     "ReduceLROnPlateau('val_loss', factor=0.5, patience=3)"),
+])  # fmt: skip
+def test_a_call_by_position_is_spelled_out(callback, given, named, meant):
+    with pytest.raises(TypeError, match=re.escape(f"this call is {meant}.")):
+        callback(*given, **named)
+
+
 def test_what_has_one_reading_is_taken_by_position():
     assert EarlyStopping("loss").monitor == "loss"
     assert ReduceLROnPlateau("loss").monitor == "loss"
-    with pytest.raises(TypeError, match="from 1 to 2 positional arguments"):
-        EarlyStopping("loss", 0, 10)
     assert ModelCheckpoint("d", "val_area", "max").mode == "max"
     assert "*, patience: int = 3" in str(inspect.signature(EarlyStopping))
 
