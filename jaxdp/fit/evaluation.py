@@ -14,9 +14,9 @@ from jaxtyping import PyTree
 from ..basics.console import say, warn
 from ..basics.tracebacks import UsersFramesFirst, noted
 from ..callbacks.base import Hooks
-from ..data import Dispatch, Packer, Source, inputs_of, real_rows
+from ..data import Dispatch, Packer, Source, inputs_of, real_rows, shown
 from ..engine import Kind, Program
-from ..step import IN_FLIGHT, Batch, means_of
+from ..step import IN_FLIGHT, Batch, Whole, means_of
 from ..strategies.placing import replicated
 from .around import doing, noting
 from .pass_metrics import add_pass_values
@@ -301,9 +301,19 @@ def _ready(
 
 def _prepared(trainer: "Trainer", kind: Kind, batch: Any) -> tuple[Dispatch, Program]:
     engine = trainer.run.engine
-    if kind == "predict":
+    if kind != "predict":
+        return trainer.run.recipe.decide_loss(engine, batch).prepare(kind, batch)
+    try:
         return engine.prepare(kind, inputs_of(batch))
-    return trainer.run.recipe.decide_loss(engine, batch).prepare(kind, batch)
+    except Exception as error:
+        rows = shown(batch)
+        beside = rows[1:] if isinstance(rows, tuple) else ()
+        if any(isinstance(part, Whole) for part in beside):
+            error.add_note(
+                "`predict` gave the model the first element of the batch, without"
+                " the jaxdp.Whole beside it. For both: ((x, Whole(array)), y)."
+            )
+        raise
 
 
 class _Fetching:

@@ -330,6 +330,9 @@ def test_batches_without_it_are_packed_as_ever():
 
 
 def test_predictions_need_rows():
+    with pytest.raises(ValueError, match="unpack") as caught:
+        make().predict([(np.ones((4, 3)), Whole(np.ones(3)))])
+    assert "For both: ((x, Whole(array)), y)" in str(caught.value.__notes__)
     with pytest.raises(ValueError, match=r"batch\[0\]\.array of a tuple.*Put it with"):
         make().predict([(Whole(np.ones(3)), np.ones(3))])
 
