@@ -28,6 +28,11 @@ def resume(trainer: "Trainer", where: str | os.PathLike[str]) -> None:
         return
     path, _ = resumed
     step, epoch = trainer.global_step, trainer.current_epoch
+    if where in WORDS and os.path.basename(path) != str(step):
+        warn(
+            f"`ckpt_path`={where!r}: {path} is the checkpoint of step {step}, under"
+            " another name."
+        )
     say(f"resumed step {step} (epoch {epoch}) from {path}")
 
 

@@ -197,6 +197,10 @@ MISCHIEF = {
         lambda run: swap(*differing_files(run / "4", run / "2")),
         "4 is damaged",
     ),
+    "steps change names": (
+        lambda run: swap(run / "4", run / "2"),
+        "4 is the checkpoint of step 2, under another name",
+    ),
     "metadata of another step": (
         lambda run: swap(run / "4" / "meta", run / "2" / "meta"),
         "4 is damaged",
@@ -227,7 +231,11 @@ MISCHIEF = {
 }
 
 
-@pytest.mark.slow_cases("a step becomes a file", "a file more")
+@pytest.mark.slow_cases(
+    "steps change names",
+    "a step becomes a file",
+    "a file more",
+)
 @pytest.mark.parametrize("what", MISCHIEF)
 def test_mischief_is_told_and_the_run_ends_as_it_should(saved, table, tmp_path, what):
     folder = copied(saved[0], tmp_path)
