@@ -345,7 +345,7 @@ class Record:
         self._hand_out(row, self._of_means)
         if validation is not None and validation.step == row.step:
             self._validation = None
-            row = Row(*row[:4], validation=validation.values)
+            row = row._replace(validation=validation.values)
         self._write_validation()
         self._write(row)
 
