@@ -160,11 +160,16 @@ def first_lines(lines: list[str]) -> str:
 
 def plain(leaf: Any) -> Any:
     """A typed PRNG key as the integers it is made of; other leaves as they are."""
-    return jax.random.key_data(leaf) if is_key(leaf) else leaf
+    if not is_key(leaf):
+        return leaf
+    if isinstance(leaf, jax.Array):
+        return jax.random.key_data(leaf)
+    return jax.eval_shape(jax.random.key_data, leaf)
 
 
 def unplain(stored: Any, like: Any) -> Any:
     """The inverse of `plain`."""
     if not is_key(like):
         return stored
-    return jax.random.wrap_key_data(stored, impl=jax.random.key_impl(like))
+    impl = jax.random.key_impl(jnp.empty((), like.dtype))  # `like` may be a shape
+    return jax.random.wrap_key_data(stored, impl=impl)

@@ -61,6 +61,34 @@ def test_a_file_of_weights_comes_back_as_it_was(trained, tmp_path, suffix):
     assert [p.name for p in (tmp_path / "new").iterdir()] == [f"model{suffix}"]
 
 
+class WithKey(eqx.Module):
+    linear: eqx.nn.Linear
+    key: jax.Array
+
+    def __init__(self, seed):
+        self.linear = eqx.nn.Linear(4, 3, key=jax.random.key(seed))
+        self.key = jax.random.key(seed, impl="rbg")
+
+    def __call__(self, x):
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "weights.safetensors"])
+@pytest.mark.parametrize("by_shape", [True, False])
+def test_a_key_in_a_model_comes_back_as_one(tmp_path, name, by_shape):
+    if name.endswith("safetensors"):
+        pytest.importorskip("safetensors")
+    trainer = Trainer(WithKey(0), enable_progress_bar=False)
+    trainer.fit(batches(8))
+    if name == "checkpoint":
+        trainer.save(tmp_path / name)
+    else:
+        jaxdp.save_model(tmp_path / name, trainer.model)
+    like = eqx.filter_eval_shape(WithKey, 1) if by_shape else WithKey(1)
+    model = jaxdp.load_model(tmp_path / name, like)
+    assert eqx.tree_equal(model, trainer.model)
+
+
 def test_a_scalar_leaf_comes_back_as_one(tmp_path):
     pytest.importorskip("safetensors")
     model = {"scale": jnp.float32(2), "turned": jnp.arange(6.0).reshape(2, 3).T}
