@@ -83,7 +83,7 @@ class GPT(eqx.Module):
         return jax.vmap(self.norm)(self.blocks(x))
 
     def loss(self, x: jax.Array, y: jax.Array) -> jax.Array:
-        return losses.token_cross_entropy(self.head, jax.vmap(self.hidden)(x), y)
+        return losses.token_cross_entropy(self.head, self.hidden(x), y, chunk=16)
 
 
 def sample(model: GPT, start: list[int], length: int, key: jax.Array) -> list[int]:
@@ -130,7 +130,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         model,
         jaxdp.muon(rate, consistent_rms=0.2) if args.muon else optax.adamw(rate),
         loss=None if args.chunked else "cross_entropy",
-        loss_fn=GPT.loss if args.chunked else None,
+        loss_fn=jaxdp.per_example(GPT.loss) if args.chunked else None,
         strategy=strategies.get(args.strategy, getattr(jaxdp, args.strategy))(),
         precision=args.precision,
         accumulate_grad_batches=args.accumulate,

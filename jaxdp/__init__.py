@@ -15,7 +15,7 @@ from .checkpoint import load_model, save_model
 from .data import Arrays
 from .fit import PassMetric
 from .history import History
-from .step import Ensemble, Part, TrainState, Whole
+from .step import Ensemble, Part, TrainState, Whole, per_example
 from .strategies import (
     FSDP,
     Bitwise,
@@ -78,6 +78,7 @@ __all__ = [
     "losses",
     "merge_lora",
     "muon",
+    "per_example",
     "save_model",
     "save_weights",
     "strategies",

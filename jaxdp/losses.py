@@ -118,6 +118,27 @@ _OF_YES_NO: Final = binary_cross_entropy, optax.sigmoid_binary_cross_entropy
 """Criteria for which each logit answers a yes/no question."""
 
 
+_PER_ROW: Final = (
+    *METRICS.values(),
+    optax.squared_error,
+    optax.l2_loss,
+    optax.huber_loss,
+    optax.log_cosh,
+    optax.sigmoid_binary_cross_entropy,
+    optax.softmax_cross_entropy,
+    optax.softmax_cross_entropy_with_integer_labels,
+)
+"""Criteria that are known to work on rows one by one."""
+
+
+def is_per_row(criterion: Criterion) -> bool:
+    """Returns True for ours and optax's criteria, whose values depend on one row each.
+
+    A callable of the user's is written for a batch, whatever it computes.
+    """
+    return criterion in _PER_ROW
+
+
 def takes_logits(criterion: Criterion) -> bool:
     """Whether predictions are to come to it without a sigmoid or a softmax."""
     softmax = optax.softmax_cross_entropy

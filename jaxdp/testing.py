@@ -39,7 +39,7 @@ def check_strategy(
     """Checks that `strategy` keeps the promises that every strategy makes.
 
     50 steps with dropout, ragged batches and accumulation give the losses of one
-    device, and so do two with a loss in which rows interact; validation and
+    device, and so do two with a loss that is written for a batch; validation and
     prediction count every row once; the user's model stays whole; the step is traced
     once; checkpoints interchange with `SingleDevice`, but for those of an `OwnState`.
 
@@ -72,11 +72,11 @@ def check_strategy(
         f" {expected.traces} on one device"
     )
 
-    # Several micro-batches, and rows that interact.
+    # Several micro-batches, and a loss that is written for a batch.
     accumulated = (_train(s, given, batches, 2) for s in (strategy, SingleDevice()))
     losses = (run.losses for run in accumulated)
     _same("with two micro-batches a step, the loss of step", *losses)
-    _check_rows_that_interact(strategy, given, batches)
+    _check_batch_as_written(strategy, given, batches)
 
     # Validation and prediction.
     metrics = [run.trainer.validate(batches) for run in (ours, expected)]
@@ -98,6 +98,10 @@ class _Run(Callback):
         self.losses: list[Any] = []
         self.traces = 0
         self.trainer: Any = None
+
+    def inside_step(self, grads: Any, updates: Any, state: Any) -> dict[str, Any]:
+        self.traces += 1
+        return {}
 
     def on_train_batch_end(
         self, trainer: Trainer, metrics: Any, batch_idx: int
@@ -129,7 +133,7 @@ def _trainer(
     )
 
 
-def _check_rows_that_interact(
+def _check_batch_as_written(
     strategy: DataParallel, given: _Given, batches: Sequence[tuple[Any, Any]]
 ) -> None:
     def by_the_mean(prediction: Any, target: Any) -> Any:
@@ -144,9 +148,8 @@ def _check_rows_that_interact(
         trainer.fit([largest, smallest], max_epochs=1)
         losses.append(run.losses)
     _same(
-        "where rows interact (`compile` must return the jitted step, which the trainer"
-        " looks through, and give the step whole batches unless `rows` is 'apart'), the"
-        " loss of step",
+        "where a loss is written for a batch (`compile` must give the step the whole"
+        " batch unless `rows` is 'apart'), the loss of step",
         *losses,
     )
 
@@ -155,13 +158,8 @@ def _train(
     strategy: DataParallel, given: _Given, batches: Any, accumulate: int = 1
 ) -> _Run:
     run = _Run()
-
-    def loss(prediction: Any, target: Any) -> Any:
-        run.traces += 1
-        return _cross_entropy(prediction, target)
-
     run.trainer = _trainer(
-        strategy, given, loss, accumulate=accumulate, callbacks=[run]
+        strategy, given, "cross_entropy", accumulate=accumulate, callbacks=[run]
     )
     run.trainer.fit(batches, max_epochs=10)
     return run

@@ -31,6 +31,14 @@ class Trainer:
         history = trainer.fit(train_loader, val_loader, max_epochs=10)
         trainer.inference_model()                    # trained, to call on one example
 
+    What is written for one example is applied by the trainer; what is written for a
+    batch gets the batch. The model, named losses and metrics (and optax's) and
+    `per_example(fn)` are written for one example: they are vmapped, ragged batches are
+    padded and masked, and each device works on its own rows. A `loss_fn`, callable
+    losses and metrics, and a model with state are written for a batch: they are called
+    with the batch that the loader gave, at its own size, on any number of devices. Only
+    a `loss_fn` that names `mask` may be given a padded batch.
+
     Args:
         model: a callable pytree (an Equinox module) that takes one example; the step
             vmaps it, and passes `key` and `training` (a bool) if it names them; with
@@ -49,11 +57,10 @@ class Trainer:
             bools, which rows are real), `state` (the `eqx.nn.State`), `step` (int32,
             how many are completed) and `training` (a bool). It returns the loss or
             `(loss, metrics)`, followed by the new state if it takes one. A loss of
-            shape `(batch,)` is averaged over real rows; each value should depend on its
-            own row alone. A pair `(values, weights)`, both `(batch, ...)`, gives a mean
-            over the set, weighted by tokens, say. A scalar counts as the mean of the
-            batch, and its rows may interact, as in contrastive losses. Such batches are
-            not padded, nor are they if the loss takes `key` or if rows interact.
+            shape `(batch,)` is averaged over rows. A pair `(values, weights)`, both
+            `(batch, ...)`, gives a mean over the set, weighted by tokens, say. A scalar
+            counts as the mean of the batch. `per_example(fn)` is written for one
+            example instead.
         metrics: names from `jaxdp.losses.METRICS`, or `{name: criterion}`, for training
             and validation. One value per row, or `(values, weights)`, is averaged
             exactly over all rows; a scalar is averaged over batches, weighted by their

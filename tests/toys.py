@@ -9,7 +9,6 @@ import numpy as np
 import optax
 
 from jaxdp import Callback, Pmap, SingleDevice, Stack, Trainer
-from jaxdp.step.collectives import AxisCollectives
 
 
 class Mlp(eqx.Module):
@@ -86,21 +85,12 @@ class Deep(eqx.Module):
 
 
 class Apart(Pmap):
-    """Gives each device its own rows, whatever the loss makes of them."""
+    """Gives each device its own rows, also of what is written for a batch."""
 
     def compile(self, step, arguments, roles, results, *, donate=(), rows="apart"):
-        class Deaf(AxisCollectives):
-            def need_all_rows(self):
-                pass
-
-        def deaf(collectives, *rest):
-            if isinstance(collectives, AxisCollectives):
-                collectives = Deaf("data", self.num_shards)
-            return step(collectives, *rest)
-
         rows = "apart" if rows == "together" else rows
         return super().compile(
-            deaf, arguments, roles, results, donate=donate, rows=rows
+            step, arguments, roles, results, donate=donate, rows=rows
         )
 
 

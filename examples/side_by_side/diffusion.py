@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxdp import Trainer
+from jaxdp import Trainer, per_example
 
 
 def spiral(rows: int = 8192) -> np.ndarray:
@@ -55,7 +55,7 @@ def by_hand(epochs: int = 40) -> dict[str, list[float]]:
     def step(model, opt_state, x, keys):
         @eqx.filter_value_and_grad
         def loss_of(model):
-            return jax.vmap(lambda *row: loss_of_row(model, *row))(x, keys).mean()
+            return jax.vmap(loss_of_row, (None, 0, 0))(model, x, keys).mean()
 
         loss, grads = loss_of(model)
         params = eqx.filter(model, eqx.is_inexact_array)
@@ -73,12 +73,9 @@ def by_hand(epochs: int = 40) -> dict[str, list[float]]:
 
 
 def with_jaxdp(epochs: int = 40) -> dict[str, list[float]]:
-    def loss_fn(model, x, keys):
-        return jax.vmap(lambda *row: loss_of_row(model, *row))(x, keys)
-
     points = spiral()
     model = Score(jax.random.key(0))
-    trainer = Trainer(model, optax.adam(3e-3), loss_fn=loss_fn)
+    trainer = Trainer(model, optax.adam(3e-3), loss_fn=per_example(loss_of_row))
     for epoch in range(epochs):
         trainer.fit(epoch_of(points, epoch), max_epochs=epoch + 1)
     return dict(trainer.history)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxdp import Trainer, Whole
+from jaxdp import Trainer, Whole, per_example
 
 PHASES = ((10, 20), (61, 40))
 """How many times of a trajectory are learned from, and for how many epochs."""
@@ -41,6 +41,10 @@ class NeuralODE(eqx.Module):
         return jnp.concatenate([start[None], after])
 
 
+def loss_of_row(model: NeuralODE, path: jax.Array, times: jax.Array) -> jax.Array:
+    return ((model(path[0], times) - path) ** 2).mean()
+
+
 def by_hand(shorter: int = 1) -> dict[str, list[float]]:
     times, paths = trajectories()
     model, optimizer = NeuralODE(jax.random.key(0)), optax.adabelief(3e-3)
@@ -50,8 +54,7 @@ def by_hand(shorter: int = 1) -> dict[str, list[float]]:
     def step(model, opt_state, times, paths):
         @eqx.filter_value_and_grad
         def loss_of(model):
-            predicted = jax.vmap(model, (0, None))(paths[:, 0], times)
-            return ((predicted - paths) ** 2).mean()
+            return jax.vmap(loss_of_row, (None, 0, None))(model, paths, times).mean()
 
         loss, grads = loss_of(model)
         params = eqx.filter(model, eqx.is_inexact_array)
@@ -72,13 +75,8 @@ def by_hand(shorter: int = 1) -> dict[str, list[float]]:
 
 def with_jaxdp(shorter: int = 1) -> dict[str, list[float]]:
     times, paths = trajectories()
-
-    def loss_fn(model, paths, times):
-        predicted = jax.vmap(model, (0, None))(paths[:, 0], times)
-        return ((predicted - paths) ** 2).mean(axis=(1, 2))
-
     model = NeuralODE(jax.random.key(0))
-    trainer = Trainer(model, optax.adabelief(3e-3), loss_fn=loss_fn)
+    trainer = Trainer(model, optax.adabelief(3e-3), loss_fn=per_example(loss_of_row))
     done = 0
     for horizon, epochs in PHASES:
         cuts = [paths[first : first + 64, :horizon] for first in range(0, 256, 64)]

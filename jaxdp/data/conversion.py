@@ -273,7 +273,7 @@ def _check_bounds(
         )
 
 
-def without_ignored(batch: Batch, apart: bool, in_step: bool) -> Batch:
+def without_ignored(batch: Batch, is_per_example: bool, in_step: bool) -> Batch:
     """Stacked batches `(x, y, weight)` with other values in rows of weight 0.
 
     NaN there would reach the gradient of all: 0 times NaN is NaN. As padding does, they
@@ -281,8 +281,8 @@ def without_ignored(batch: Batch, apart: bool, in_step: bool) -> Batch:
 
     Args:
         batch: leaves `(batches, rows, ...)`; of two elements it has no weights.
-        apart: whether rows are independent. If not, such rows have a part in others,
-            and nothing is replaced.
+        is_per_example: whether the step is one of functions of one example. If not,
+            such rows may have a part in others, and nothing is replaced.
         in_step: whether the step replaces predictions and targets.
     """
     if isinstance(batch, Picked):  # of no table with such rows
@@ -290,18 +290,18 @@ def without_ignored(batch: Batch, apart: bool, in_step: bool) -> Batch:
     if len(batch) != 3:
         return batch
     if is_there(batch):  # to look whether there are such rows would be to wait
-        return _replaced_there(batch) if apart else batch
+        return _replaced_there(batch) if is_per_example else batch
     if (counts := _counting(batch[2])).all():
         return batch
-    if not apart:
+    if not is_per_example:
         for index, leaf in enumerate(jax.tree.leaves(batch[:1] if in_step else batch)):
             if leaf.dtype.kind not in "iub" and not np.isfinite(leaf[~counts]).all():
                 raise ValueError(
                     f"{leaf_name(batch, index)} has NaN or infinity in a row of weight"
-                    " 0. Such a row does not count, but in this step rows interact (as"
-                    " by BatchNorm, or a scalar metric), so that it reaches the others,"
-                    " and no other row can be put in its place. Give it finite values"
-                    " in the dataset or `collate_fn`."
+                    " 0. Such a row does not count, but the loss, a metric or a model"
+                    " with state is given the whole batch, so that it may reach other"
+                    " rows. Give it finite values in the dataset or `collate_fn`, or"
+                    " take a named loss and metrics, for which it is replaced."
                 )
         return batch
     return _replaced(batch, np)

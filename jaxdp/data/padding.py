@@ -107,9 +107,9 @@ class Forms:
         num_blocks: into which rows are cut.
 
     Attributes:
-        last: the shapes and dtypes of a full batch of arrays that came alone, and what
-            its dispatch had beside the arrays: a batch that looks the same needs no
-            more looking at. None if a size has changed since.
+        last: the shapes and dtypes of a batch of arrays that came alone and was not
+            padded, and what its dispatch had beside the arrays: a batch that looks the
+            same needs no more looking at. None if a size has changed since.
         before: the sizes that `refuse` brings back: those before the last batches.
     """
 
@@ -241,10 +241,10 @@ class Forms:
 class Packer:
     """Stacks and pads batches so that one compiled shape serves all of a form.
 
-    Where rows are independent, every block of a short batch is padded to the size of
-    the largest of its form, with copies of its own first row (zeros or NaN could poison
-    gradients). Where rows interact, batches keep their size, and one that the devices
-    do not divide is worked on whole by each of them.
+    If it pads, every block of a short batch is padded to the size of the largest of
+    its form, with copies of its own first row (zeros or NaN could poison gradients).
+    If not, batches keep their size, and one that the devices do not divide is worked on
+    whole by each of them. The first batch decides, by `pads`; None means no.
 
     Sizes are rounded up to a multiple of `num_shards`. If portions fill the blocks
     `in_order`, all padding is at the end, and the compiled step is that of one process.
@@ -259,11 +259,13 @@ class Packer:
         blocks: RowBlocks = _ONE_BLOCK,
         in_order: bool = True,
         collect: Callable[[Leaves], Leaves] = list,
+        pads: Callable[[Batch], bool] | None = lambda _: True,
     ):
         self.num_shards = num_shards
         self.what = what
         self.blocks = blocks
-        self.rows_interact = False
+        self.pads = pads is not None
+        self._decide = pads
         self.forms = Forms(what, num_shards, blocks.count)
         self._in_order = in_order
         self._collect = collect
@@ -282,13 +284,15 @@ class Packer:
         # Most batches come alone and look like the one before, and this is quick: small
         # steps wait for it.
         first, last, steps = windows[0][0], self.forms.last, len(windows)
+        if self._decide is not None:
+            self._settle(first)
         is_plain = type(first) is tuple and _HOST.issuperset(map(type, first))
-        if last and is_plain and steps == slots == 1 and not self.rows_interact:
+        if last and is_plain and steps == slots == 1:
             if [*map(_LOOK, first)] == last[0]:
                 group = Group(tuple(map(_AS_ONE, first)), last[1], None)
                 return Dispatch(windows, [group], *last[2])
 
-        formed, counts, are_alike = [], [], not self.rows_interact
+        formed, counts, are_alike = [], [], self.pads
         for batch in itertools.chain.from_iterable(windows):
             is_portion = type(batch) is Portion
             formed.append(self.forms.find(batch.own if is_portion else batch))
@@ -307,8 +311,6 @@ class Packer:
             group = _group(micros, wholes, of_all, form)
             return Dispatch(windows, [group], *known, are_there=_are_there(formed))
 
-        if form.is_rowless:  # what has no rows has none to pad or to split
-            self.rows_interact = True
         sizes = [sum(entry) for entry in counts]
         rows = [sum(sizes[step * slots :][:slots]) for step in range(steps)]
         if any(other is not form for *_, other in formed):
@@ -320,7 +322,7 @@ class Packer:
         micros, wholes, forms = ([*entry] for entry in zip(*formed, strict=True))
 
         split = True
-        if not self.rows_interact:
+        if self.pads and not form.is_rowless:  # which has no rows to pad
             micros, counts = self._padded(micros, counts, forms, count)
             missing = len(micros) - len(forms)
             wholes, forms = wholes + wholes[-1:] * missing, forms + forms[-1:] * missing
@@ -340,14 +342,18 @@ class Packer:
             start = stop
         texts = tuple(form.text for *_, form in shapes)
         key = split, steps, tuple([(*size, form.program) for *size, form in shapes])
-        return Dispatch(windows, groups, split, rows, texts, key, _are_there(formed))
+        known = split, rows, texts, key
+        if is_plain and steps == slots == 1 and not self.pads:
+            self.forms.last = [*map(_LOOK, first)], groups[0].counts, known
+        return Dispatch(windows, groups, *known, _are_there(formed))
 
     def together(self, windows: list[Window], slots: int) -> Iterator[list[Window]]:
         """The windows in runs of neighbours that would be one group, of the sizes that
         they have one by one; any other alone."""
+        self._settle(windows[0][0])
         if _are_same(windows):
             is_full = sum(map(len, windows)) == slots * len(windows)
-            if is_full or not self.rows_interact:
+            if is_full or self.pads:
                 return iter([windows])
 
         def forms(window: Window) -> Any:
@@ -359,11 +365,16 @@ class Packer:
             for run in runs
         )
 
+    def _settle(self, first: Any) -> None:
+        """Decides by the first batch whether batches are padded."""
+        if self._decide is not None:
+            self.pads, self._decide = self._decide(own_of(first)), None
+
     def _fit(self, windows: list[Window], slots: int) -> bool:
         """Whether windows of the same forms would be one group."""
         keys = {key_of(own_of(batch)) for batch in windows[0]}
         counts = [counts_of(batch) for window in windows for batch in window]
-        if self.rows_interact:
+        if not self.pads:
             is_full = len(counts) == slots * len(windows)
             return is_full and len({*counts}) == len(keys) == 1
         # The first step must need as many rows as any after it, or have had more: last
@@ -403,7 +414,7 @@ class Packer:
         return len(set(counts)) == 1 and counts[0] % shards == 0
 
     def _whole(self, leaves: Leaves, counts: _Counts) -> Leaves:
-        """The real rows of all processes: where rows interact and do not divide."""
+        """Returns the real rows of all processes, of a batch that is not split."""
         if self.blocks.count == 1:
             return leaves
         shards = self.num_shards // self.blocks.count

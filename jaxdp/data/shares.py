@@ -196,7 +196,7 @@ class _Cut:
             self._sizes[key] = forms.size_of(key)
         self._sizes[key] = max(self._sizes[key], forms.rounded(rows))
         per_block = self._sizes[key] // self.blocks.count
-        if self._packer.rows_interact:
+        if not self._packer.pads:
             per_block = math.ceil(rows / self.blocks.count)
         places = self.blocks.own_rows(rows, per_block)
         counts = self.blocks.counts(rows, per_block)

@@ -2,9 +2,7 @@
 
 Steps for debugging run one at a time, on one device, each waited for.
 `jax.disable_jit()` is for printing values and stopping in one's own code: a step then
-runs operation by operation. `jax_debug_nans`, `jax_debug_infs` and calls of Python that
-may raise, as `eqx.error_if` makes, leave it compiled. What such a call raises is raised
-by the same step without jit, and so from the user's own line.
+runs operation by operation. `jax_debug_nans` and `jax_debug_infs` leave it compiled.
 """
 
 import contextlib
@@ -23,13 +21,12 @@ from ..data import Dispatch, leaf_name
 from ..step import (
     BY_DEFAULT,
     Collectives,
-    RowsInteract,
+    Rowless,
     Steps,
     TrainState,
     joined,
     note_on_products,
     shapes_of_rows,
-    values_mix_rows,
 )
 from ..strategies import DataParallel, SingleDevice
 
@@ -59,6 +56,7 @@ class Compilations:
         self._say = (lambda _: None) if quiet else say
         self._forms: dict[str, list[_Form]] = {}
         self._told: set[str] = set()
+        self._has_told_of_whole = False
 
     @contextlib.contextmanager
     def timed(self, kind: str, packed: Dispatch) -> Iterator[None]:
@@ -110,14 +108,35 @@ class Compilations:
             say(note)
         self._told.add(note)
 
+    def tell_of_whole(self, packed: Dispatch, num_shards: int) -> None:
+        """Says, for the first batch that is not split over the devices, why not."""
+        batches = [group.batch for group in packed.groups]
+        has_rows = not any(isinstance(batch, Rowless) for batch in batches)
+        if packed.split or not has_rows or self._quiet or self._has_told_of_whole:
+            return
+        self._has_told_of_whole = True
+        sizes = (jax.tree.leaves(batch)[0].shape[1] for batch in batches)
+        rows = next((size for size in sizes if size % num_shards), None)
+        if rows is None:  # processes have different numbers of rows
+            return
+        below = rows // num_shards * num_shards
+        near = f"{below} and " if below else ""
+        say(
+            f"a batch of {rows} rows is computed in full on each device, since the"
+            f" {num_shards} shards of the strategy do not divide it, and something in"
+            f" the step is written for a batch. The next sizes that they divide:"
+            f" {near}{below + num_shards}"
+        )
+
     def _say_why(
         self, kind: str, form: _Form, before: list[_Form], seconds: float
     ) -> None:
-        split = "" if form[0] else ", which the devices do not divide"
         text = (
             f"the {kind} step was compiled again, in {seconds:.1f} s, because"
-            f" {_why(form, before)}{split}; {self.seconds:.1f} s of compilation so far"
+            f" {_why(form, before)}; {self.seconds:.1f} s of compilation so far"
         )
+        if _rowless_shapes(form) in map(_rowless_shapes, before):
+            text += " (drop_last=True leaves a short last batch out)"
         if len(before) + 1 < _MANY:
             self._say(text)
             return
@@ -128,15 +147,11 @@ class Compilations:
             " such as a power of two, in the dataset or `collate_fn`; see"
             " docs/shapes.md."
         )
-        sizes = [
-            {tuple(shape[1:] for shape in shapes.values()) for _, shapes in groups}
-            for _, groups in (*before, form)
-        ]
-        if all(these == sizes[0] for these in sizes):
+        if all(_rowless_shapes(each) == _rowless_shapes(form) for each in before):
             remedy = (
-                "A loss that returns one value per row is padded to one size; a scalar"
-                " loss, or BatchNorm, needs batches of few sizes, such as"
-                " `drop_last=True` gives."
+                "Batches are padded to one size for a named loss, `per_example`, or a"
+                " `loss_fn` that names `mask`. A plain `loss_fn` and BatchNorm see each"
+                " batch as it is, and need few sizes, such as `drop_last=True` gives."
             )
 
         warn(
@@ -155,6 +170,11 @@ def _form(packed: Dispatch) -> _Form:
         }
         groups.append((len(group.counts) if len(packed.groups) > 1 else 0, shapes))
     return packed.split, groups
+
+
+def _rowless_shapes(form: _Form) -> list[tuple[Any, ...]]:
+    """Returns the shapes of a form's leaves without their rows."""
+    return [tuple(shape[1:] for shape in shapes.values()) for _, shapes in form[1]]
 
 
 def _why(form: _Form, before: list[_Form]) -> str:
@@ -179,14 +199,13 @@ class Debugging(NamedTuple):
 
     without_jit: bool
     finds_nonfinite: bool
-    calls_python: bool = False
 
 
-def debugging(calls_python: bool = False) -> Debugging:
-    """JAX's present settings, and whether steps were seen to call Python."""
+def debugging() -> Debugging:
+    """JAX's present settings."""
     config: Any = jax.config
     nonfinite = config.jax_debug_nans or config.jax_debug_infs
-    return Debugging(config.jax_disable_jit, nonfinite, calls_python)
+    return Debugging(config.jax_disable_jit, nonfinite)
 
 
 class Debugged(DataParallel):
@@ -208,48 +227,28 @@ class Debugged(DataParallel):
         why, how = "jax_debug_nans or jax_debug_infs is set", "each waited for"
         if self.mode.without_jit:
             why, how = "jit is disabled", "operation by operation"
-        elif self.mode.calls_python:
-            why = "a step calls Python that may raise, as eqx.error_if does"
-            how += "; with EQX_ON_ERROR=nan set, Equinox makes NaN instead of errors"
         say(f"{why}: single steps run, all rows on {self._device}, {how}")
         return SingleDevice(self._device).place(state)
 
     def compile(self, step: Callable[..., Any], arguments: Any, *_: Any, **__: Any):
         program = jax.jit(functools.partial(step, Collectives()))
-        given = jax.device_put(arguments, self._device)
-        if not self.mode.without_jit:
-            if values_mix_rows(program.trace(*given).jaxpr):
-                raise RowsInteract
+
+        def run(*given: Any) -> Any:
+            given = jax.device_put(given, self._device)
+            with jax.disable_jit(self.mode.without_jit):
+                return jax.block_until_ready(program(*given))  # waits for the device
+
         # It runs once at once, for what it has to tell. Its author should not meet it
-        # twice for that.
-        known = [(given, self._run(program, given))]
+        # twice for that. (Batches of JAX's arrays come as shapes.)
+        leaves = jax.tree.leaves(arguments)
+        known = []
+        if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+            given = jax.device_put(arguments, self._device)
+            known = [(given, run(*given))]
 
         def watched(*given: Any) -> Any:
             given = jax.device_put(given, self._device)
             first, results = known.pop() if known else (None, None)
-            return (
-                results if eqx.tree_equal(first, given) else self._run(program, given)
-            )
+            return results if eqx.tree_equal(first, given) else run(*given)
 
         return watched
-
-    def _run(self, program: Callable[..., Any], given: Any) -> Any:
-        failed = None
-        if not self.mode.without_jit:
-            try:
-                return jax.block_until_ready(program(*given))  # waits for the device
-            except FloatingPointError:  # JAX has found its line
-                raise
-            except Exception as error:
-                failed = error
-        try:
-            with jax.disable_jit():
-                results = program(*given)
-        except RuntimeError as error:
-            if "Equinox" not in type(error).__name__:
-                raise
-            found = eqx.EquinoxRuntimeError(str(error).split("\n\n\n-----")[0])
-            raise found.with_traceback(error.__traceback__) from None
-        if failed is not None:
-            raise failed
-        return results

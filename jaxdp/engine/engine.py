@@ -1,5 +1,6 @@
 """Compiled steps, taken on the placed state of a trainer."""
 
+import functools
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -7,11 +8,11 @@ from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any
 
+import equinox as eqx
 import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from ..basics.console import say
 from ..basics.host_memory import no_ambient_mesh
 from ..basics.process import without_collecting
 from ..data import Dispatch, Packer, Window
@@ -19,10 +20,8 @@ from ..distributed import RowBlocks
 from ..step import (
     LONG_IN_FLIGHT,
     Batch,
-    CallsPython,
     Metrics,
     Objective,
-    RowsInteract,
     Steps,
     TrainState,
     check_gradients,
@@ -44,7 +43,7 @@ from .step import (
     Kind,
     Placed,
     Program,
-    SlowInLoops,
+    SingleStepsOnly,
     Step,
     StepOptions,
     rows_in,
@@ -132,15 +131,23 @@ class Engine:
         if any(mode) and not abstract:
             strategy, steps_per_execution = Debugged(strategy, mode), 1
         several = not abstract and jax.process_count() > 1
-        # Where nothing is compiled for a size, nothing need be padded to one.
-        self.pure = pure._replace(rows_interact=mode.without_jit and not abstract)
+        self.pure = pure
         self.strategy = strategy
         self._compilations = Compilations(quiet=abstract or mode.without_jit)
         self.tell = self._compilations.tell
         self._dispatch_size = DispatchSize(steps_per_execution)
         self._blocks = rows_of_processes(strategy) if several else RowBlocks()
+        # Where nothing is compiled for a size, nothing need be padded to one.
+        compiles = abstract or not mode.without_jit
         self.steps: dict[Kind, Step] = {
-            kind: Step(kind, strategy, self._blocks, self._in_order, self.tell)
+            kind: Step(
+                kind,
+                strategy,
+                self._blocks,
+                self._in_order,
+                self.tell,
+                pads=functools.partial(pure.is_padded, kind) if compiles else None,
+            )
             for kind in WHAT
         }
 
@@ -163,7 +170,7 @@ class Engine:
 
     def follow_settings(self) -> None:
         """Goes on as JAX's settings for debugging are now; see `compiling`."""
-        self._change(debugging(self._mode.calls_python))
+        self._change(debugging())
 
     def _change(self, mode: Debugging) -> None:
         if mode == self._mode:
@@ -269,19 +276,11 @@ class Engine:
         """Compiles for `dispatch`; returns it, or those it must be taken apart to."""
         try:
             program = self.compiled_for("train", dispatch)
-        except (CallsPython, SlowInLoops):  # so each of the steps is now taken alone
+        except SingleStepsOnly:  # so each of the steps is now taken alone
             return self._one_by_one(dispatch)
         if self.steps_per_execution > 1 and not self._loops_well(dispatch, program):
             self._dispatch_size.steps = 1
 
-        step = self.steps["train"]
-        if step.facts.rows_interact and not step.packer.rows_interact:
-            # Only tracing tells, and now they may not be padded.
-            step.packer.rows_interact = True
-            again = list(self.dispatches(dispatch.windows))
-            if all(done_before.shape != dispatch.shape for done_before in again):
-                step.programs.clear()  # of a program that nothing will run
-            return again
         if self.steps["train"].will_refuse(dispatch):
             return map(self._single, dispatch.windows)
         return [dispatch]
@@ -290,11 +289,7 @@ class Engine:
         """`batch` packed for a pass, and the step for its shape, maybe compiled now."""
         step = self.steps[kind]
         dispatch = step.packer.pack([[batch]])
-        program = self.compiled_for(kind, dispatch)
-        if step.facts.rows_interact > step.packer.rows_interact:
-            step.packer.rows_interact = True
-            return self.prepare(kind, batch)
-        return dispatch, program
+        return dispatch, self.compiled_for(kind, dispatch)
 
     def _one_by_one(self, dispatch: Dispatch) -> Iterable[Dispatch]:
         first, *others = dispatch.windows
@@ -306,15 +301,9 @@ class Engine:
         # What must hold, before the state is given away.
         step = self.steps["train"]
         program = step.programs.get(dispatch.shape)
-        if is_new := program is None:
+        if program is None:
             program = self.compiled_for("train", dispatch)
         facts, steps = step.facts, len(dispatch.rows)
-        if is_new and facts.rows_interact > step.packer.rows_interact:
-            raise ValueError(
-                "in batches of this shape, values of a row depend on other rows."
-                " In batches of earlier shapes they did not, so those may have"
-                " been padded. Return the mean over the batch, for all shapes."
-            )
 
         # The steps. Nothing here waits for the device.
         self.held.check_handed_out()  # the last moment: it will be outdated
@@ -351,8 +340,12 @@ class Engine:
         """The only call of a compiled step, on `inputs` and the placed batches."""
         try:
             placed = self.steps[kind].placed(dispatch, of, ahead=self.puts_ahead)
-            return placed, of.compiled(*inputs, placed.groups)
+            results = of.compiled(*inputs, placed.groups)
+            if of.may_raise:
+                jax.block_until_ready(results)  # waits for the device
+            return placed, results
         except jax.errors.JaxRuntimeError as error:
+            _raise_as_equinox(error)
             self._check_memory(kind, dispatch, of, error)
             raise
 
@@ -393,17 +386,9 @@ class Engine:
         given = dispatch, inputs, donate, self._compiler_options
         try:
             with no_ambient_mesh(), self._compilations.timed(WHAT[kind], dispatch):
-                try:
-                    program = step.compile(self.pure, *given)
-                except RowsInteract:
-                    program = self._compiled_together(step, *given)
+                program = step.compile(self.pure, *given)
             self._check_memory(kind, dispatch, program)
-        except CallsPython:
-            self._change(self._mode._replace(calls_python=True))
-            if len(dispatch.rows) > 1:
-                raise
-            return self.compiled_for(kind, dispatch)
-        except SlowInLoops:
+        except SingleStepsOnly:
             raise
         except Exception as error:
             if self._is_inferred and not any(s.programs for s in self.steps.values()):
@@ -412,39 +397,35 @@ class Engine:
             raise
         for note in step.facts.notes:
             self.tell(note)
+        self._compilations.tell_of_whole(dispatch, self.strategy.num_shards)
         self._compilations.tell_of_program(self._devices, program, self.pure)
         return program
 
-    def _compiled_together(self, step: Step, *given: Any) -> Program:
-        """A step whose rows interact, which only tracing tells."""
-        self.set(rows_interact=True)
-        try:
-            program = step.compile(self.pure, *given)
-        except RowsInteract:
-            raise ValueError(
-                f"`strategy`: {self.strategy!r} shows each device only its own rows,"
-                " but in this step rows interact (a scalar loss or metric, a model with"
-                " state, one `key` for all, or values that depend on other rows). Its"
-                " `compile` must give the step Collectives() unless `rows` is 'apart',"
-                " as Pmap does; or use Sharded()."
-            ) from None
-        say(
-            "the loss or a metric has values per row that depend on other"
-            " rows, as in a contrastive loss: batches are not padded and rows"
-            " are not computed separately, as if you had returned the mean"
-        )
-        return program
-
     def _loops_well(self, dispatch: Dispatch, program: Program) -> bool:
-        """Whether a loop over steps is as fast as they are; says so where not."""
-        if not self.pure.unroll_convolutions:
-            return True
-        convolves = program.convolves
-        if convolves is None:
-            convolves = has_convolutions(self._traced(self.pure, dispatch))
-        if convolves:
-            self.tell(
-                "`steps_per_execution`: 1 at a time, because XLA's convolutions are"
-                " slow inside loops on the CPU, and round differently there"
+        """Returns whether a loop over steps is as good as they are; says so if not."""
+        reason = ""
+        if program.may_raise:
+            reason = (
+                "a step calls Python that may raise, and must not take others along"
             )
-        return not convolves
+        elif self.pure.unroll_convolutions:
+            convolves = program.convolves
+            if convolves is None:
+                convolves = has_convolutions(self._traced(self.pure, dispatch))
+            if convolves:
+                reason = (
+                    "XLA's convolutions are slow inside loops on the CPU, and round"
+                    " differently there"
+                )
+        if reason:
+            self.tell(f"`steps_per_execution`: 1 at a time, because {reason}")
+        return not reason
+
+
+def _raise_as_equinox(error: Exception) -> None:
+    """Raises the error of an `eqx.error_if`, as `eqx.filter_jit` does, if it is one."""
+    _, found, text = str(error).partition("_EquinoxRuntimeError: ")
+    if found:
+        message = text.split("\n\n\n-----")[0]
+        where = "for the line that raised it, run it under jax.disable_jit()"
+        raise eqx.EquinoxRuntimeError(f"{message} ({where})") from None

@@ -11,34 +11,35 @@ from typing import Any, Final, Literal, NamedTuple
 
 import jax
 import numpy as np
+from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array
 
 from ..basics.process import without_collecting
 from ..data import Dispatch, Packer, check_targets, targeted, without_ignored
 from ..distributed import RowBlocks, put
 from ..step import (
+    Batch,
     CriterionObjective,
     Facts,
     Group,
     Objective,
     Products,
-    RowsInteract,
     Steps,
     Table,
     TrainState,
     Weights,
+    calls_python,
     has_convolutions,
     last_function,
     opening,
     products,
-    values_mix_rows,
 )
 from ..strategies import DataParallel
 from ..strategies.base import Rows
 from ..strategies.placing import fetch
 from .bodies import BODIES, Body, traced
 from .pace import Check
-from .xla_options import compiled
+from .xla_options import compiled, devices_of
 
 Kind = Literal["train", "evaluate", "predict"]
 
@@ -51,7 +52,7 @@ WHAT: Final[dict[Kind, str]] = {
 _MOST_COUNTS: Final = 128
 """Of one program that are kept; there are more only if batches have all sizes."""
 
-_NOTHING_YET: Final = Facts((), False, None)
+_NOTHING_YET: Final = Facts((), None)
 
 _DONATED: Final = {"state": (0,), "all": (0, 1), "none": ()}
 
@@ -76,8 +77,8 @@ class StepOptions(NamedTuple):
     """Whether a step with NaN or infinity in it keeps the old state."""
 
 
-class SlowInLoops(Exception):
-    """Several steps at a time were traced, whose convolutions are slow in a loop."""
+class SingleStepsOnly(Exception):
+    """Several steps at a time were traced, which are better taken one by one."""
 
 
 class Program:
@@ -95,6 +96,8 @@ class Program:
         ends: the function, as `last_function` names it, that its model should not end
             with.
         convolves: whether there are convolutions in it; None likewise.
+        may_raise: whether it calls Python that may raise, so that each call is waited
+            for before its results are used.
         compile_seconds: what it took to compile, and to trace if that is not known.
         trace_seconds: what it took to trace.
     """
@@ -102,6 +105,7 @@ class Program:
     products: Products | None = None
     ends: str | None = None
     convolves: bool | None = None
+    may_raise = False
     trace_seconds: float | None = None
     compile_seconds = 0.0
 
@@ -231,6 +235,8 @@ class Step:
         blocks: RowBlocks,
         in_order: bool,
         tell: Callable[[str], None],
+        *,
+        pads: Callable[[Batch], bool] | None,
     ):
         def collect(leaves: list[Any]) -> list[np.ndarray]:
             (group,) = strategy.place_batch([Group(leaves, None)], split=True)
@@ -238,7 +244,7 @@ class Step:
 
         shards = strategy.num_shards
         self.kind: Kind = kind
-        self.packer = Packer(shards, WHAT[kind], blocks, in_order, collect)
+        self.packer = Packer(shards, WHAT[kind], blocks, in_order, collect, pads=pads)
         self.facts = _NOTHING_YET
         self.programs: dict[Hashable, Program] = {}
         self.digests: tuple[str, ...] = ()
@@ -248,6 +254,7 @@ class Step:
         # targets are to be looked at.
         self._classes: dict[tuple[str, ...], int | None] = {}
         self._objective: Objective | None = None
+        self._is_per_example = False
 
     def compile(
         self,
@@ -267,49 +274,29 @@ class Step:
             options: the user's, of XLA.
 
         Raises:
-            RowsInteract: if values that must depend on one row depend on others, which
-                `steps` don't know yet.
-            CallsPython: if the step calls Python that may raise.
-            SlowInLoops: if it is better compiled for one step at a time.
+            ValueError: if the step calls Python that may raise, on several devices.
+            SingleStepsOnly: if it is better compiled for one step at a time.
         """
         groups = self._of_all_processes(dispatch, inputs)
         body = BODIES[self.kind](steps, inputs, groups, len(dispatch.rows), self._note)
         body = body._replace(function=opening(body.function, groups))
-        ways: list[Rows] = ["apart", "together"] if dispatch.split else ["whole"]
-        if steps.rows_interact or self.packer.rows_interact:
-            ways = ways[-1:]
-        if ways[0] == "apart" and self._has_one_row_each(groups):
-            # Shapes agree that would not, and operations say less, so the step is
-            # looked at over all rows first.
-            if values_mix_rows(traced(body.function, *body.arguments)):
-                raise RowsInteract
-
-        # As if rows were independent, which tracing may refute.
+        rows: Rows = "apart" if steps.is_per_example(self.kind) else "together"
+        rows = rows if dispatch.split else "whole"
         before, started, step = self.facts, time.perf_counter(), None
-        for rows in ways:
-            try:
-                jitted = self._strategy.compile(
-                    *body, donate=_DONATED[donate], rows=rows
-                )
-                if hasattr(jitted, "trace"):
-                    with without_collecting():
-                        step = jitted.trace(*body.arguments)
-                break
-            except RowsInteract:
-                if rows == ways[-1]:
-                    raise
+        jitted = self._strategy.compile(*body, donate=_DONATED[donate], rows=rows)
+        if hasattr(jitted, "trace"):
+            with without_collecting():
+                step = jitted.trace(*body.arguments)
         if steps.unroll_convolutions and len(dispatch.rows) > 1:
             given = body.function, *body.arguments
             if has_convolutions(traced(*given) if step is None else step.jaxpr):
-                raise SlowInLoops
+                raise SingleStepsOnly
         if step is None:
             program = Program(self._checked(jitted), dispatch, groups, donate)
             if self.facts is before:  # it was not traced yet
                 traced(body.function, *body.arguments)
             program.compile_seconds = time.perf_counter() - started
         else:
-            if values_mix_rows(step.jaxpr):
-                raise RowsInteract
             given = step, jitted, body, dispatch, donate
             program = self._compiled(*given, options, started)
 
@@ -317,6 +304,7 @@ class Step:
             if before.names and self.programs:
                 before.joined(self.facts)  # which raises if it can't be
             self._objective = steps.objective
+            self._is_per_example = steps.is_per_example(self.kind)
             is_named = isinstance(steps.objective, CriterionObjective)
             if is_named and (self.facts.num_classes or self.facts.weighted):
                 self._classes[dispatch.forms] = self.facts.num_classes
@@ -335,6 +323,14 @@ class Step:
     ) -> Program:
         begun = time.perf_counter()
         instead = getattr(jitted, "compiler_options", None)
+        leaves = jax.tree.leaves(body.arguments)
+        is_to_run = any(isinstance(leaf, jax.Array) for leaf in leaves)
+        if may_raise := is_to_run and calls_python(step.jaxpr):
+            _check_is_alone(self._strategy, devices_of(body.arguments))
+            if len(dispatch.rows) > 1:  # the state before an error would be lost
+                raise SingleStepsOnly
+            # The state that a step began with must survive its error.
+            step, donate = _not_donating(step, body.arguments), "none"
         with warnings.catch_warnings():
             if donate == "all":
                 # A batch has no result of its shape to become; DonateBuffers reports
@@ -346,6 +342,7 @@ class Step:
         program = Program(made, dispatch, body.arguments[-1], donate)
         program.trace_seconds = begun - started
         program.compile_seconds = time.perf_counter() - begun
+        program.may_raise = may_raise
         program.ends = last_function(step.jaxpr)
         program.convolves = has_convolutions(step.jaxpr)
         with contextlib.suppress(KeyError):  # JAX has renamed something
@@ -381,10 +378,6 @@ class Step:
                 " is called with the arguments of `step` less the first."
             )
         return made
-
-    def _has_one_row_each(self, groups: list[Group]) -> bool:
-        batches = jax.tree.leaves([group.batch for group in groups])
-        return 1 < self._strategy.num_shards == min(x.shape[1] for x in batches)
 
     # How batches come to the devices. Nothing here waits for the device.
 
@@ -471,14 +464,40 @@ class Step:
         objective = self._objective
         if not isinstance(objective, CriterionObjective):
             return dispatch  # only its author knows what in a batch is a weight
-        apart = not self.facts.rows_interact
+        which = self._is_per_example, objective.is_per_example
         groups = [
-            group._replace(
-                batch=without_ignored(group.batch, apart, objective.is_named)
-            )
+            group._replace(batch=without_ignored(group.batch, *which))
             for group in dispatch.groups
         ]
         return dispatch._replace(groups=groups)
+
+
+def _not_donating(step: Any, arguments: tuple[Any, ...]) -> Any:
+    """Returns a traced step of one device without its donation."""
+    flat, tree = jaxpr_as_fun(step.jaxpr), jax.tree.structure(step.out_info)
+
+    def run(*arguments: Any) -> Any:
+        return tree.unflatten(flat(*jax.tree.leaves(arguments)))
+
+    return jax.jit(run).trace(*arguments)
+
+
+def _check_is_alone(strategy: DataParallel, devices: Sequence[Any]) -> None:
+    """Raises if a step that calls Python is to run on several devices.
+
+    An error that leaves one device strands the others: with faked devices, jax 0.10.2
+    aborts the process.
+    """
+    if len(devices) > 1:
+        raise ValueError(
+            f"`strategy`: {strategy!r} has {len(devices)} devices, and the step calls"
+            " Python that may raise an error (jax.pure_callback): eqx.error_if does,"
+            " and so does every diffrax solver. An error on one device would leave the"
+            " others waiting. Set the environment variable EQX_ON_ERROR=nan before"
+            " Python starts, which makes NaN instead of errors; or pass throw=False to"
+            " diffrax.diffeqsolve (SaveAt(ts=...) and Brownian trees have checks"
+            " besides); or use strategy=SingleDevice(), where errors are raised."
+        )
 
 
 def _kept(table: Table) -> str:

@@ -21,7 +21,7 @@ from jaxlib.version import __version__ as jaxlib_version
 
 from ..basics.console import note
 from ..basics.process import without_collecting
-from ..step import CallsPython, calls_python, has_convolutions, has_own_loop
+from ..step import calls_python, has_convolutions, has_own_loop
 
 CompilerOptions = Mapping[str, Any] | str | None
 """Options of XLA by name, as `jax.jit` takes them, or an effort level."""
@@ -188,15 +188,7 @@ def compiled(
         arguments: what it was traced for.
         options: the user's, of XLA.
         instead: options in the place of those that are fast on the hardware.
-
-    Raises:
-        CallsPython: if the program calls Python that may raise. An error that
-            leaves it would strand the other devices (with several faked ones, jax
-            0.10.2 aborts the process), so the engine takes one device.
     """
-    is_to_run = any(isinstance(x, jax.Array) for x in jax.tree.leaves(arguments))
-    if is_to_run and jax.process_count() == 1 and calls_python(traced.jaxpr):
-        raise CallsPython("a step calls Python that may raise")
     options = options_for(traced.jaxpr, arguments, instead, options)
     with without_collecting():
         lowered = traced.lower()
@@ -205,7 +197,7 @@ def compiled(
         digest = hashlib.blake2b(text, digest_size=6).hexdigest()
         return lowered.compile(dict(options)), digest
 
-    key = _key(traced, lowered, options, _devices_of(arguments))
+    key = _key(traced, lowered, options, devices_of(arguments))
     program = None if key is None else _used.get(key[1:])
     if program is None:
         program = lowered.compile(dict(options))
@@ -222,10 +214,10 @@ def _key(
 ) -> tuple[Any, ...] | None:
     """The length of a program's text, and what makes it the program it is.
 
-    None where that is not known: a program with effects calls Python, such as
-    `jax.debug.print`, and its text does not tell which functions.
+    None where that is not known: a program may call Python, by `jax.debug.print` say,
+    and its text does not tell which functions.
     """
-    if traced.jaxpr.effects:
+    if traced.jaxpr.effects or calls_python(traced.jaxpr):
         return None
     text = lowered.as_text().encode()
     try:
@@ -241,7 +233,7 @@ def _key(
     return len(text), hashlib.sha256(text).digest(), kept, trees, chosen, tuple(devices)
 
 
-def _devices_of(arguments: tuple[Any, ...]) -> list[Any]:
+def devices_of(arguments: tuple[Any, ...]) -> list[Any]:
     """What a program runs on that takes these, in its order."""
     leaves = jax.tree.leaves(arguments)
     sharding = next(leaf.sharding for leaf in leaves if hasattr(leaf, "sharding"))

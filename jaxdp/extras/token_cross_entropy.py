@@ -23,19 +23,31 @@ def token_cross_entropy(
 ) -> Array | tuple[Array, Array]:
     """Softmax cross-entropy of `head(hidden)`, in nats, for use in a `loss_fn`.
 
-    Logits of a vocabulary of 128,000 take more memory than the rest of a step. Here
-    they are computed for about `chunk` tokens at a time, and once more in the backward
+    Takes a batch, or one example, as in `per_example`:
+
+        def loss(model, x, y):
+            return token_cross_entropy(model.head, model.hidden(x), y, chunk=128)
+
+        Trainer(model, loss_fn=per_example(loss))
+
+    Logits of a vocabulary of 128,000 take more memory than the rest of a step. This
+    loss computes them for about `chunk` tokens at a time, and once more in the backward
     pass. The softmax is in float32; the products are in the dtype of `hidden`, under
     mixed precision in that of the calls of a `head` that is a layer of the model.
 
     Args:
         head: from one token's features to its logits, such as an `eqx.nn.Linear`; or
             the matrix of an embedding, shaped `(vocabulary, features)`.
-        hidden: shape `(batch, tokens, features)`.
-        targets: integers of shape `(batch, tokens)`.
-        chunk: tokens of all rows together, at least one of each. Each chunk has
-            tokens of every row, so that rows and tokens may be split over devices.
-        weights: of the tokens, shape `(batch, tokens)`. What has weight 0 may be
+        hidden: shape `(batch, tokens, features)`, or `(tokens, features)`.
+        targets: integers of shape `(batch, tokens)`, or `(tokens,)`.
+        chunk: of a batch, the tokens of all rows together, at least one of each row:
+            the logits take `chunk * vocabulary` numbers. Of one example, its tokens:
+            under vmap all rows compute a chunk at the same time, so the logits take
+            `rows * chunk * vocabulary`, with the rows of one device in `per_example`.
+            For the memory of a batch, pass `chunk=1024 // rows` there.
+            Each chunk has tokens of every row, so that rows and tokens may be split
+            over devices.
+        weights: of the tokens, in the shape of `targets`. A token of weight 0 may be
             anything, NaN included.
         label_smoothing: the probability, from 0 to 1, that is shared by all classes.
         z_loss: the factor of the squared logarithm of the softmax's denominator, which
@@ -44,13 +56,18 @@ def token_cross_entropy(
     Returns:
         Means over the tokens of each row, shape `(batch,)`. With `weights` a pair of
         weighted means and the sums of weights, both `(batch,)`, which a `loss_fn` may
-        return as it is: the loss is then the mean over all weighted tokens.
+        return as it is: the loss is then the mean over all weighted tokens. Of one
+        example, scalars.
 
     Raises:
         ValueError: for shapes that don't fit, and numbers out of range.
         TypeError: for targets that are not integers.
     """
     _check(hidden, targets, chunk, weights, label_smoothing)
+    is_one = hidden.ndim == 2
+    if is_one:
+        hidden, targets = hidden[None], targets[None]
+        weights = None if weights is None else weights[None]
     batch, tokens, _ = hidden.shape
     count = _chunks(tokens, math.ceil(batch * tokens / chunk))
     of_tokens = jnp.ones(targets.shape, jnp.float32)
@@ -73,11 +90,10 @@ def token_cross_entropy(
         return (jnp.where(weight == 0, 0, values) * weight).sum(axis=1)
 
     parts = chunked(hidden), chunked(targets), chunked(of_tokens)
-    total = jax.lax.map(summed, parts).sum(axis=0)
-    if weights is None:
-        return total / tokens
-    of_rows = of_tokens.sum(axis=1)
-    return total / jnp.where(of_rows == 0, 1, of_rows), of_rows
+    total, of_rows = jax.lax.map(summed, parts).sum(axis=0), of_tokens.sum(axis=1)
+    means = total / jnp.where(of_rows == 0, 1, of_rows)
+    result = means if weights is None else (means, of_rows)
+    return jax.tree.map(lambda values: values[0], result) if is_one else result
 
 
 def _losses(
@@ -108,11 +124,11 @@ def _check(
     hidden: Any, targets: Any, chunk: int, weights: Any, label_smoothing: float
 ) -> None:
     what = "`token_cross_entropy`"
-    if hidden.ndim != 3 or targets.shape != hidden.shape[:2]:
+    if hidden.ndim not in (2, 3) or targets.shape != hidden.shape[:-1]:
         raise ValueError(
             f"{what} got `hidden` of shape {hidden.shape} and `targets` of shape"
             f" {targets.shape}; they must be (batch, tokens, features) and (batch,"
-            " tokens). Call it for a whole batch, not inside jax.vmap."
+            " tokens), or of one example (tokens, features) and (tokens,)."
         )
     if not jnp.issubdtype(targets.dtype, jnp.integer):
         raise TypeError(

@@ -24,6 +24,7 @@ from ..step import (
     LossFnObjective,
     Objective,
     Part,
+    PerExample,
     Whole,
     check_arguments,
     check_is_told,
@@ -419,6 +420,15 @@ def check_first(loader: Any, argument: str, *, needs_pairs: bool) -> None:
             to_host(batch)  # or is it a loader of batches?
 
 
+def _check_no_per_example(criteria: Mapping[str, Any]) -> None:
+    for name, criterion in criteria.items():
+        if isinstance(criterion, PerExample):
+            raise TypeError(
+                f"{name}: {criterion!r} is called as (model, *example); pass it as"
+                " `loss_fn`."
+            )
+
+
 def choose_objective(arguments: Mapping[str, Any]) -> Objective | None:
     """The objective that the arguments name; None is decided by the first batch."""
     loss, loss_fn = arguments["loss"], arguments["loss_fn"]
@@ -428,6 +438,7 @@ def choose_objective(arguments: Mapping[str, Any]) -> Objective | None:
         if loss is None:
             return None
         criterion = losses.find_loss(loss)
+        _check_no_per_example({"`loss`": criterion, **criteria})
         return CriterionObjective(criterion, criteria, keeps_outputs=keeps)
 
     # A whole loss: nothing else may say what to compute.
@@ -449,13 +460,19 @@ def choose_objective(arguments: Mapping[str, Any]) -> Objective | None:
         )
 
     objective = LossFnObjective(loss_fn, keeps_outputs=keeps)
+    if state is not None and objective.is_per_example:
+        raise ValueError(
+            "`state` was given, and `loss_fn` is per_example: a model with state, as"
+            " with BatchNorm, sees the whole batch. Pass a plain `loss_fn(model,"
+            " *batch, state)` that returns (loss, state)."
+        )
     if state is not None and not objective.takes_state:
         raise ValueError(
             "`state` was given, but `loss_fn` has no parameter named `state`; add one,"
             " and return the new state last: (loss, state)."
         )
     if callable(model := arguments["model"]) and "training" in named_by(model):
-        if "training" not in objective.signature.parameters:
+        if "training" not in objective.names:
             say_once(
                 "the model's `__call__` names `training`, and `loss_fn`, which calls"
                 " it, does not: unless it passes the value, validation is as training."

@@ -97,6 +97,7 @@ class Recipe:
     ) -> Engine:
         """Another engine, with the state of a trainer that has not been trained."""
         own_view = strategy.evaluated_state if isinstance(strategy, OwnState) else None
+        objectives = self._objectives()
         return Engine(
             self.parts,
             self.model_state,
@@ -112,6 +113,8 @@ class Recipe:
                 after_step=hooks.after_step(),
                 parts=self.several,
                 ensemble=self.ensemble,
+                has_state=self.model_state is not None,
+                losses_per_example=all(one.is_per_example for one in objectives),
             ),
             strategy,
             seed=self.seed,
@@ -148,6 +151,12 @@ class Recipe:
         keeps = bool(self.pass_metrics)
         loss = losses.LOSSES[name]
         return CriterionObjective(loss, self._criteria, keeps_outputs=keeps)
+
+    def _objectives(self) -> list[Objective]:
+        """The objectives of all parts; before a loss is inferred, one of its kind."""
+        if self.several:
+            return [part.objective for part in self.several]
+        return [self._objective or CriterionObjective(losses.mse, self._criteria)]
 
     def description(self, callbacks: Sequence[Callback]) -> dict[str, str]:
         """What decides the numbers, in words, to compare later."""

@@ -6,14 +6,11 @@ from .collectives import (
     Collectives,
     OnRows,
     Results,
-    RowsInteract,
 )
 from .ensemble import Ensemble, init_each, update_each
 from .jaxprs import (
     BY_DEFAULT,
     OWN_LOOP,
-    ROW_BY_ROW,
-    CallsPython,
     Products,
     calls_python,
     equations_in,
@@ -49,6 +46,7 @@ from .parts import (
     trained_by,
     with_clipping,
 )
+from .per_example import PerExample, per_example
 from .precision import (
     as_own,
     as_stored,
@@ -58,7 +56,6 @@ from .precision import (
 )
 from .remat import Remat, check_remat, is_recomputed, matches, outermost_matching
 from .returned import AfterUpdate
-from .row_mixing import values_mix_rows
 from .state import Batch, Group, TrainState, Weights, first_state
 from .steps import Steps
 from .table import TABLE, Picked, Table, opening, shapes_of_rows

@@ -19,10 +19,6 @@ OnRows = Callable[["Collectives", Any, Sequence[Any]], Any]
 """A part of a step that uses rows: `function(collectives, inputs, groups)`."""
 
 
-class RowsInteract(Exception):
-    """A step was traced as if its rows were independent, and they are not."""
-
-
 class Collectives:
     """What a compiled step uses to communicate with other devices.
 
@@ -30,9 +26,6 @@ class Collectives:
     shardings, the step sees the whole batch, and XLA inserts the communication.
     `AxisCollectives` is for steps that see only the rows of one device.
     """
-
-    axis_names: tuple[str, ...] = ()
-    """The axes over which rows are split, if the step sees only one device's rows."""
 
     num_shards: int = 1
 
@@ -63,13 +56,6 @@ class Collectives:
         params, buffers = change(state.params, state.buffers, key)
         return state._replace(params=params, buffers=buffers)
 
-    def need_all_rows(self) -> None:
-        """Called while a step is traced whose rows can't be computed separately.
-
-        For example, it draws from one key for all rows, or takes a mean over them. If
-        a device sees only its own rows, this must raise `RowsInteract`.
-        """
-
     def arrange(self, model: PyTree) -> PyTree:
         """The model to call in this step. It computes the same function of a row."""
         return model
@@ -98,8 +84,8 @@ class Collectives:
 class AxisCollectives(Collectives):
     """Explicit collectives over a mapped axis, as in `jax.pmap` and `jax.shard_map`.
 
-    For steps whose rows are independent. Other steps raise `RowsInteract` while they
-    are traced; a strategy then compiles them with `Collectives()` for whole batches.
+    For steps of functions that are written for one example: each device is given its
+    own rows only.
 
     Args:
         axis_name: the axis, or axes, over which the rows of a batch are split.
@@ -108,14 +94,10 @@ class AxisCollectives(Collectives):
 
     def __init__(self, axis_name: str | tuple[str, ...], num_shards: int):
         self.axis_name = axis_name
-        self.axis_names = (axis_name,) if isinstance(axis_name, str) else axis_name
         self.num_shards = num_shards
 
     def row_ids(self, rows: int) -> Int[Array, " rows"]:
         return jax.lax.axis_index(self.axis_name) * rows + jnp.arange(rows)
-
-    def need_all_rows(self) -> None:
-        raise RowsInteract
 
     def sum_gradients(self, gradients: PyTree) -> PyTree:
         return self.sum(gradients)

@@ -140,7 +140,6 @@ class OfMembers:
 
     def __init__(self, objective: Objective, ensemble: Ensemble):
         self.objective, self.ensemble = objective, ensemble
-        self.takes_key = objective.takes_key
 
     def __call__(
         self,
@@ -148,12 +147,11 @@ class OfMembers:
         model_state: PyTree,
         batch: PyTree,
         rows: MaskAndKeys,
-        bound_axes: tuple[str, ...],
     ) -> Values:
         traced: list[Values] = []
 
         def of_one(model: PyTree, state: PyTree, own: MaskAndKeys) -> Any:
-            result = self.objective(model, state, batch, own, bound_axes)
+            result = self.objective(model, state, batch, own)
             traced[:] = [result]
             values = {name: one.values for name, one in result.by_name.items()}
             weights = {name: one.weights for name, one in result.by_name.items()}
@@ -193,12 +191,11 @@ def call_members(
     model_state: PyTree,
     x: PyTree,
     rows: MaskAndKeys,
-    bound_axes: tuple[str, ...],
 ) -> PyTree:
     """Predictions of all members, `(rows, members, ...)`."""
 
     def of_one(model: PyTree, state: PyTree, own: MaskAndKeys) -> Any:
-        return call_model(model, state, x, own, bound_axes)[0]
+        return call_model(model, state, x, own)[0]
 
     outputs = over_members(of_one, size, model, model_state, rows)
     return jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), outputs)

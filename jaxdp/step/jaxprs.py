@@ -16,9 +16,6 @@ from jaxtyping import PyTree
 OWN_LOOP: Final = "own_loop"
 """Names the `jax.named_scope` of loops over optimizer steps and micro-batches."""
 
-ROW_BY_ROW: Final = "row_by_row"
-"""Names the scope of what works on the rows of its operands one by one, however."""
-
 _LOGITS: Final = "jaxdp: logits"
 _PASSED_ON: Final = frozenset(
     "broadcast_in_dim convert_element_type copy name reduce_precision reshape"
@@ -52,12 +49,11 @@ def has_convolutions(jaxpr: Any) -> bool:
     return "conv_general_dilated" in names
 
 
-class CallsPython(Exception):
-    """A step was traced that calls Python which may raise."""
-
-
 def calls_python(jaxpr: Any) -> bool:
-    """Whether a traced program calls Python that may raise, as `eqx.error_if` does."""
+    """Returns True if a traced program calls Python, which may raise.
+
+    `eqx.error_if` does, and so does every diffrax solver.
+    """
     names = (equation.primitive.name for equation in equations_in(jaxpr))
     return "pure_callback" in names
 

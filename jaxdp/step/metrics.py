@@ -12,7 +12,6 @@ from jaxtyping import Array, Float, PyTree
 
 from .ensemble import Ensemble
 from .objective import Values
-from .row_mixing import mark_values
 from .state import Group
 
 IN_FLIGHT: Final = 8
@@ -30,8 +29,6 @@ class Facts(NamedTuple):
     """What tracing a step found out."""
 
     names: tuple[str, ...]
-    rows_interact: bool
-    """Whether a row's loss depends on other rows, so that padding would change it."""
     num_classes: int | None
     notes: tuple[str, ...] = ()
     """What the user is to be told of the values, once."""
@@ -53,7 +50,6 @@ class Facts(NamedTuple):
             )
         return Facts(
             self.names,
-            self.rows_interact or other.rows_interact,
             self.num_classes if self.num_classes == other.num_classes else None,
             tuple(dict.fromkeys((*self.notes, *other.notes))),
             self.weighted,
@@ -191,21 +187,13 @@ def count_rows(groups: Sequence[Group]) -> Float[Array, ""]:
     return total.astype(sum_dtype())
 
 
-def facts_of(
-    found: Values, ensemble: Ensemble | None, most: int, *, interact: bool
-) -> Facts:
-    """What the values of a batch tell of all; at `most` so many can be kept.
-
-    Args:
-        interact: whether rows are known to depend on each other.
-    """
+def facts_of(found: Values, ensemble: Ensemble | None, most: int) -> Facts:
+    """Returns what the values of a batch tell of all; at most `most` can be kept."""
     names, weighted = tuple(found.by_name), tuple(weights_of(found, ensemble))
     if ensemble is not None:
         names += tuple(one for name in names for one in ensemble.names(name))
     check_count(names + weighted, most)
-    least = int(ensemble is not None)  # the axis of members
-    scalars = any(one.values.ndim == least for one in found.by_name.values())
-    return Facts(names, scalars or interact, found.num_classes, found.notes, weighted)
+    return Facts(names, found.num_classes, found.notes, weighted)
 
 
 def weights_of(found: Values, ensemble: Ensemble | None) -> dict[str, Array]:
@@ -223,11 +211,9 @@ def sums_of(
     found: Values, mask: Array, facts: Facts, ensemble: Ensemble | None
 ) -> Sums:
     """Sums over the real rows of a micro-batch, of its loss and of each metric."""
-    seen = {name: result.values for name, result in found.by_name.items()}
-    seen = seen, weights_of(found, ensemble)
-    values, weights = seen if facts.rows_interact else mark_values(seen)
     over = _over_rows if ensemble is None else jax.vmap(_over_rows, (-1, None))
-    sums = {name: over(value, mask) for name, value in values.items()}
+    sums = {name: over(one.values, mask) for name, one in found.by_name.items()}
+    weights = weights_of(found, ensemble)
     if ensemble is not None:  # of sums: under Members no rows are exchanged
         sums = ensemble.named(sums)
     weights = {name: _over_rows(weight, mask) for name, weight in weights.items()}

@@ -1,7 +1,7 @@
 """Calls of a user's model inside a step: vmapped, with the axes it names.
 
-A BatchNorm reduces over axes by name. Which of them exist differs, as a step sees all
-rows or one device's; here every one that is asked for does.
+A BatchNorm reduces over axes by name; every one that it asks for exists here. A model
+with state is always called with the whole batch.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from typing import Any, Final
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, PRNGKeyArray, PyTree
+from jaxtyping import PRNGKeyArray, PyTree
 
 from ..basics.tracebacks import noted
 from ..basics.tree import map_nodes, nodes_of
@@ -26,7 +26,6 @@ def call_model(
     model_state: PyTree,
     x: PyTree,
     rows: MaskAndKeys,
-    bound_axes: tuple[str, ...] = (),
 ) -> tuple[PyTree, PyTree]:
     """The model over every row of `x`: predictions `(rows, ...)`, and the new state.
 
@@ -34,11 +33,8 @@ def call_model(
     `__call__` has a `key`, and told of `training` where it has that. The axis is named
     as its BatchNorm layers want it.
     """
-    names = axis_names(model)
-    axes = jax.tree.map(lambda n: None if is_whole(n) else 0, x, is_leaf=is_whole)
-    row_axis = next((name for name in names if name not in bound_axes), None)
-    others = [name for name in names if name not in (row_axis, *bound_axes)]
-    given_state = as_given_state(model_state)
+    row_axis, *others = axis_names(model) or (None,)
+    given_state = copy_state(model_state)
     offers = offered_to(model, training=rows.training)
 
     def one_row(row: PyTree, key: PRNGKeyArray) -> Any:
@@ -51,11 +47,19 @@ def call_model(
             return model(row, given_state, **keywords)
 
     def all_rows() -> Any:
-        batched = jax.vmap(one_row, (axes, 0), out_axes=(0, None), axis_name=row_axis)
+        in_axes = row_axes(x), 0
+        batched = jax.vmap(one_row, in_axes, out_axes=(0, None), axis_name=row_axis)
         return batched(x, rows.keys)
 
     prediction, new_state = with_axes(others, all_rows)()
-    return prediction, as_plain_state(new_state)
+    return prediction, new_state
+
+
+def row_axes(batch: PyTree) -> PyTree:
+    """Returns the `in_axes` of a batch for `jax.vmap`: None for each `Whole`."""
+    return jax.tree.map(
+        lambda node: None if is_whole(node) else 0, batch, is_leaf=is_whole
+    )
 
 
 @contextlib.contextmanager
@@ -182,49 +186,14 @@ def takes_by_name(model: Any, name: str) -> bool:
     return name in named or inspect.Parameter.VAR_KEYWORD in kinds
 
 
-@jax.tree_util.register_pytree_node_class
-class _TakesConstants(eqx.nn.State):
-    """An `eqx.nn.State` that can be set to constants under `jax.shard_map`.
+def copy_state(model_state: PyTree) -> PyTree:
+    """Returns a copy of the `eqx.nn.State` of a model, which may be used only once."""
 
-    There the old value's type carries the mesh and a constant's does not, so that
-    Equinox 0.13 refuses `state.set(index, jnp.array(False))`, as BatchNorm does, as a
-    change of type. Here the constant takes on the type of the old value.
-    """
-
-    def set(self, item: Any, value: Any) -> eqx.nn.State:
-        def like(new: Any, old: Any) -> Array:
-            new = jnp.asarray(new)
-            alike = new.shape == old.shape and new.dtype == old.dtype
-            return jnp.where(jnp.ones_like(old, bool), new, old) if alike else new
-
-        value = jax.tree.map(like, value, self.get(item))
-        return _of_class(_TakesConstants, super().set(item, value))
-
-    def substate(self, pytree: PyTree) -> eqx.nn.State:
-        return _of_class(_TakesConstants, super().substate(pytree))
-
-    def update(self, substate: eqx.nn.State) -> eqx.nn.State:
-        plain = _of_class(eqx.nn.State, substate)
-        return _of_class(_TakesConstants, super().update(plain))
-
-
-def as_given_state(model_state: PyTree) -> PyTree:
-    """The state as a model is given it: a copy, since a State may be used only once."""
-    is_manual = jax.sharding.get_abstract_mesh().manual_axes
-    return _of_class(_TakesConstants if is_manual else eqx.nn.State, model_state)
-
-
-def as_plain_state(state: PyTree) -> PyTree:
-    """What a model made of the state it was given, as it is kept."""
-    return _of_class(eqx.nn.State, state)
-
-
-def _of_class(cls: type[eqx.nn.State], tree: PyTree) -> PyTree:
-    def convert(state: eqx.nn.State) -> eqx.nn.State:
+    def copied(state: eqx.nn.State) -> eqx.nn.State:
         values, markers = state.tree_flatten()
-        return cls.tree_unflatten(markers, values)
+        return eqx.nn.State.tree_unflatten(markers, values)
 
-    return map_nodes(eqx.nn.State, convert, tree)
+    return map_nodes(eqx.nn.State, copied, model_state)
 
 
 class InferenceModel(eqx.Module):
@@ -260,6 +229,6 @@ class InferenceModel(eqx.Module):
             model, state = eqx.combine(arrays, static)
             if state is None:
                 return model(x, **keywords)
-            return model(x, as_given_state(state), **keywords)[0]
+            return model(x, copy_state(state), **keywords)[0]
 
         return jax.vmap(call)(arrays) if self.is_ensemble else call(arrays)

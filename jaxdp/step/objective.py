@@ -6,7 +6,6 @@
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -19,13 +18,8 @@ from .. import losses
 from ..basics.tree import is_key
 from .collectives import DATA
 from .jaxprs import mark_logits
-from .model_call import (
-    as_given_state,
-    as_plain_state,
-    axis_names,
-    call_model,
-    with_axes,
-)
+from .model_call import axis_names, call_model, copy_state, with_axes
+from .per_example import Arguments, PerExample
 from .returned import (
     UNWRAPPED,
     Returned,
@@ -63,10 +57,8 @@ class CriterionObjective:
         keeps_outputs: whether it gives predictions and targets, too.
     """
 
-    takes_key = False
-    """Whether it draws for a whole batch at once, and not row by row."""
-    is_named: bool
-    """Whether all criteria are those that have names."""
+    is_per_example: bool
+    """Whether all criteria work on rows one by one, being ours or optax's."""
 
     def __init__(
         self,
@@ -77,7 +69,11 @@ class CriterionObjective:
     ):
         self.loss, self.keeps_outputs = loss, keeps_outputs
         self.criteria = {"loss": loss, **metrics}
-        self.is_named = all(map(_is_named, self.criteria.values()))
+        self.is_per_example = all(map(losses.is_per_row, self.criteria.values()))
+
+    def knows_padding(self, batch: PyTree) -> bool:
+        """Returns False: no criterion is given a mask."""
+        return False
 
     def __call__(
         self,
@@ -85,11 +81,10 @@ class CriterionObjective:
         model_state: PyTree,
         batch: PyTree,
         rows: MaskAndKeys,
-        bound_axes: tuple[str, ...],
     ) -> Values:
         x, given, weight = split_batch(batch)
         target = plain(given)
-        prediction, model_state = call_model(model, model_state, x, rows, bound_axes)
+        prediction, model_state = call_model(model, model_state, x, rows)
         if losses.takes_logits(self.loss):
             prediction = mark_logits(prediction)
 
@@ -119,9 +114,14 @@ class LossFnObjective:
     """The user's whole `loss_fn(model, *batch)`, given what it names.
 
     Args:
-        loss_fn: as the user wrote it.
+        loss_fn: as the user wrote it; maybe `per_example`.
         keeps_outputs: whether it gives predictions and targets, too.
         is_part: whether there are others, so that it may have none of these.
+
+    Attributes:
+        is_per_example: whether it is written for one example.
+        names: the parameters of the user's function, without the model.
+        takes_state: whether it takes the state of the model.
     """
 
     def __init__(
@@ -132,16 +132,10 @@ class LossFnObjective:
         is_part: bool = False,
     ):
         self.loss_fn, self.keeps_outputs, self.is_part = loss_fn, keeps_outputs, is_part
-        self.signature = inspect.signature(loss_fn)
-        first, *others = self.signature.parameters.values()
-        if first.kind is first.VAR_POSITIONAL:  # the model is one of these
-            others = [first, *others]
-        self.after_model = self.signature.replace(parameters=others)
-        # What functools.partial has filled is not ours to give.
-        self.filled = getattr(loss_fn, "keywords", {})
-        names = {*self.after_model.parameters} - {*self.filled}
-        self.takes_state = "state" in names
-        self.takes_key = "key" in names
+        self._arguments = Arguments(loss_fn)
+        is_one = self.is_per_example = isinstance(loss_fn, PerExample)
+        self.names = loss_fn.names if is_one else self._arguments.names
+        self.takes_state = "state" in self.names
 
     def __call__(
         self,
@@ -149,20 +143,19 @@ class LossFnObjective:
         model_state: PyTree,
         batch: PyTree,
         rows: MaskAndKeys,
-        bound_axes: tuple[str, ...],
     ) -> Values:
-        batch = plain(batch)
-        given = batch if isinstance(batch, tuple) else (batch,)
+        # `per_example` vmaps the rows, and so it must know which leaves have none.
+        batch = batch if self.is_per_example else plain(batch)
+        elements = batch if isinstance(batch, tuple) else (batch,)
 
         def bound(state: PyTree) -> Callable[[], Any]:
             offered = rows._asdict()
             if model_state is not None:
                 offered["state"] = state
-            offered = {n: v for n, v in offered.items() if n not in self.filled}
-            arguments, keywords = self._bind(given, offered)
+            arguments, keywords = self._arguments.bind(elements, offered)
             return functools.partial(self.loss_fn, model, *arguments, **keywords)
 
-        result = call_loss_fn(bound, model, model_state, bound_axes)
+        result = call_loss_fn(bound, model, model_state)
 
         # The state comes last.
         if self.takes_state and model_state is not None:
@@ -172,7 +165,7 @@ class LossFnObjective:
                     f" (loss, metrics, state); got {describe(result)}."
                 )
             *result, state = result
-            model_state = as_plain_state(state)
+            model_state = state
             result = result[0] if len(result) == 1 else tuple(result)
 
         loss, metrics = _loss_and_metrics(result)
@@ -190,86 +183,31 @@ class LossFnObjective:
         notes = notes_on("`loss_fn`: metric", by_name, scalars=num_rows > 1)
         return Values(by_name, model_state, None, notes, outputs)
 
-    def _bind(
-        self, given: tuple[Any, ...], offered: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments after `model`: the batch by place, ours by name.
-
-        A name such as `mask` means ours, unless the batch has more elements than there
-        are other places: then the first such names are the batch's.
-        """
-        parameters = self.after_model.parameters.values()
-        values = {p.name: offered[p.name] for p in parameters if p.name in offered}
-        rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None)
-        needed = [
-            p.name
-            for p in parameters
-            if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-        ]
-        # functools.partial makes keyword-only what follows an argument that it fills.
-        takes = [
-            p.name
-            for p in parameters
-            if p.kind <= p.POSITIONAL_OR_KEYWORD or rest is None and p.name in needed
-        ]
-        if rest is None:
-            places = [name for name in takes if name not in values]
-            short = max(0, len(given) - len(places))
-            for name in [name for name in takes if name in values][:short]:
-                del values[name]
-
-        queue = list(given)
-        for name in takes:
-            if queue and name not in values:
-                values[name] = queue.pop(0)
-        if rest is not None and queue:
-            values[rest], queue = tuple(queue), []
-
-        if queue or not values.keys() >= {*needed}:
-            raise TypeError(self._misfit(len(given), offered))
-        bound = inspect.BoundArguments(self.after_model, values)
-        return bound.args, bound.kwargs
-
-    def _misfit(self, given: int, offered: Mapping[str, Any]) -> str:
-        message = (
-            f"`loss_fn` is {self.signature} but a batch of this loader has"
-            f" {given} element(s): after the model come the elements of a tuple batch,"
-            " or the whole batch if it is not a tuple, then any of"
-            f" {', '.join(offered)} by name."
-        )
-        if self.takes_state and "state" not in offered:
-            message += (
-                " It takes `state`, and Trainer(state=...) was not given; pass the"
-                " State that eqx.nn.make_with_state returned."
-            )
-        return message
+    def knows_padding(self, batch: PyTree) -> bool:
+        """Returns True if the loss is given `mask` beside this batch."""
+        return self._arguments.gives("mask", batch)
 
 
 Objective = CriterionObjective | LossFnObjective
 
 
 def call_loss_fn(
-    bound: Callable[[PyTree], Callable[[], Any]],
-    model: PyTree,
-    model_state: PyTree,
-    bound_axes: tuple[str, ...],
+    bound: Callable[[PyTree], Callable[[], Any]], model: PyTree, model_state: PyTree
 ) -> Any:
-    """What a user's loss over a whole batch returns: that of `bound(model_state)`.
+    """Returns the result of a user's loss over a batch, `bound(model_state)()`.
 
     The loss vmaps the model itself. If that reduces over ("batch", "data"), all of its
     axes are bound; and "data" is if the loss asks for it, which a loss that was written
     for `jax.pmap` may do.
     """
     names = axis_names(model)
-    names = names if len(names) > 1 else ()
-    unbound = [name for name in names if name not in bound_axes]
-
+    unbound = [*names] if len(names) > 1 else []
     try:
-        return with_axes(unbound, bound(as_given_state(model_state)))()
+        return with_axes(unbound, bound(copy_state(model_state)))()
     except NameError:  # what JAX raises for an axis that is not bound
-        if DATA not in (*unbound, *bound_axes):
+        if DATA not in unbound:
             with contextlib.suppress(NameError):
-                call = bound(as_given_state(model_state))
+                call = bound(copy_state(model_state))
                 return with_axes([*unbound, DATA], call)()
         raise
 
@@ -320,11 +258,6 @@ def _loss_and_metrics(result: Any) -> tuple[Any, Mapping[str, Any]]:
     return result
 
 
-def _is_named(criterion: losses.Criterion) -> bool:
-    """Whether it is one of ours, which work on rows one by one."""
-    return criterion in losses.METRICS.values()
-
-
 def _of_criterion(
     name: str,
     criterion: losses.Criterion,
@@ -345,8 +278,8 @@ def _of_criterion(
                 " `prediction.squeeze(-1)` in the model or `y[:, None]` in the data."
             )
 
-    is_named = _is_named(criterion)
-    if weight is not None and is_named:
+    is_per_row = losses.is_per_row(criterion)
+    if weight is not None and is_per_row:
         # The gradient of NaN is NaN, also of one that nothing selects.
         prediction, target = without_ignored(weight, prediction, target)
     try:
@@ -358,7 +291,7 @@ def _of_criterion(
         )
         raise
 
-    if not is_named and _is_for_one_row(criterion, prediction, target, value):
+    if not is_per_row and _is_for_one_row(criterion, prediction, target, value):
         raise ValueError(
             f"{argument}: it gave an array of shape {value.shape} for targets of shape"
             f" {target.shape}: the targets picked rows of the predictions, of shape"
@@ -366,7 +299,7 @@ def _of_criterion(
             " for one example, wrap it in jax.vmap."
         )
     result = checked(argument, name, value, rows, weight=weight, is_criterion=True)
-    return result._replace(hidden=None) if is_named else result  # nothing is left
+    return result._replace(hidden=None) if is_per_row else result  # nothing is left
 
 
 def _is_for_one_row(

@@ -361,8 +361,7 @@ class StepsOfParts(Steps):
 
         facts = [part_sums.facts for part_sums in summed]
         notes = dict.fromkeys(note for part_sums in facts for note in part_sums.notes)
-        interact = any(part_sums.rows_interact for part_sums in facts)
-        joined = Facts(tuple(sums), interact, None, tuple(notes), tuple(weights))
+        joined = Facts(tuple(sums), None, tuple(notes), tuple(weights))
         check_count(joined.names + joined.weighted, self.most_values)
         hidden = [one.hidden for one in summed if one.hidden is not None]
         of_all = functools.reduce(jnp.add, hidden) if hidden else None

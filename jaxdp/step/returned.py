@@ -133,6 +133,23 @@ def check_depends(loss: Array, params: PyTree) -> None:
         )
 
 
+def check_constant(weights: Array | None, params: PyTree) -> None:
+    """Raises when weights depend on trained leaves through differentiable operations.
+
+    Args:
+        weights: those that a loss returned beside its values, while JAX differentiates.
+        params: see `check_depends`.
+    """
+    leaves = jax.tree.leaves(params)
+    if leaves and weights is not None and isinstance(weights, type(leaves[0])):
+        raise ValueError(
+            "the loss is a pair, whose second is the weight of the first, and this"
+            " weight depends on the model's parameters. If it is to be a metric, put it"
+            " into a dict: (loss, {'name': value}). If it is a weight, make it a"
+            " constant: jax.lax.stop_gradient(weight)."
+        )
+
+
 def notes_on(
     argument: str, by_name: Mapping[str, Returned], *, scalars: bool
 ) -> tuple[str, ...]:

@@ -10,7 +10,6 @@ from jaxtyping import Array, Int, PRNGKeyArray, PyTree
 from ..basics.tree import leaf_path
 from .collectives import Collectives
 from .precision import first_scale, next_scale
-from .row_mixing import mark_rows
 
 if TYPE_CHECKING:
     from .steps import Steps
@@ -130,9 +129,8 @@ def mask_and_keys(
     places = micro.rows_before + before[block] + place
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, places)
 
-    mask, keys = mark_rows((place < micro.counts[block], keys))
     return MaskAndKeys(
-        mask=mask,
+        mask=place < micro.counts[block],
         keys=keys,
         key=jax.random.fold_in(
             key, jnp.uint32(_RESERVED) - micro.rows_before.astype(jnp.uint32)

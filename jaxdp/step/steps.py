@@ -35,9 +35,9 @@ from .model_call import call_model, told_of_dicts
 from .objective import Objective, Values
 from .precision import PRECISIONS, LossScale, Precision, cast_batch, computing, widen
 from .remat import Remat, remat_function, remat_submodules
-from .returned import AfterUpdate, check_depends
-from .row_mixing import check_constant, mark_rows
+from .returned import AfterUpdate, check_constant, check_depends
 from .state import (
+    Batch,
     Group,
     MicroBatch,
     TrainState,
@@ -80,8 +80,11 @@ class Steps(NamedTuple):
     """Whether micro-batches with convolutions are no loop in the compiled step."""
     ensemble: Ensemble | None = None
     """Whose members the models are, if there are several."""
-    rows_interact: bool = False
-    """Whether values of rows are known to depend on other rows; see `row_mixing`."""
+    has_state: bool = False
+    """Whether the model has an `eqx.nn.State`, so that it is written for a batch."""
+    losses_per_example: bool = False
+    """Whether the losses and metrics are written for one example; known before the
+    first batch, which may decide `objective`."""
     after_update: AfterUpdate | None = None
     """What changes the weights after each update."""
     after_step: tuple[Callable[[TrainState], TrainState], ...] = ()
@@ -90,6 +93,27 @@ class Steps(NamedTuple):
     """Whether optimizers are given the conjugates of complex gradients."""
     parts: tuple[Any, ...] = ()
     """What `parts.StepsOfParts` takes one after the other."""
+
+    def is_per_example(self, kind: str) -> bool:
+        """Returns True if all that a kind of step calls is written for one example.
+
+        Its rows may be padded, and devices may work on their own rows alone. What is
+        written for a batch is given the batch instead.
+
+        Args:
+            kind: `"train"`, `"evaluate"` or `"predict"`.
+        """
+        return not self.has_state and (kind == "predict" or self.losses_per_example)
+
+    def is_padded(self, kind: str, batch: Batch) -> bool:
+        """Returns True if batches like this may be padded for a kind of step.
+
+        They may for functions of one example, and for losses that name `mask`.
+        """
+        if self.is_per_example(kind) or self.has_state or self.objective is None:
+            return self.is_per_example(kind)
+        objectives = [part.objective for part in self.parts] or [self.objective]
+        return all(one.knows_padding(batch) for one in objectives)
 
     @property
     def most_values(self) -> int:
@@ -281,8 +305,6 @@ class Steps(NamedTuple):
             jax.random.wrap_key_data(weights.key), weights.step
         )
         total = count_rows(groups)
-        if weights.model_state is not None or objective.takes_key:
-            collectives.need_all_rows()
         with jax.named_scope("parameters"):  # plans say of collectives where they stand
             whole = collectives.gather(weights.params)
             buffers = collectives.gather(weights.buffers)
@@ -297,28 +319,14 @@ class Steps(NamedTuple):
                 rows = mask_and_keys(
                     collectives, step_key, micro, weights.step, training=True
                 )
-                result = objective(
-                    model, model_state, batch, rows, collectives.axis_names
-                )
+                result = objective(model, model_state, batch, rows)
                 returned = result.by_name["loss"]
                 check_depends(returned.values, params)
-                if returned.own is not None:
-
-                    def weights_of(params: PyTree) -> Any:
-                        model = self._model(params, buffers)
-                        there = computing(model, self.precision), model_state, batch
-                        of_rows = objective(*there, rows, collectives.axis_names)
-                        return of_rows.by_name["loss"].own
-
-                    check_constant(weights_of, params)
-
-                # Whether rows may have been worked on apart.
+                check_constant(returned.own, params)
                 if self.conjugate_complex:
                     notes = *result.notes, *notes_on_complex(params)
                     result = result._replace(notes=notes)
-                summed = self._summed(
-                    collectives, result, rows.mask, stateful=model_state is not None
-                )
+                summed = self._summed(result, rows.mask)
 
                 # The share of these rows in the mean over all.
                 loss = summed.sums["loss"]
@@ -353,50 +361,19 @@ class Steps(NamedTuple):
         objective = self._objective_of_all
         weights, batch_idx = inputs
         micro = only_micro_batch(groups[0])
-        carries = self._carries_rows(collectives, weights.model_state, micro)
-        if objective.takes_key or carries:
-            collectives.need_all_rows()
         key = key_outside_training(weights)
         key = jax.random.fold_in(key, batch_idx)
         rows = mask_and_keys(collectives, key, micro, weights.step, training=False)
 
         model = self._whole_model(collectives, weights)
         batch = self._batch(model, micro)
-        result = objective(
-            self._inference(model),
-            weights.model_state,
-            batch,
-            rows,
-            collectives.axis_names,
-        )
-
-        summed = self._summed(collectives, result, rows.mask, stateful=carries)
+        result = objective(self._inference(model), weights.model_state, batch, rows)
+        summed = self._summed(result, rows.mask)
         return collectives.sum(summed), result.outputs
 
-    def _carries_rows(
-        self, collectives: Collectives, model_state: PyTree, micro: MicroBatch
-    ) -> bool:
-        """Whether the loss is given a state with something of each row in it.
-
-        The hidden state of a recurrent model, say, unlike the running means of a
-        BatchNorm.
-        """
-        if not getattr(self.objective, "takes_state", False):
-            return False
-        seen = len(jax.tree.leaves(micro.batch)[0])
-        rows = seen * collectives.num_shards
-        return any(rows in jnp.shape(leaf) for leaf in jax.tree.leaves(model_state))
-
-    def _summed(
-        self, collectives: Collectives, found: Values, mask: Array, *, stateful: bool
-    ) -> Sums:
-        """Sums over the rows seen here, if they may be seen apart from the others."""
-        # What is drawn for the batch as a whole, a permutation say, is over its rows.
-        keyed = self.objective is not None and self.objective.takes_key
-        interact = stateful or keyed or self.rows_interact
-        facts = facts_of(found, self.ensemble, self.most_values, interact=interact)
-        if facts.rows_interact:
-            collectives.need_all_rows()
+    def _summed(self, found: Values, mask: Array) -> Sums:
+        """Returns the sums over the rows seen here."""
+        facts = facts_of(found, self.ensemble, self.most_values)
         return sums_of(found, mask, facts, self.ensemble)
 
     def _predictions(
@@ -411,12 +388,12 @@ class Steps(NamedTuple):
         given = self._inference(model), weights.model_state, x, rows
         with told_of_dicts(x):
             if self.ensemble is not None:
-                return call_members(self.ensemble.size, *given, collectives.axis_names)
-            return call_model(*given, collectives.axis_names)[0]
+                return call_members(self.ensemble.size, *given)
+            return call_model(*given)[0]
 
     def _batch(self, model: PyTree, micro: MicroBatch) -> PyTree:
-        """What the objective is given, its rows marked."""
-        batch = as_given(joined(mark_rows(micro.batch), micro.whole))
+        """Returns what the objective is called with."""
+        batch = as_given(joined(micro.batch, micro.whole))
         return cast_batch(model, batch, self.precision)
 
     def _model(self, params: PyTree, buffers: PyTree) -> PyTree:

@@ -31,11 +31,11 @@ predictions, split by rows. `"replicated"`: small values that every device holds
 Rows = Literal["apart", "together", "whole"]
 """How the devices work on the rows of a step's batches.
 
-`"apart"`: rows are split over the devices, and a value of a row depends on that row
-alone, as far as is known: each device may work on its own. `"together"`: they are split
-and interact, as in a scalar loss or BatchNorm, so the step must see all of them.
-`"whole"`: they interact, and the devices do not divide their number, so every device is
-given all rows and must not sum over devices.
+`"apart"`: rows are split over the devices, and all functions are written for one
+example, so each device may work on its own rows. `"together"`: rows are split, and
+something is written for a batch (a `loss_fn`, a model with state), so the step must see
+all of them. `"whole"`: the devices do not divide the rows, so every device is given all
+of them and must not sum over devices.
 """
 
 Strategy = TypeVar("Strategy", bound="DataParallel")
@@ -167,8 +167,7 @@ class DataParallel:
             results: what each result is, or the only result. A result `"state"` has
                 the layout of the argument `"state"`.
             donate: positions of arguments whose memory the step may overwrite.
-            rows: how rows are worked on. If they turn out to interact while a step for
-                rows `"apart"` is traced, this is called again for rows `"together"`.
+            rows: how rows are worked on.
 
         Returns:
             The result of `jax.jit`, which the trainer then traces, looks through and

@@ -22,7 +22,7 @@ from jaxtyping import Array, Int
 
 from ..basics.console import say
 from ..distributed import row_blocks
-from ..step import Collectives, Group, OnRows, Results, RowsInteract, repeated
+from ..step import Collectives, Group, OnRows, PerExample, Results, repeated
 from .base import DataParallel, Role, Rows, laid_out
 from .offload import jitted
 from .placing import put_rows
@@ -80,6 +80,14 @@ class Bitwise(DataParallel):
                 f" round differently on other device counts; use {self.strategy!r}: on"
                 " the same devices the bits are the same anyway."
             )
+        loss_fn = arguments["loss_fn"]
+        if loss_fn is not None and not isinstance(loss_fn, PerExample):
+            raise ValueError(
+                "`strategy`: Bitwise works on parts of a batch in turn, and a `loss_fn`"
+                " is written for the whole batch. Write it for one example,"
+                " loss_fn=jaxdp.per_example(fn), or take"
+                f" strategy={type(self.strategy).__name__}()."
+            )
         if arguments["data"] == "local" and jax.process_count() > 1:
             raise ValueError(
                 "`data`='local' with Bitwise: the order of the rows would depend on the"
@@ -118,10 +126,8 @@ class Bitwise(DataParallel):
     ) -> Any:
         whole, by_rows = PartitionSpec(), PartitionSpec(None, _AXIS)
         group_spec = Group(whole, whole, whole)
-        collectives = Collectives()
         if split := rows != "whole":
             group_spec = Group(PartitionSpec(None, None, _AXIS), whole, whole)
-            collectives = VirtualShards(self.mesh.size)
             *others, groups = arguments
             arguments = *others, list(map(self._cut, groups))
 
@@ -131,23 +137,31 @@ class Bitwise(DataParallel):
             lambda role: by_rows if split and role == "rows" else whole,
             lambda _: group_spec,
         )
-        mapped = jax.shard_map(
-            functools.partial(step, collectives),
-            mesh=self.mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            check_vma=False,
-        )
+        everywhere = NamedSharding(self.mesh, whole)
+        if rows == "apart":
+            mapped = jax.shard_map(
+                functools.partial(step, VirtualShards(self.mesh.size)),
+                mesh=self.mesh,
+                in_specs=in_specs,
+                out_specs=out_specs,
+                check_vma=False,
+            )
 
         def program(*arguments: Any) -> Any:
-            outcome = mapped(*arguments)
-            if split:  # (turns, devices * rows, ...)
-                outcome = _of_rows(
-                    lambda x: x.reshape(-1, *x.shape[2:]), outcome, results
-                )
-            return outcome
+            if rows == "apart":  # results of rows are (turns, devices * rows, ...)
+                return _of_rows(_joined, mapped(*arguments), results)
+            if split:
+                *others, groups = arguments
+                groups = [_in_full(group, everywhere) for group in groups]
+                arguments = *others, groups
+            return step(Collectives(), *arguments)
 
-        everywhere = NamedSharding(self.mesh, whole)
+        if split and rows != "apart":
+            say(
+                "`Bitwise`: a loss, a metric or a model with state is written for a"
+                " batch, so every device computes the whole batch: the same bits, and"
+                " no time saved by more devices"
+            )
         out = everywhere if isinstance(results, str) else (everywhere,) * len(results)
         made = jitted(program, *call, shardings_of(self.mesh, in_specs), out, donate)
         return _Merged(made, arguments, _options_on(self.mesh.devices.flat[0]))
@@ -187,19 +201,6 @@ class VirtualShards(Collectives):
         self.turns = SHARDS // devices
 
     def over_rows(
-        self, function: OnRows, inputs: Any, groups: Sequence[Group], results: Results
-    ) -> Any:
-        try:
-            return self._in_turns(function, inputs, groups, results)
-        except RowsInteract:
-            say(
-                "`Bitwise`: the rows of a batch interact (a scalar loss, BatchNorm, or"
-                " one `key` for all), so every device computes the whole batch: the"
-                " same bits, and no time saved by more devices"
-            )
-            return self._whole(function, inputs, groups, results)
-
-    def _in_turns(
         self, function: OnRows, inputs: Any, groups: Sequence[Group], results: Results
     ) -> Any:
         # One more than there are turns: a stack of one would need no indexing, and the
@@ -260,25 +261,6 @@ class VirtualShards(Collectives):
 
         return treedef.unflatten(_loop(1, first, zero, gather, latest))
 
-    def _whole(
-        self, function: OnRows, inputs: Any, groups: Sequence[Group], results: Results
-    ) -> Any:
-        """The same computation of all rows on every device."""
-
-        def gathered(leaf: Array) -> Array:
-            everything = jax.lax.all_gather(leaf, _AXIS, axis=2, tiled=True)
-            return everything.reshape(len(leaf), -1, *leaf.shape[4:])
-
-        groups = [g._replace(batch=jax.tree.map(gathered, g.batch)) for g in groups]
-        values = function(Collectives(), inputs, groups)
-        device = jax.lax.axis_index(_AXIS)
-
-        def own(leaf: Array) -> Array:
-            cut = leaf.reshape(self.turns, self.devices, -1, *leaf.shape[1:])
-            return cut[:, device]
-
-        return _of_rows(own, values, results)
-
 
 class _OneShard(Collectives):
     """What the function of rows is given: one virtual shard of all there are."""
@@ -290,9 +272,6 @@ class _OneShard(Collectives):
 
     def row_ids(self, rows: int) -> Int[Array, " rows"]:
         return self.shard * rows + jnp.arange(rows)
-
-    def need_all_rows(self) -> None:
-        raise RowsInteract
 
 
 class _Sum:
@@ -365,6 +344,21 @@ def _of_rows(
     if isinstance(results, str):
         return one(found, results)
     return tuple(map(one, found, results))
+
+
+def _joined(leaf: Array) -> Array:
+    return leaf.reshape(-1, *leaf.shape[2:])
+
+
+def _in_full(group: Group, everywhere: NamedSharding) -> Group:
+    """Returns a group that was cut as it came, on every device."""
+
+    def gather(leaf: Array) -> Array:
+        micros, turns, devices, rows, *rest = leaf.shape
+        leaf = leaf.reshape(micros, turns * devices * rows, *rest)
+        return jax.lax.with_sharding_constraint(leaf, everywhere)
+
+    return group._replace(batch=jax.tree.map(gather, group.batch))
 
 
 def _options_on(device: Any) -> dict[str, Any]:

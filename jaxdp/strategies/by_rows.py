@@ -9,7 +9,6 @@ from typing import Any, Final
 
 import equinox as eqx
 import jax
-from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
@@ -20,21 +19,13 @@ from ..step import (
     Group,
     OnRows,
     Results,
-    RowsInteract,
     Weights,
 )
 from .base import draws_by_row
-from .gathering import Gatherers, by_parts, check_alike, check_divided, only, without
-from .meshes import names_of
+from .gathering import Gatherers, by_parts, only, without
+from .meshes import names_of, without_mesh
 
 NO_GATHERERS: Final = Gatherers()
-
-# How parameters are gathered that the module `{owner}` gathers.
-IN_CALLS: Final = "in each call of {owner}"
-TOGETHER: Final = f"{IN_CALLS}, by XLA: rows interact"
-_USED_ALONE: Final = "the loss uses some parameters by themselves"
-USED_ALONE: Final = f"{IN_CALLS}, by XLA: {_USED_ALONE}"
-AT_ONCE: Final = f"before the step: {_USED_ALONE}, and works on rows one by one"
 
 Spec = Callable[[str, Any], PartitionSpec]
 """How the leaf at a path is split."""
@@ -43,27 +34,23 @@ Spec = Callable[[str, Any], PartitionSpec]
 class ByRows(Collectives):
     """Lets devices work on their rows alone, for a step that sees global arrays.
 
-    Where rows are independent, `over_rows` is a `jax.shard_map`: parameters are
-    gathered before it, and gradients reduced after it, once, straight to the shards
-    that are kept (`psum_scatter`). XLA would not find that by itself on every platform,
-    and would reduce the gradients of each micro-batch. Where rows interact, or the loss
-    reads arrays that a module gathers for itself, XLA partitions the whole computation:
-    the same numbers, with more communication on some platforms.
+    Where all functions are written for one example, `over_rows` is a `jax.shard_map`:
+    parameters are gathered before it, and gradients reduced after it, once, straight to
+    the shards that are kept (`psum_scatter`). XLA would reduce the gradients of each
+    micro-batch, and of each turn of a loop in the model. Where something is written for
+    a batch, XLA partitions the whole computation.
 
-    What is not about rows, as the optimizer, is outside: it sees global arrays, so that
-    a global norm is one.
+    The rest, such as the optimizer, is outside: it sees global arrays, so that a global
+    norm is one.
 
     Args:
         mesh: of Auto axes.
         row_axes: those of its axes that rows are split over.
         held: how parameters are split between steps.
         updated: how their gradients and optimizer states are.
-        apart: whether rows may be worked on apart at all.
-        interact: whether that is because they are known to interact.
+        apart: whether devices work on their rows alone.
         find_gatherers: of a model's arrays, which modules gather their own parameters.
             All others are gathered before.
-        tell: called with how these are gathered, `IN_CALLS` or another; and whether
-            that is for gradients.
     """
 
     def __init__(
@@ -74,17 +61,13 @@ class ByRows(Collectives):
         updated: Spec,
         *,
         apart: bool,
-        interact: bool = False,
         find_gatherers: Callable[[PyTree], Gatherers] = lambda _: NO_GATHERERS,
-        tell: Callable[[str, bool], None] = lambda *_: None,
     ):
         self.mesh = mesh
         self.row_axes = row_axes
         self.held = held
         self.updated = updated
-        self.apart, self.interact = apart, interact
-        self.find_gatherers = find_gatherers
-        self.tell = tell
+        self.apart, self.find_gatherers = apart, find_gatherers
         # Of the step at hand.
         self._gatherers = NO_GATHERERS
         self._shards: dict[str, PartitionSpec] = {}
@@ -93,18 +76,12 @@ class ByRows(Collectives):
         self, function: OnRows, inputs: Any, groups: Sequence[Group], results: Results
     ) -> Any:
         this_step = self._knowing(inputs)
-        together = functools.partial(function, this_step)
         if not self.apart or not draws_by_row():
-            if self.interact:
-                self.tell(TOGETHER, "gradients" in results)
-            return together(inputs, groups)
+            return function(this_step, inputs, groups)
         try:
             return this_step._mapped(function, inputs, groups, results)
-        except RowsInteract:
-            self.tell(TOGETHER, "gradients" in results)
-            return together(inputs, groups)
         except Exception:
-            together(inputs, groups)  # whose error tells of all rows
+            function(this_step, inputs, groups)  # whose error has the batch's shapes
             raise
 
     def arrange(self, model: PyTree) -> PyTree:
@@ -139,62 +116,14 @@ class ByRows(Collectives):
     def _mapped(
         self, function: OnRows, inputs: Any, groups: Sequence[Group], results: Results
     ) -> Any:
-        run = functools.partial(self._on_devices, function, results)
-        if not self._shards:
-            return run({}, {}, inputs, groups)
-
-        # Where something uses shards and does not gather them, it takes them for whole
-        # arrays: what is computed is not what it would be with whole ones. XLA takes
-        # global arrays for what they are.
-        #
-        # So a step is traced twice, and compiled once. The trace with shards shows each
-        # operation on one, but not what Python reads of its shape: a loss that divides
-        # by the number of parameters has the wrong number in it as a constant, and no
-        # operation tells. Only the trace with whole arrays has the right one. And to
-        # make one of the other would be to rewrite loops and backward passes, whose
-        # carries, constants and zeros have the shapes of shards.
-        weights, *_ = nodes_of(Weights, inputs)
-        trained = self._split_in(weights.params, self._gatherers)
-        with_shards = functools.partial(run, trained, self._shards)
-        together = functools.partial(function, self)
-        ways = (
-            (IN_CALLS, with_shards, check_alike),
-            (USED_ALONE, together, check_divided),
-        )
-        whole = jax.make_jaxpr(functools.partial(run, {}, {}))
-        expected = functools.cache(lambda: whole(inputs, groups))
-        for way, compute, check in ways:
-            try:
-                program = jax.make_jaxpr(compute, return_shape=True)
-                traced, shapes = program(inputs, groups)
-                check(traced, expected())
-            except RowsInteract:
-                raise
-            except Exception:  # of what can't be done like this; others come again
-                continue
-            self.tell(way, "gradients" in results)
-            leaves = jaxpr_as_fun(traced)(*jax.tree.leaves((inputs, groups)))
-            return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
-
-        self._gatherers = NO_GATHERERS
-        computed = run({}, {}, inputs, groups)
-        self.tell(AT_ONCE, "gradients" in results)
-        return computed
-
-    def _on_devices(
-        self,
-        function: OnRows,
-        results: Results,
-        trained: Mapping[str, PartitionSpec],
-        shards: Mapping[str, PartitionSpec],
-        inputs: Any,
-        groups: Sequence[Group],
-    ) -> Any:
         """`function` on each device's rows, and its gradients summed.
 
-        What modules gather for themselves, the `shards`, stays split, and so do its
-        gradients, of those `trained`.
+        The `_shards`, which modules gather for themselves, stay split, and so do their
+        gradients.
         """
+        weights, *_ = nodes_of(Weights, inputs)
+        shards = self._shards
+        trained = self._split_in(weights.params, self._gatherers)
         num_shards = math.prod(self.mesh.shape[name] for name in self.row_axes)
         roles = results if isinstance(results, tuple) else (results,)
         rows, whole = PartitionSpec(self.row_axes), PartitionSpec()
@@ -216,9 +145,10 @@ class ByRows(Collectives):
             {name: only(self.row_axes, spec) for name, spec in specs.items()}
             for specs in (shards, trained)
         )
+        is_alone = {*self.mesh.axis_names} == {*self.row_axes}
         spec_of = {"gradients": (rows, own_trained), "rows": rows, "replicated": whole}
         values = jax.shard_map(
-            on_one_device,
+            without_mesh(on_one_device) if is_alone else on_one_device,
             mesh=self.mesh,
             in_specs=(
                 _specs_of(inputs, own_shards),
@@ -331,9 +261,9 @@ class ByRows(Collectives):
 
 
 class _OwnRows(AxisCollectives):
-    """What a device is given that works on its rows alone.
+    """The collectives of a device that works on its rows alone.
 
-    That is whole parameters; but of those that some modules gather, its shards.
+    It has full parameters; but of those that some modules gather, its shards.
     """
 
     def __init__(
@@ -344,6 +274,7 @@ class _OwnRows(AxisCollectives):
         shards: Mapping[str, PartitionSpec],
     ):
         super().__init__(axes, num_shards)
+        self._axes = axes
         self._arrange, self.shards = arrange, shards
 
     def arrange(self, model: PyTree) -> PyTree:
@@ -357,9 +288,9 @@ class _OwnRows(AxisCollectives):
             if (spec := self.shards.get(leaf_path(path))) is None:
                 return leaf
             done = set(itertools.chain(*map(names_of, spec)))
-            left = tuple(name for name in self.axis_names if name not in done)
+            left = tuple(name for name in self._axes if name not in done)
             reduce = functools.partial(jax.lax.psum, axis_name=left)
-            others = without(tuple(self.axis_names), spec)
+            others = without(self._axes, spec)
             return by_parts(reduce, others)(leaf) if left else leaf
 
         return jax.tree_util.tree_map_with_path(summed, gradients)

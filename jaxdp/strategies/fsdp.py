@@ -10,11 +10,10 @@ from jax.tree_util import GetAttrKey
 from jaxtyping import Array, PyTree
 
 from ..basics.arguments import check_count
-from ..basics.console import say
 from ..basics.tree import at_path
 from ..step import DATA, TrainState, outermost_matching
 from .base import Layout
-from .by_rows import AT_ONCE, IN_CALLS, NO_GATHERERS
+from .by_rows import NO_GATHERERS
 from .gathering import Gatherers
 from .meshes import Devices, find_devices, mesh_on
 from .sharded import Sharded
@@ -109,17 +108,13 @@ class Gathering(Sharded):
     def gather_by(self, gather: Any) -> None:
         """Sets which do: `gather` of `FSDP`."""
         self._gather = _checked(gather)
-        # How training gathers, by the names of modules that gather. Copies of a
-        # strategy share it.
-        self._ways: dict[tuple[str, ...], str] = {}
         self.gatherers = NO_GATHERERS
 
     def gathered(self, path: str, spec: PartitionSpec) -> str:
         """How a leaf that is split like this is gathered, to be said of it."""
         if not self.gatherers.gather(path, spec, self.split_axes):
             return ""
-        way = self._ways.get(tuple(self.gatherers.paths), IN_CALLS)
-        return f", gathered {way.format(owner=self.gatherers.owner(path))}"
+        return f", gathered in each call of {self.gatherers.owner(path)}"
 
     def blocks(self, path: str) -> PartitionSpec:
         """The axes of a leaf that are blocks, of which its module gathers one."""
@@ -128,18 +123,7 @@ class Gathering(Sharded):
         return PartitionSpec(*[_BLOCKS] * stacked)
 
     def _gathering(self) -> dict[str, Any]:
-        return {"find_gatherers": self._found, "tell": self._tell}
-
-    def _tell(self, way: str, is_training: bool) -> None:
-        if is_training:
-            self._ways[tuple(self.gatherers.paths)] = way
-        if way == AT_ONCE:
-            say(
-                f"{self!r} gathers all parameters before the step: the loss reads some"
-                " of them directly, not only through the modules that gather them, and"
-                " works on rows one by one: in a loop, in a kernel, or with gradients"
-                " of these parameters for each row"
-            )
+        return {"find_gatherers": self._found}
 
     def layouts(self, state: TrainState) -> dict[str, Layout]:
         # The arrays may be trained, or frozen, or both.
@@ -190,8 +174,9 @@ class FSDP(Gathering, _Split):
       the number of devices. It sends 1.5 times the bytes of `Sharded`'s all-reduce.
     - all others before the step. That sends as many bytes as the all-reduce.
 
-    XLA does the same, from constraints, if rows interact (a scalar loss, BatchNorm), or
-    if the loss reads the parameters of a block directly (a penalty on all weights).
+    Named losses and `per_example` gather in the calls of blocks, and may use their
+    parameters nowhere else (a penalty on all weights needs gather="once"). For a
+    `loss_fn`, which is given the whole batch, XLA gathers, from constraints.
 
     A leaf (array) is split along its first axis that the devices divide; in a `Stack`,
     along an axis of a single block. Leaves without such an axis, or with fewer than

@@ -1,10 +1,11 @@
 """Parameters that stay split, and are gathered where they are used.
 
 A block of a `Stack`, or another submodule, gathers its own when it is called, and once
-more in its backward pass, where the gradient is summed straight into shards. Where each
-device works on its own rows, it is given its shards, and that is what `jax.grad` makes
-of `all_gather`. Where all rows are worked on together, parameters are global arrays,
-and XLA is told by constraints where they are whole.
+more in its backward pass, where the gradient is summed straight into shards. There are
+two ways. Where each device works on its own rows, it holds `Shard`s, opaque until the
+call gathers them, and the sum is what `jax.grad` makes of `all_gather`. Where a step is
+given the whole batch, parameters are global arrays, and XLA is told by constraints
+where they are replicated.
 """
 
 import functools
@@ -14,19 +15,11 @@ from typing import Any, Final, NamedTuple
 
 import equinox as eqx
 import jax
-from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from ..basics.tree import at_path, leaf_path
-from ..step import (
-    equations_in,
-    is_recomputed,
-    opened,
-    programs_in,
-    with_call,
-    without_call,
-)
+from ..step import is_recomputed, with_call, without_call
 from .meshes import names_of
 
 _MADE_ANEW: Final = {
@@ -40,6 +33,55 @@ _MADE_ANEW: Final = {
     "broadcast_in_dim",
 }
 """What is not kept for a backward pass: gathered parameters, and views of arrays."""
+
+
+class Shard(jax.Array):
+    """A device's shard of a parameter, until the module that it belongs to is called.
+
+    To filters such as `eqx.is_inexact_array` it is an array, so that none leaves it out
+    of a sum over parameters in silence; every other use is refused.
+
+    Args:
+        array: the shard.
+        name: path of the parameter.
+        owner: path of the module that gathers it.
+    """
+
+    def __init__(self, array: Array, name: str, owner: str):
+        self.array, self.name, self.owner = array, name, owner
+
+    @property
+    def dtype(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.array.dtype
+
+    def astype(self, dtype: Any) -> "Shard":  # pyright: ignore
+        return Shard(self.array.astype(dtype), self.name, self.owner)
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise ValueError(
+            f"`gather`: the loss uses the parameter {self.name} outside of calls of"
+            f" {self.owner}, which gathers it when it is called; elsewhere a device has"
+            ' only a shard of it. Pass gather="once" to the strategy, which gathers'
+            " all parameters before the step; or write the loss for a batch, as a plain"
+            " `loss_fn`, which may use any parameter."
+        )
+
+    def __repr__(self) -> str:
+        return f"Shard({self.name})"
+
+
+_CONVERSIONS: Final = "__jax_array__ __array__ __len__ __iter__ __bool__ __float__"
+_HARMLESS: Final = "__module__ __doc__ __slots__ __weakref__ __hash__ dtype astype"
+
+for _name in {*vars(jax.Array), *_CONVERSIONS.split()} - {*_HARMLESS.split()}:
+    _is_method = _name.startswith("__") and _name not in ("__jax_array__", "__array__")
+    setattr(Shard, _name, Shard._refuse if _is_method else property(Shard._refuse))
+
+
+def open_shards(tree: PyTree) -> PyTree:
+    """Returns the tree with arrays in the place of each `Shard`, for its own call."""
+    is_shard = lambda leaf: isinstance(leaf, Shard)  # noqa: E731
+    return jax.tree.map(lambda x: x.array if is_shard(x) else x, tree, is_leaf=is_shard)
 
 
 class Gatherers(NamedTuple):
@@ -93,12 +135,26 @@ class Gatherers(NamedTuple):
             gathered = _Gathered(
                 tuple(of_parameters.items()), self.stacked[name] > 0, axes, mesh
             )
+
+            def arrange(module: Any, name: str = name, call: Any = gathered) -> Any:
+                if mesh is None:
+                    module = _with_shards(module, name, dict(call.specs))
+                return with_call(module, call)
+
             model = eqx.tree_at(
-                lambda tree, path=path: at_path(tree, path),
-                model,
-                replace_fn=lambda module, call=gathered: with_call(module, call),
+                lambda tree, path=path: at_path(tree, path), model, replace_fn=arrange
             )
         return model
+
+
+def _with_shards(module: PyTree, owner: str, names: Mapping[str, Any]) -> PyTree:
+    """Returns the module with a `Shard` in the place of each array of `names`."""
+
+    def hide(path: Any, leaf: Any) -> Any:
+        name = leaf_path(path)
+        return Shard(leaf, f"{owner}.{name}", owner) if name in names else leaf
+
+    return jax.tree_util.tree_map_with_path(hide, module)
 
 
 class _Gathered(NamedTuple):
@@ -114,6 +170,7 @@ class _Gathered(NamedTuple):
 
     def __call__(self, module: Any, *arguments: Any, **keywords: Any) -> Any:
         keeps_nothing = is_recomputed(module)
+        module = open_shards(module)
 
         def call(module: Any, *arguments: Any, **keywords: Any) -> Any:
             whole = self._whole(module)
@@ -242,148 +299,3 @@ def only(axes: tuple[str, ...], spec: PartitionSpec) -> PartitionSpec:
 
 def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
     return primitive.name not in _MADE_ANEW
-
-
-# A step takes shards for whole arrays wherever it does not gather them: in a penalty
-# on all weights, or where it asks for a shape. So what it computes forwards is compared
-# with what it computes from whole arrays, operation by operation.
-
-_CARRIERS: Final = {"convert_element_type", "name", "reduce_precision", "copy"}
-"""Operations that make of a shard the shard of what they make of the whole."""
-
-
-_KERNELS: Final = {"pallas_call", "ffi_call"}
-
-
-class ShardsEscape(Exception):
-    """A step does not compute the same from shards as from whole arrays."""
-
-
-def check_alike(split: Any, whole: Any) -> None:
-    """Raises `ShardsEscape` unless a step only gathers its shards, then does the same.
-
-    Args:
-        split: what devices compute on their rows, traced with shards.
-        whole: the same with whole arrays, and modules that gather nothing.
-    """
-    _check_program(*(_forwards(_on_one_device(program)) for program in (split, whole)))
-
-
-class NotDivided(Exception):
-    """A step works on rows in a way that XLA would not divide by devices."""
-
-
-def check_divided(together: Any, apart: Any) -> None:
-    """Raises `NotDivided` unless XLA divides a step's work on rows by devices.
-
-    It does not in a loop that takes rows in turn, which has as many turns as there are
-    rows, nor in a kernel that it can't look into. And where each row has a gradient of
-    its own, XLA would move those of all rows to where the shards are.
-
-    Args:
-        together: a step, traced with all rows.
-        apart: the same, traced with those of one device.
-    """
-    for equation in equations_in(together):
-        name = equation.primitive.name
-        sharding = equation.params.get("sharding")
-        # What `vmap` makes of a constraint leaves open how its own axis is split.
-        is_mapped = PartitionSpec.UNCONSTRAINED in getattr(sharding, "spec", ())
-        if name in _KERNELS or name == "sharding_constraint" and is_mapped:
-            raise NotDivided(name)
-    if _turns(together) != _turns(apart):
-        raise NotDivided("a loop over rows")
-
-
-def _turns(jaxpr: Any) -> list[int]:
-    """How often the loops of a program run, but for those of unknown length."""
-    loops = (each for each in equations_in(jaxpr) if each.primitive.name == "scan")
-    return sorted(each.params["length"] for each in loops)
-
-
-def _on_one_device(jaxpr: Any) -> Any:
-    """What of a program comes first that each device does for itself."""
-    names = [equation.primitive.name for equation in jaxpr.eqns]
-    return jaxpr.eqns[names.index("shard_map")]
-
-
-def _forwards(body: Any) -> Any:
-    """A program without its backward pass, whose results are split by devices."""
-    specs = body.params["out_specs"]
-    wanted = [not any(spec) for spec in specs]
-    wanted = wanted if any(wanted) else [True] * len(specs)  # predictions
-    return dce_jaxpr(opened(body.params["jaxpr"]), wanted, instantiate=True)[0]
-
-
-def _check_program(split: Any, whole: Any) -> None:
-    same = dict(zip(split.invars, whole.invars, strict=True))
-    same |= zip(split.constvars, whole.constvars, strict=True)
-    expected = iter(whole.eqns)
-
-    for equation in split.eqns:
-        name = equation.primitive.name
-        if _only_gathers(equation) and _of(equation.invars[0], same) is not None:
-            same[equation.outvars[0]] = _of(equation.invars[0], same)
-            continue
-        other = next(expected, None)
-        if other is None or not _is_alike(equation, other, same):
-            raise ShardsEscape(f"{name} is not of whole arrays")
-        same |= zip(equation.outvars, other.outvars, strict=True)
-        for pair in zip(programs_in(equation), programs_in(other), strict=True):
-            inside = list(map(opened, pair))
-            if name in ("cond", "while") and _gathers(inside[0]):
-                # Whether and how often may differ by device, which then wait for ever.
-                raise ShardsEscape(f"gathered in a {name}")
-            _check_program(*inside)
-
-    outs = [_of(out, same) for out in split.outvars]
-    if next(expected, None) is not None or outs != list(map(_plain, whole.outvars)):
-        raise ShardsEscape("the results are others")
-
-
-def _is_alike(equation: Any, other: Any, same: dict[Any, Any]) -> bool:
-    """Whether two operations are the same, of the same operands."""
-    operands = [_of(variable, same) for variable in equation.invars]
-    if equation.primitive is not other.primitive:
-        return False
-    if operands != list(map(_plain, other.invars)):
-        return False
-    if programs_in(equation):
-        return len(programs_in(equation)) == len(programs_in(other))
-    if equation.primitive.name in _CARRIERS:
-        return True
-    before, after = (
-        [variable.aval.shape for variable in (*e.invars, *e.outvars)]
-        for e in (equation, other)
-    )
-    return before == after and _values(equation.params) == _values(other.params)
-
-
-def _only_gathers(equation: Any) -> bool:
-    """Whether an operation only gathers a shard, or the part of one."""
-    if equation.primitive.name == "all_gather":
-        return True
-    inside = [opened(program).eqns for program in programs_in(equation)]
-    is_of_one = len(equation.invars) == len(equation.outvars) == 1
-    return is_of_one and any(inside) and all(map(_only_gathers, sum(inside, [])))
-
-
-def _gathers(jaxpr: Any) -> bool:
-    return any(
-        equation.primitive.name == "all_gather" for equation in equations_in(jaxpr)
-    )
-
-
-def _of(atom: Any, same: dict[Any, Any]) -> Any:
-    """What stands for a variable in the other program; a constant for itself."""
-    return _plain(atom) if hasattr(atom, "val") else same.get(atom)
-
-
-def _plain(atom: Any) -> Any:
-    return (str(atom.val), str(atom.aval)) if hasattr(atom, "val") else atom
-
-
-def _values(params: dict[str, Any]) -> dict[str, Any]:
-    """The parameters of an operation that are numbers or names."""
-    kinds = int | float | str | tuple | None
-    return {k: str(v) for k, v in params.items() if isinstance(v, kinds)}

@@ -78,7 +78,7 @@ class LocalSGD(Sharded, OwnState):
     - A replica's gradient is the sum over its real rows, divided by the mean number of
       real rows per replica. So `every=1`, `outer=optax.sgd(1.0)` and plain SGD as the
       optimizer give the numbers of `Sharded`, even with ragged batches.
-    - If rows interact (a scalar loss), only rows of the same replica do.
+    - What is written for a batch, such as a `loss_fn`, is given a replica's rows.
     - A checkpoint can be resumed on another number of replicas: each then
       starts from the mean of the saved replicas and of their optimizer states; integers
       come from the first.
@@ -205,7 +205,7 @@ class LocalSGD(Sharded, OwnState):
 
     def collectives(self, groups: Sequence[Group], rows: Rows) -> Collectives:
         given = self.mesh, self.row_axes, self._held, self._updated
-        return _ByReplica(self.every, *given, apart=rows != "whole")
+        return _ByReplica(self.every, *given, rows=rows)
 
     def __repr__(self) -> str:
         return f"LocalSGD(every={self.every}, replicas={self.num_shards})"
@@ -217,9 +217,9 @@ class _ByReplica(ByRows):
     Validation and prediction are those of `ByRows`.
     """
 
-    def __init__(self, every: int, *given: Any, apart: bool):
-        super().__init__(*given, apart=apart)
-        self.every = every
+    def __init__(self, every: int, *given: Any, rows: Rows):
+        super().__init__(*given, apart=rows == "apart")
+        self.every, self._is_split = every, rows != "whole"
 
     def weights(self, state: TrainState) -> Weights:
         states = nodes_of(LocalState, state.opt_state)
@@ -275,8 +275,8 @@ class _ByReplica(ByRows):
         num_shards = self.mesh.shape[DATA]
         whole, rows = PartitionSpec(), PartitionSpec(None, DATA)
 
-        # Without `apart` each replica is given all rows, and nothing is to be summed.
-        collectives = _Replica(DATA, num_shards) if self.apart else Collectives()
+        # If rows are not split, each replica is given all, and nothing is to be summed.
+        collectives = _Replica(DATA, num_shards) if self._is_split else Collectives()
 
         def on_one_device(inputs: Any, groups: Sequence[Group]) -> tuple[Any, ...]:
             values = function(collectives, _own_params(inputs), groups)
@@ -291,7 +291,7 @@ class _ByReplica(ByRows):
             mesh=self.mesh,
             in_specs=(
                 _split_params(inputs),
-                [Group(rows if self.apart else whole, whole, whole)] * len(groups),
+                [Group(rows if self._is_split else whole, whole, whole)] * len(groups),
             ),
             out_specs=tuple(_SPLIT if stack else whole for stack in are_stacks),
             check_vma=False,
@@ -300,9 +300,6 @@ class _ByReplica(ByRows):
 
 class _Replica(AxisCollectives):
     """What a device is given that trains a replica on its own rows."""
-
-    def need_all_rows(self) -> None:
-        """A replica's rows are all that there are to it."""
 
     def sum_gradients(self, gradients: PyTree) -> PyTree:
         """Gradients of sums over the replicas' mean number of rows: their mean over

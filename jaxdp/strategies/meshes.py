@@ -1,7 +1,7 @@
 """Devices, and meshes of them."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -69,6 +69,20 @@ def check_sizes(mesh_shape: Mapping[str, int], count: int) -> None:
             f" there are {count}. Change a size, or pass `devices={product}` if fewer"
             " are to be used."
         )
+
+
+def without_mesh(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the body of a `jax.shard_map` that traces without an ambient mesh.
+
+    Equinox's `closure_convert`, and so diffrax's default adjoint, compares the
+    shapes of two traces, shardings included, which differ under a `shard_map`'s mesh.
+    """
+
+    def run(*arguments: Any) -> Any:
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            return function(*arguments)
+
+    return run
 
 
 def names_of(names: Any) -> tuple[str, ...]:

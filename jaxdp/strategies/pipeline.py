@@ -12,7 +12,7 @@ from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from ..basics.arguments import check_count
 from ..basics.tree import map_nodes
-from ..step import DATA, ROW_BY_ROW, Collectives, Group, TrainState
+from ..step import DATA, Collectives, Group, TrainState
 from .base import Layout, Rows
 from .fsdp import split_axis
 from .meshes import Devices, find_devices, wired_mesh
@@ -200,8 +200,7 @@ class _Staged(eqx.Module):
             out_specs=PartitionSpec(data),
             check_vma=False,
         )
-        with jax.named_scope(ROW_BY_ROW):
-            return in_stages(arrays, x, keys)
+        return in_stages(arrays, x, keys)
 
     def _stage(self, blocks: Any, arrays: PyTree, x: PyTree, keys: Any) -> PyTree:
         """What one device does: its blocks, for one micro-batch after the other.

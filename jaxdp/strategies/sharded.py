@@ -23,7 +23,7 @@ from .base import (
     one_batch,
 )
 from .by_rows import ByRows
-from .meshes import Devices, find_devices, mesh_on, names_of
+from .meshes import Devices, find_devices, mesh_on, names_of, without_mesh
 from .offload import jitted
 
 
@@ -57,8 +57,8 @@ class SingleDevice(DataParallel):
 class Sharded(DataParallel):
     """Splits batches by rows over a mesh; replicates parameters and optimizer state.
 
-    The step is written for the whole batch and compiled once for all devices:
-    BatchNorm and scalar losses see every row, and the numbers are those of one device.
+    The step is compiled once for all devices. What is written for a batch, a `loss_fn`
+    or a model with BatchNorm, sees every row, and the numbers are those of one device.
 
     For a layout of your own, subclass it and override `param_spec` or `batch_spec`.
 
@@ -126,10 +126,11 @@ class Sharded(DataParallel):
         )
 
     def collectives(self, groups: Sequence[Group], rows: Rows) -> Collectives:
-        """Rows apart, with one reduction a step; none to talk to on one device.
+        """Returns those by which devices work on their rows alone, if they may.
 
-        XLA by itself would reduce gradients wherever they are summed up: for each
-        micro-batch, and in each turn of a loop in the model.
+        There is one reduction a step then. XLA by itself would reduce gradients
+        wherever they are summed up: for each micro-batch, and in each turn of a loop in
+        the model.
         """
         if self.num_shards == 1:
             return Collectives()
@@ -144,7 +145,6 @@ class Sharded(DataParallel):
             self._held,
             self._updated,
             apart=apart,
-            interact=rows != "apart",
             **self._gathering(),
         )
 
@@ -165,11 +165,11 @@ class Sharded(DataParallel):
 class Pmap(Sharded):
     """What `jax.pmap` does: every device runs the step on its rows, then sums.
 
-    This holds if each value of the loss depends on one row only. If rows interact (a
-    scalar loss, BatchNorm, a `loss_fn` that takes `key`), the step is written for the
-    whole batch and XLA splits it: the numbers are those of one device, not a mean over
-    devices that each saw only their own rows. A loss from a `jax.pmap` program may
-    reduce over the axis `"data"` (`jax.lax.pmean(x, "data")`,
+    This holds for what is written for one example: named losses and metrics, and
+    `per_example`. What is written for a batch (a `loss_fn`, a callable loss, BatchNorm)
+    is given the whole batch, as under `Sharded`: the numbers are those of one device,
+    not a mean over devices that each saw only their own rows. A `loss_fn` from a
+    `jax.pmap` program may reduce over the axis `"data"` (`jax.lax.pmean(x, "data")`,
     `BatchNorm(axis_name=("batch", "data"))`). As under every strategy, this axis then
     has size one, and the whole batch lies along it.
 
@@ -207,7 +207,9 @@ class Pmap(Sharded):
 
         # check_vma=False is pmap's rule: gradients are of this device's rows only.
         per_device = jax.shard_map(
-            functools.partial(step, AxisCollectives(DATA, self.num_shards)),
+            without_mesh(
+                functools.partial(step, AxisCollectives(DATA, self.num_shards))
+            ),
             mesh=self.mesh,
             in_specs=in_specs,
             out_specs=out_specs,
@@ -217,7 +219,7 @@ class Pmap(Sharded):
         return jitted(per_device, *call, ins, outs, donate)
 
     def collectives(self, groups: Sequence[Group], rows: Rows) -> Collectives:
-        return Collectives()  # where rows interact, XLA takes the whole step apart
+        return Collectives()  # of a step that is given the whole batch
 
     def __repr__(self) -> str:
         return f"Pmap({self.num_shards})"

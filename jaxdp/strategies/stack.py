@@ -10,6 +10,7 @@ from jaxtyping import PRNGKeyArray, PyTree
 
 from ..basics.tree import leaf_path
 from ..step import takes_by_name
+from .gathering import open_shards
 
 
 class Stack(eqx.Module):
@@ -48,7 +49,8 @@ class Stack(eqx.Module):
         self.stacked = eqx.combine(stacks, parts[0][1])
 
     def __len__(self) -> int:
-        return len(jax.tree.leaves(eqx.filter(self.stacked, eqx.is_array))[0])
+        stacked = open_shards(self.stacked)
+        return len(jax.tree.leaves(eqx.filter(stacked, eqx.is_array))[0])
 
     def __call__(
         self,
@@ -57,7 +59,7 @@ class Stack(eqx.Module):
         key: PRNGKeyArray | None = None,
         training: bool | None = None,
     ) -> PyTree:
-        arrays, rest = eqx.partition(self.stacked, eqx.is_array)
+        arrays, rest = eqx.partition(open_shards(self.stacked), eqx.is_array)
         return in_turn(rest, training, arrays, x, self.keys(key))
 
     def keys(self, key: PRNGKeyArray | None) -> PRNGKeyArray | None:

@@ -109,9 +109,8 @@ def test_sizes_are_rounded_up_to_the_devices():
     assert packed.shape == (True, 1, ((1, 16, "float64[]"),))
 
 
-def test_rows_that_interact_keep_their_size():
-    packer = Packer(4, "train")
-    packer.rows_interact = True
+def test_batches_keep_their_size_where_nothing_is_padded():
+    packer = Packer(4, "train", pads=None)
     assert packer.pack([[(np.ones(8),)]]).shape == (True, 1, ((1, 8, "float64[]"),))
     assert packer.pack([[(np.ones(6),)]]).shape == (False, 1, ((1, 6, "float64[]"),))
     sizes = [8, 8, 6, 8]

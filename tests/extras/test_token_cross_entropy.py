@@ -11,7 +11,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxdp import FSDP, Pmap, Sharded, SingleDevice, Stack, Trainer
+from jaxdp import FSDP, Pmap, Sharded, SingleDevice, Stack, Trainer, per_example
 from jaxdp.losses import token_cross_entropy
 
 BATCH, TOKENS, WIDTH, VOCABULARY = 4, 24, 8, 50
@@ -79,6 +79,52 @@ def test_values_and_gradients_are_those_of_the_plain_loss(tokens, options, weigh
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
 
 
+def one_by_one(function, *rows):
+    results = [function(*row) for row in zip(*rows, strict=True)]
+    assert all(value.shape == () for value in jax.tree.leaves(results))
+    return jax.tree.map(lambda *values: jnp.stack(values), *results)
+
+
+def vmapped(function, *rows):
+    return jax.vmap(function)(*rows)
+
+
+@pytest.mark.parametrize("apply", [one_by_one, vmapped])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "options"),
+    [
+        (TOKENS, {"chunk": 1}),
+        (TOKENS, {"chunk": 1024}),
+        (TOKENS, {"chunk": 6, "label_smoothing": 0.1, "z_loss": 1e-2}),
+        (23, {"chunk": 5}),
+        (1, {"chunk": 6}),
+    ],
+)
+def test_one_example_equals_its_row_of_a_batch(tokens, options, weighted, apply):
+    head, hidden, *others = inputs(tokens)
+    others = others if weighted else others[:1]
+
+    def loss(head, hidden, targets, weights=None):
+        return token_cross_entropy(head, hidden, targets, weights=weights, **options)
+
+    def examples(head, *rows):
+        return apply(functools.partial(loss, head), *rows)
+
+    def gradients(function):
+        def mean(head, hidden):
+            result = function(head, hidden, *others)
+            values, totals = result if weighted else (result, jnp.ones(BATCH))
+            return (values * totals).sum() / totals.sum(), result
+
+        return jax.jit(jax.value_and_grad(mean, (0, 1), has_aux=True))(head, hidden)
+
+    found, wanted = gradients(examples), gradients(loss)
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for value, expected in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+        np.testing.assert_allclose(value, expected, rtol=1e-6, atol=1e-6)
+
+
 def test_the_head_may_be_the_matrix_of_an_embedding():
     _, hidden, targets, _ = inputs()
     matrix = jax.random.normal(jax.random.key(5), (VOCABULARY, WIDTH))
@@ -106,13 +152,17 @@ def test_what_has_weight_0_may_be_anything():
     assert values[0] == totals[0] == 0
 
 
-def test_the_logits_of_all_tokens_never_exist():
+@pytest.mark.parametrize("is_vmapped", [False, True])
+def test_the_logits_of_all_tokens_never_exist(is_vmapped):
     _, hidden, targets, _ = inputs(512)
     matrix = jnp.ones((4096, WIDTH))
 
-    def temporary(chunk):
+    def temporary(chunk):  # of all rows together, or of each
         def mean(matrix, hidden):
-            return token_cross_entropy(matrix, hidden, targets, chunk).mean()
+            def loss(hidden, targets):
+                return token_cross_entropy(matrix, hidden, targets, chunk)
+
+            return (jax.vmap(loss) if is_vmapped else loss)(hidden, targets).mean()
 
         gradient = jax.jit(jax.grad(mean, (0, 1)))
         compiled = gradient.lower(matrix, hidden).compile()
@@ -120,7 +170,7 @@ def test_the_logits_of_all_tokens_never_exist():
 
     logits = BATCH * 512 * 4096 * 4
     assert temporary(10_000) > logits
-    assert temporary(128) < 0.2 * logits
+    assert temporary(128 // BATCH if is_vmapped else 128) < 0.2 * logits
 
 
 def test_tokens_that_are_split_over_devices_stay_where_they_are():
@@ -166,6 +216,13 @@ def chunked_loss(model, tokens, targets):
     return token_cross_entropy(model.head, hidden, targets, 16, weights=weights)
 
 
+@per_example
+def loss_of_example(model, tokens, targets):
+    weights = (targets != 0).astype(jnp.float32)
+    hidden = model.features(tokens)
+    return token_cross_entropy(model.head, hidden, targets, 4, weights=weights)
+
+
 def plain_loss(model, tokens, targets):
     logits = jax.vmap(lambda row: jax.vmap(model.head)(model.features(row)))(tokens)
     values = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
@@ -190,11 +247,18 @@ def losses(loss_fn, strategy, precision="32-true"):
     return trainer.fit(data, max_epochs=3)["loss"]
 
 
+fsdp = functools.partial(FSDP, min_size=1)
+
+
 @pytest.mark.parametrize(
-    "strategy", [SingleDevice, Sharded, Pmap, functools.partial(FSDP, min_size=1)]
+    ("loss_fn", "strategy"),
+    [
+        *((chunked_loss, layout) for layout in (SingleDevice, Sharded, Pmap, fsdp)),
+        *((loss_of_example, layout) for layout in (Sharded, fsdp)),
+    ],
 )
-def test_a_trainer_takes_its_pair_under_every_layout(strategy):
-    found = losses(chunked_loss, strategy)
+def test_a_trainer_takes_its_pair_under_every_layout(loss_fn, strategy):
+    found = losses(loss_fn, strategy)
     np.testing.assert_allclose(found, losses(plain_loss, SingleDevice), rtol=1e-5)
 
 
@@ -210,6 +274,7 @@ def test_products_are_in_the_precision_of_the_trainer():
     ("changes", "error", "text"),
     [
         ({"hidden": jnp.ones((4, 8))}, ValueError, "(batch, tokens, features)"),
+        ({"targets": jnp.ones(24, int)}, ValueError, "(tokens, features)"),
         ({"targets": jnp.ones((4, 23), int)}, ValueError, "(4, 23)"),
         ({"targets": jnp.ones((4, 24))}, TypeError, "float32"),
         ({"weights": jnp.ones(4)}, ValueError, "one for each token"),

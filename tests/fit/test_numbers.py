@@ -115,7 +115,7 @@ def test_batches_are_not_padded_to_one_that_was_refused():
 
 
 def test_batches_are_not_padded_to_one_that_does_not_compile():
-    def loss_fn(model, x, y):
+    def loss_fn(model, x, y, mask):
         if len(x) > 8:
             raise ValueError("too many rows")
         return jnp.square(jax.vmap(model)(x) - y).mean(-1)

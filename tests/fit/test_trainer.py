@@ -17,7 +17,7 @@ from toys import (
     run,
 )
 
-from jaxdp import FSDP, Callback, Pmap, Sharded, SingleDevice, Trainer
+from jaxdp import FSDP, Callback, Pmap, Sharded, SingleDevice, Trainer, per_example
 from jaxdp.callbacks import WeightAveraging
 
 
@@ -106,10 +106,10 @@ def test_trainer_model_has_values_inside_functions_that_jax_traces(is_fitted):
 def test_a_fit_traces_its_step_once_whatever_the_tail(strategy):
     traces = []
 
-    def loss_fn(model, x, y, keys):
+    @per_example
+    def loss_fn(model, x, y, key):
         traces.append(x.shape)
-        logits = jax.vmap(model)(x, key=keys)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, y)
+        return optax.softmax_cross_entropy_with_integer_labels(model(x, key=key), y)
 
     _, trainer = run(strategy(), epochs=3, loss_fn=loss_fn)
     assert len(traces) == 1
@@ -133,7 +133,7 @@ def test_a_loop_over_batches_is_traced_once(several):
     assert traces == [(16, 4)]
 
 
-def test_rows_that_interact_cost_one_more_trace_for_the_tail():
+def test_a_loss_of_a_batch_is_traced_once_for_each_size():
     traces = []
 
     def loss_fn(model, x, y):
@@ -141,8 +141,7 @@ def test_rows_that_interact_cost_one_more_trace_for_the_tail():
         return cross_entropy(eqx.nn.inference_mode(model), x, y)
 
     run(Sharded(), epochs=3, loss_fn=loss_fn)
-    # The rows of one device, to find out; then all of a batch, and of the tail.
-    assert traces == [(2, 4), (16, 4), (5, 4)]
+    assert traces == [(16, 4), (5, 4)]
 
 
 def test_the_loop_reads_no_value_from_the_device(monkeypatch):
@@ -374,7 +373,7 @@ def test_epoch_means_are_exact_over_more_rows_than_float32_counts():
     one = jnp.ones(1)
     for _ in range(64):
         totals = jax.jit(add_to_totals)(totals, one[0], one * 3)
-    means = means_of(np.asarray(totals), Facts(("loss",), False, None))
+    means = means_of(np.asarray(totals), Facts(("loss",), None))
     assert means["loss"] == pytest.approx((2**24 + 192) / (2**24 + 64), rel=1e-12)
 
 

@@ -1,5 +1,7 @@
 """What a compiled step is read to take, against live arrays and arithmetic."""
 
+import re
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,8 @@ from jaxdp import (
     SingleDevice,
     Stack,
     Trainer,
+    ZeRO,
+    per_example,
 )
 from jaxdp.callbacks import DonateBuffers, NanGuard
 from jaxdp.plan import Hardware
@@ -283,20 +287,33 @@ def test_gradients_of_what_blocks_gather_are_shares(strategy, parts):
     assert plan.bounds[0].least == 2 * 7 / 8 * (IN_BLOCKS + OUTSIDE)
 
 
-def interacting(model, x, y):
+def of_batch(model, x, y):
     return jnp.mean((jax.vmap(model)(x)[:, 0] - y) ** 2)
 
 
-def one_by_one(model, x, y):
-    """Reads weights, too, so that all are gathered before the step."""
-    penalty = jnp.sum(model.blocks.stacked.weight**2)
-    return (jax.lax.map(model, x)[:, 0] - y) ** 2 + penalty
-
-
-@pytest.mark.parametrize(("loss_fn", "parts"), [(interacting, 8), (one_by_one, 1)])
-def test_gradients_are_whole_where_all_is_gathered_before_the_step(loss_fn, parts):
-    plan = trainer(FSDP(), Deep(), loss=None, loss_fn=loss_fn).plan([batch()])
+@pytest.mark.parametrize(("gather", "parts"), [("auto", 8), ("once", 1)])
+def test_gradients_are_full_where_all_is_gathered_before_the_step(gather, parts):
+    strategy = FSDP(gather=gather)
+    plan = trainer(strategy, Deep(), loss=None, loss_fn=of_batch).plan([batch()])
     assert plan.memory.gradients == IN_BLOCKS // parts + OUTSIDE
+
+
+@pytest.mark.parametrize("strategy", [Sharded, ZeRO, FSDP])
+def test_a_plan_says_what_per_example_would_save(strategy):
+    def of_one(model, x, y):
+        return (model(x)[0] - y) ** 2
+
+    def planned(loss_fn):
+        arguments = {"loss": None, "loss_fn": loss_fn, "accumulate_grad_batches": 2}
+        plan = trainer(strategy(), Deep(), **arguments).plan([batch()] * 2)
+        notes = [note for note in plan.notes["indicative"] if "per_example" in note]
+        return plan.wire_bytes / 1e3, notes
+
+    sent, (note,) = planned(of_batch)
+    least, none = planned(per_example(of_one))
+    found = re.search(r"XLA sends ([\d.]+) kB.* sends about ([\d.]+) kB", note)
+    assert [*map(float, found.groups())] == pytest.approx([sent, least], rel=0.03)
+    assert not none
 
 
 def test_time_is_the_roofline():

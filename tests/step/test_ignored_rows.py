@@ -75,7 +75,7 @@ LAYOUTS = {
     "remat": lambda: {"strategy": Sharded(), "remat": True},
 }
 CASES = [(layout, "mse", "x") for layout in LAYOUTS]
-CASES += [("jit", loss, wrong) for loss in LOSSES for wrong in WRONG]
+CASES += [("jit", loss, wrong) for loss in LOSSES for wrong in WRONG if loss != "own"]
 
 
 def trained(data, options, model=None, val=None):
@@ -102,9 +102,6 @@ def compare(found, expected):
     "one-mse-x",
     "jit-entropy-infinite",
     "jit-entropy-model",
-    "jit-own-y",
-    "jit-own-infinite",
-    "jit-own-model",
 )
 @pytest.mark.parametrize("layout, loss, wrong", CASES)
 def test_what_is_in_rows_of_weight_0_changes_nothing(layout, loss, wrong):
@@ -148,7 +145,7 @@ def test_a_batch_of_nothing_else_has_a_finite_gradient(strategy):
 
 @pytest.mark.slow_but("Sharded")
 @pytest.mark.parametrize("strategy", [Sharded, Pmap, SingleDevice])
-def test_where_rows_interact_x_must_be_finite(strategy):
+def test_what_is_written_for_a_batch_needs_finite_rows(strategy):
     def fit(data, **options):
         model, state = eqx.nn.make_with_state(NormNet)(jax.random.key(0))
         trainer = Trainer(
@@ -165,9 +162,9 @@ def test_where_rows_interact_x_must_be_finite(strategy):
         if loss == "mse":
             compare(fit(wrong, loss=loss), expected)
         else:
-            with pytest.raises(ValueError, match=r"batch\[1\] has NaN.*rows interact"):
+            with pytest.raises(ValueError, match=r"batch\[1\] has NaN.*the whole"):
                 fit(wrong, loss=loss)
-        with pytest.raises(ValueError, match=r"batch\[0\] has NaN.*rows interact"):
+        with pytest.raises(ValueError, match=r"batch\[0\] has NaN.*the whole"):
             fit(marked(np.float32, x_is=np.nan, classes=False), loss=loss)
 
 

@@ -13,7 +13,7 @@ from toys import NormNet, batches
 
 from jaxdp import Callback, Pmap, Sharded, SingleDevice, Trainer
 from jaxdp.step.jaxprs import last_function, mark_logits
-from jaxdp.step.objective import LossFnObjective
+from jaxdp.step.per_example import Arguments
 
 X = np.ones((2, 4), np.float32)
 cross_entropies = optax.softmax_cross_entropy_with_integer_labels
@@ -42,7 +42,7 @@ OFFERED = {"keys": "keys", "key": "key", "mask": "mask", "state": "state"}
     ],
 )
 def test_arguments_are_bound_by_place_and_ours_by_name(loss_fn, batch):
-    arguments, keywords = LossFnObjective(loss_fn)._bind(batch, OFFERED)
+    arguments, keywords = Arguments(loss_fn).bind(batch, OFFERED)
     result = loss_fn("model", *arguments, **keywords)
     for value in result:
         assert value in {*batch, *OFFERED, "batch y"}

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from toys import Recorder
 
-from jaxdp import FSDP, SingleDevice, Stack, Trainer
+from jaxdp import FSDP, SingleDevice, Stack, Trainer, per_example
 from jaxdp.step import equations_in, with_call
 from jaxdp.step.remat import remat_submodules
 from jaxdp.strategies.gathering import _Gathered
@@ -304,48 +304,83 @@ def by_row(model, x, y, keys):
     return optax.softmax_cross_entropy_with_integer_labels(found, y)
 
 
-USED_ALONE = "the loss uses some parameters by themselves"
-
-
-@pytest.mark.slow_but("penalized")
-@pytest.mark.parametrize(
-    "loss_fn",
-    [
-        penalized, noisy, scaled_by_a_shape, towards_what_it_was, tied,
-        under_an_axis_of_the_mesh,
-    ],
-)  # fmt: skip
-def test_a_loss_that_uses_weights_by_themselves_has_whole_ones(loss_fn, caplog):
-    expected, _ = losses(Deep(2), SingleDevice(), epochs=1, loss_fn=loss_fn)
-    found, trainer = losses(Deep(2), FSDP(), epochs=1, loss_fn=loss_fn)
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
-    assert "before the step" not in caplog.text
-    gathered = [each for each in traffic(trainer) if each.kind == "all-gather"]
-    assert any("forward" in each.part for each in gathered)
-    assert "all-to-all" not in {each.kind for each in traffic(trainer)}
-    assert reason(trainer).endswith(f"of blocks.stacked, by XLA: {USED_ALONE}")
-
-
 def one_by_one(model, x, y, keys):
-    """A loop over rows, all of which XLA would work on on every device."""
+    """A loop over rows."""
     logits = jax.lax.map(lambda row: model(row[0], key=row[1]), (x, keys))
     alone = jnp.sum(model.blocks.stacked.up.weight**2)
     return optax.softmax_cross_entropy_with_integer_labels(logits, y) + alone
 
 
-@pytest.mark.slow_but("one_by_one")
-@pytest.mark.parametrize("loss_fn", [one_by_one, by_row, with_gradient_penalty])
-def test_weights_are_gathered_at_once_where_a_loss_takes_rows_one_by_one(
-    loss_fn, caplog
-):
+def standardised(model, x, y, keys):
+    logits = jax.vmap(lambda x, key: model(x, key=key))(x, keys)
+    logits = logits - logits.mean(axis=0, keepdims=True)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+
+@pytest.mark.slow_but("penalized", "standardised")
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        penalized, noisy, scaled_by_a_shape, towards_what_it_was, tied,
+        under_an_axis_of_the_mesh, one_by_one, by_row, with_gradient_penalty,
+        standardised,
+    ],
+)  # fmt: skip
+def test_a_loss_of_a_batch_may_use_any_weights(loss_fn):
+    """XLA gathers them where they are used, and blocks when they are called."""
     expected, _ = losses(Deep(2), SingleDevice(), epochs=1, loss_fn=loss_fn)
     found, trainer = losses(Deep(2), FSDP(), epochs=1, loss_fn=loss_fn)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
-    assert "gathers all parameters before the step" in caplog.text
-    assert not any("forward" in each.part for each in traffic(trainer)
-                   if each.kind == "all-gather")  # fmt: skip
-    end = f"before the step: {USED_ALONE}, and works on rows one by one"
-    assert reason(trainer).endswith(end)
+    gathered = [each for each in traffic(trainer) if each.kind == "all-gather"]
+    assert any("forward" in each.part for each in gathered)
+    assert reason(trainer).endswith("gathered in each call of blocks.stacked")
+
+
+def of_one(use):
+    """A loss of one example that uses the model's weights in some way, too."""
+
+    def loss(model, x, y, key):
+        logits = model(x, key=key)
+        value = optax.softmax_cross_entropy_with_integer_labels(logits, y)
+        return value + 0.01 * use(model)
+
+    return per_example(loss)
+
+
+def up(model):
+    return model.blocks.stacked.up.weight
+
+
+USES = {
+    "a penalty on all": lambda m: sum(jnp.sum(w**2) for w in weights_of(m)),
+    "optax's norm": lambda m: optax.tree.norm(weights_of(m)),
+    "a shape": lambda m: up(m).shape[1],
+    "a size": lambda m: sum(w.size for w in weights_of(m)),
+    "a method": lambda m: up(m).sum(),
+    "a slice": lambda m: up(m)[0, 0, 0],
+    "a comparison": lambda m: jnp.sum(up(m) == 0),
+    "an operator": lambda m: jnp.sum(1 / up(m)),
+    "a length": lambda m: len(up(m)),
+    "a cast": lambda m: up(m).astype(jnp.float32).mean(),
+    "a transformation": lambda m: jax.vmap(jnp.sum)(up(m)).sum(),
+    "a copy of the module": lambda m: eqx.filter_vmap(
+        lambda block: block.up.weight.sum()
+    )(m.blocks.stacked).sum(),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_shards_are_refused_outside_of_the_calls_that_gather_them(use):
+    message = r'`gather`: the loss uses.* outside of calls of .*gather="once"'
+    with pytest.raises(ValueError, match=message):
+        losses(Deep(2), FSDP(), epochs=1, loss_fn=of_one(USES[use]))
+
+
+def test_what_is_gathered_at_once_may_be_used_anywhere():
+    loss_fn = of_one(USES["a penalty on all"])
+    expected, _ = losses(Deep(2), SingleDevice(), epochs=1, loss_fn=loss_fn)
+    found, _ = losses(Deep(2), FSDP(gather="once"), epochs=1, loss_fn=loss_fn)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 def reason(trainer):
@@ -353,7 +388,7 @@ def reason(trainer):
     return layouts["params: blocks.stacked.up.weight"].reason
 
 
-def test_modules_called_in_other_ways_have_whole_parameters():
+def test_modules_must_be_called_to_be_gathered():
     class Heads(eqx.Module):
         heads: eqx.nn.Linear
 
@@ -366,9 +401,8 @@ def test_modules_called_in_other_ways_have_whole_parameters():
             call = eqx.filter_vmap(lambda head, x: head(x), in_axes=(0, None))
             return call(self.heads, x).mean(axis=0)
 
-    expected, _ = losses(Heads(), SingleDevice(), epochs=1)
-    found, _ = losses(Heads(), FSDP(gather=["heads"]), epochs=1)
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    with pytest.raises(ValueError, match=r'outside of calls of heads.*gather="once"'):
+        losses(Heads(), FSDP(gather=["heads"]), epochs=1)
 
 
 @pytest.mark.slow
@@ -382,21 +416,6 @@ def test_a_strategy_serves_several_models():
     again, deep = losses(Deep(2), strategy, epochs=1)
     assert reason(deep).endswith("gathered in each call of blocks.stacked")
     np.testing.assert_allclose(again, losses(Deep(2), FSDP(), epochs=1)[0], rtol=1e-6)
-
-
-def test_rows_that_interact_are_trained_together():
-    def loss_fn(model, x, y, keys):
-        logits = jax.vmap(lambda x, key: model(x, key=key))(x, keys)
-        logits = logits - logits.mean(axis=0, keepdims=True)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
-
-    expected, _ = losses(Deep(2), SingleDevice(), epochs=2, loss_fn=loss_fn)
-    options = {"xla_cpu_enable_fast_math": False}  # makes a copy of the strategy
-    found, trainer = losses(
-        Deep(2), FSDP(), epochs=2, loss_fn=loss_fn, compiler_options=options
-    )
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
-    assert reason(trainer).endswith("of blocks.stacked, by XLA: rows interact")
 
 
 @pytest.mark.slow

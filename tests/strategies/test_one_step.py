@@ -106,6 +106,7 @@ PAIRS = [
     for model, case in CASES.items()
     for strategy in (*STRATEGIES, "TensorParallel", "Pipeline")
     if strategy in STRATEGIES or (case.split if strategy[0] == "T" else case.has_stack)
+    if strategy != "Bitwise" or "loss_fn" not in case.options
 ]
 
 

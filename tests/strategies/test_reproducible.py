@@ -11,7 +11,7 @@ import optax
 import pytest
 from toys import Mlp, NormNet, Recorder, batches, cross_entropy
 
-from jaxdp import Bitwise, Pmap, Sharded, SingleDevice, Trainer
+from jaxdp import Bitwise, Pmap, Sharded, SingleDevice, Trainer, per_example
 from jaxdp.strategies.bitwise import _options_on
 
 pytestmark = pytest.mark.bits
@@ -218,22 +218,23 @@ def test_a_resumed_run_on_another_count_gives_the_same_bits(tmp_path):
 
 
 @pytest.mark.slow
-def test_rows_that_interact_are_computed_whole_by_every_device(caplog):
+def test_what_is_written_for_a_batch_is_computed_by_every_device(caplog):
     caplog.set_level("INFO", logger="jaxdp")
     model, state = eqx.nn.make_with_state(NormNet)(jax.random.key(0))
     norms = [
         train(model, strategy(), batches(16, 5), state=state) for strategy in EVERYWHERE
     ]
     assert all(found == norms[0] for found in norms)
-    assert "the rows of a batch interact" in caplog.text
+    assert "so every device computes the whole batch" in caplog.text
 
-    def loss_fn(model, x, y):
-        return cross_entropy(model, x, y)  # a scalar
+    def loss(prediction, target):
+        values = optax.softmax_cross_entropy_with_integer_labels(prediction, target)
+        return values.mean()
 
     scalars = []
     for strategy in EVERYWHERE[::3]:
         trainer, recorder = make(
-            eqx.nn.MLP(4, 3, 32, 1, key=jax.random.key(0)), strategy(), loss_fn=loss_fn
+            eqx.nn.MLP(4, 3, 32, 1, key=jax.random.key(0)), strategy(), loss=loss
         )
         trainer.fit(batches(16, 16, 5))
         scalars.append((digest(trainer.state), recorder.losses))
@@ -249,10 +250,11 @@ def test_batch_norm_that_keeps_constants_in_its_state_is_computed_too():
 
 
 @pytest.mark.slow
-def test_one_key_for_a_batch_is_the_same_key_on_any_count():
+def test_a_loss_of_one_example_has_the_same_bits_and_key_on_any_count():
+    @per_example
     def loss_fn(model, x, y, key):
         noise = 0.1 * jax.random.normal(key, x.shape)
-        logits = jax.vmap(model)(x + noise)
+        logits = model(x + noise)
         return optax.softmax_cross_entropy_with_integer_labels(logits, y)
 
     found = []
@@ -268,13 +270,20 @@ def test_one_key_for_a_batch_is_the_same_key_on_any_count():
 def test_the_step_is_traced_once():
     traces = []
 
-    def loss(prediction, target):
+    @per_example
+    def loss_fn(model, x, y, key):
         traces.append(1)
-        return optax.softmax_cross_entropy_with_integer_labels(prediction, target)
+        logits = model(x, key=key)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y)
 
-    trainer, _ = make(Mlp(jax.random.key(0)), Sharded(), loss=loss)
+    trainer, _ = make(Mlp(jax.random.key(0)), Sharded(), loss_fn=loss_fn)
     trainer.fit(batches(16, 16, 5), max_epochs=2)
     assert len(traces) == 1
+
+
+def test_a_loss_of_a_batch_is_refused():
+    with pytest.raises(ValueError, match="Bitwise works on.*loss_fn=jaxdp.per_example"):
+        make(Mlp(jax.random.key(0)), Sharded(), loss_fn=cross_entropy)
 
 
 def test_gradients_are_summed_by_shares_of_them():

@@ -1,0 +1,230 @@
+"""Losses written for one example, and the arguments that a user's loss is called with.
+
+`per_example(fn)` is a `loss_fn` over a batch: it vmaps `fn`. What a trainer knows of it
+besides is that a value depends on one row alone, so rows may be padded, masked, and
+split over devices that work by themselves.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, PRNGKeyArray, PyTree
+
+from ..basics.tracebacks import noted
+from .model_call import row_axes
+from .returned import describe, is_pair
+from .whole import plain
+
+_OFFERED: Final = "key", "training", "step"
+"""What a loss of one example may name."""
+
+_ALL_OFFERED: Final = "keys", "key", "mask", "step", "training", "state"
+
+_OF_BATCHES: Final = {
+    "keys": "name `key`, which is this example's",
+    "mask": "leave it out, as padding is left out of the mean",
+    "state": "use a plain `loss_fn`, since a model with state sees the whole batch",
+}
+"""What only a loss of a batch may name, and what to do instead."""
+
+
+class Arguments:
+    """Binds the elements of a batch, and what a function names, to its parameters.
+
+    Args:
+        function: a user's, `(model, *batch)`.
+    """
+
+    def __init__(self, function: Callable[..., Any]):
+        self.signature = inspect.signature(function)
+        first, *others = self.signature.parameters.values()
+        if first.kind is first.VAR_POSITIONAL:  # the model is one of these
+            others = [first, *others]
+        self._after_model = self.signature.replace(parameters=others)
+        # What functools.partial has filled is not ours to give.
+        self._filled = getattr(function, "keywords", {})
+        self.names = {*self._after_model.parameters} - {*self._filled}
+
+    def bind(
+        self, batch: tuple[Any, ...], offered: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the arguments after `model`: the batch by place, `offered` by name.
+
+        A name such as `mask` means ours, unless the batch has more elements than there
+        are other places: then the first such names are the batch's.
+
+        Raises:
+            TypeError: if the elements do not fit the parameters.
+        """
+        offered = {n: v for n, v in offered.items() if n not in self._filled}
+        parameters = self._after_model.parameters.values()
+        values = {p.name: offered[p.name] for p in parameters if p.name in offered}
+        rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None)
+        needed = [
+            p.name
+            for p in parameters
+            if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        ]
+        # functools.partial makes keyword-only what follows an argument that it fills.
+        takes = [
+            p.name
+            for p in parameters
+            if p.kind <= p.POSITIONAL_OR_KEYWORD or rest is None and p.name in needed
+        ]
+        if rest is None:
+            places = [name for name in takes if name not in values]
+            short = max(0, len(batch) - len(places))
+            for name in [name for name in takes if name in values][:short]:
+                del values[name]
+
+        queue = list(batch)
+        for name in takes:
+            if queue and name not in values:
+                values[name] = queue.pop(0)
+        if rest is not None and queue:
+            values[rest], queue = tuple(queue), []
+
+        if queue or not values.keys() >= {*needed}:
+            raise TypeError(self._describe_mismatch(len(batch), offered))
+        bound = inspect.BoundArguments(self._after_model, values)
+        return bound.args, bound.kwargs
+
+    def gives(self, name: str, batch: PyTree) -> bool:
+        """Returns True if `name` is ours in a call with this batch, not an element."""
+        elements = batch if isinstance(batch, tuple) else (batch,)
+        offered = {each: object() for each in _ALL_OFFERED}
+        try:
+            arguments, keywords = self.bind(elements, offered)
+        except TypeError:  # is raised again by the step, which says where
+            return False
+        values = (*arguments, *keywords.values())
+        return any(value is offered[name] for value in values)
+
+    def _describe_mismatch(self, elements: int, offered: Mapping[str, Any]) -> str:
+        message = (
+            f"`loss_fn` is {self.signature} but a batch of this loader has"
+            f" {elements} element(s): after the model come the elements of a tuple"
+            " batch, or the whole batch if it is not a tuple, then any of"
+            f" {', '.join(offered)} by name."
+        )
+        if "state" in self.names and "state" not in offered:
+            message += (
+                " It takes `state`, and Trainer(state=...) was not given; pass the"
+                " State that eqx.nn.make_with_state returned."
+            )
+        return message
+
+
+class PerExample:
+    """The `loss_fn` of a batch that `per_example` makes of a function of one example.
+
+    Attributes:
+        function: of one example.
+        names: those of its parameters, without the model.
+    """
+
+    def __init__(self, function: Callable[..., Any]):
+        self.function = function
+        self._arguments = Arguments(function)
+        self.names = self._arguments.names
+        for name in _OF_BATCHES.keys() & self.names:
+            raise TypeError(
+                f"`per_example`: the function is {self._arguments.signature}, and is"
+                f" called on one example, so it can't name `{name}`;"
+                f" {_OF_BATCHES[name]}. It may name {', '.join(_OFFERED)}."
+            )
+
+    def __call__(
+        self,
+        model: PyTree,
+        *batch: PyTree,
+        keys: PRNGKeyArray | None = None,
+        training: bool = True,
+        step: int | Int[Array, ""] = 0,
+    ) -> Any:
+        """Returns the values of all rows, `(rows,)`, in the structure of one's.
+
+        Args:
+            model: passed on as it is.
+            *batch: leaves `(rows, ...)`; those in a `Whole` go to every example.
+            keys: `(rows,)`, one PRNG key for each row.
+            training: passed on.
+            step: passed on.
+        """
+
+        def call(key: PRNGKeyArray | None, *example: PyTree) -> Any:
+            offered = {"key": key, "training": training, "step": step}
+            example = plain(example)
+            arguments, keywords = self._arguments.bind(example, offered)
+            shapes = jax.tree.map(jnp.shape, example)
+            with noted(f"the function was called on one example, of shapes {shapes}"):
+                result = self.function(model, *arguments, **keywords)
+            return _check_scalars(result)
+
+        axes = None if keys is None else 0, *map(row_axes, batch)
+        return jax.vmap(call, in_axes=axes)(keys, *batch)
+
+    def __repr__(self) -> str:
+        return f"per_example({getattr(self.function, '__name__', self.function)})"
+
+
+def per_example(function: Callable[..., Any]) -> PerExample:
+    """Makes a `loss_fn` of a function that is written for one example.
+
+        def loss(model, x, y, key):
+            return (model(x, key=key) - y) ** 2
+
+        Trainer(model, loss_fn=per_example(loss))
+
+    The function is vmapped over the rows of a batch. Since a value depends on its own
+    row alone, ragged batches are padded to one shape, and each device works on its own
+    rows and sends nothing but the sum of its gradients. A plain `loss_fn` is given the
+    whole batch instead.
+
+    Args:
+        function: `function(model, *example)`; a batch that is not a tuple is one
+            argument, and a `Whole` comes as the array itself. It may name `key` (the
+            PRNG key of this row), `training` (a bool) and `step` (int32, completed
+            steps). It returns a scalar, `(scalar, {name: scalar})`, or a pair `(value,
+            weight)` in the place of any scalar, which makes a weighted mean over the
+            set.
+
+    Returns:
+        A `loss_fn`, which can also be called by hand: `(model, *batch, keys=...)`.
+
+    Raises:
+        TypeError: if the function is not callable, or names `keys`, `mask` or `state`,
+            which belong to a batch.
+    """
+    if not callable(function):
+        raise TypeError(
+            "`per_example` takes a function (model, *example) -> scalar; got"
+            f" {function!r}."
+        )
+    return PerExample(function)
+
+
+def _check_scalars(result: Any) -> Any:
+    """Raises unless a loss of one example and its metrics are scalars, or pairs."""
+    has_metrics = isinstance(result, tuple) and len(result) == 2 and not is_pair(result)
+    loss, metrics = result if has_metrics else (result, {})
+    named = {"the loss": loss}
+    if isinstance(metrics, Mapping):
+        # What a `PassMetric` is given has the shape that the model gives it.
+        named |= {
+            f"metric {name!r}": value
+            for name, value in metrics.items()
+            if name not in ("predictions", "targets")
+        }
+    for name, value in named.items():
+        for part in jax.tree.leaves(value):
+            if getattr(part, "shape", ()) != ():
+                raise ValueError(
+                    f"`per_example`: {name} of one example is {describe(part)}; it must"
+                    " be a scalar, (). Take the mean over its axes, or return a pair"
+                    " (value, weight) for a mean that is weighted over the set."
+                )
+    return result

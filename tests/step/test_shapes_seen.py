@@ -1,0 +1,149 @@
+"""The batches that a `loss_fn` is traced with: the loader's, each once."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as draw
+
+from jaxdp import FSDP, LocalSGD, Pmap, Sharded, SingleDevice, Trainer, ZeRO
+
+KINDS = {
+    "SingleDevice": lambda devices: SingleDevice(),
+    "Sharded": Sharded,
+    "Pmap": Pmap,
+    "ZeRO": lambda devices: ZeRO(devices=devices),
+    "FSDP": lambda devices: FSDP(devices, min_size=1),
+}
+
+
+class Seen:
+    """A loss of a batch that keeps the sizes that it is traced with."""
+
+    def __init__(self):
+        self.sizes = []
+
+    def __call__(self, model, x):
+        self.sizes.append(len(x))
+        return values_of(model, x)
+
+
+def values_of(model, x):
+    return jnp.square(jax.vmap(model)(x) - jnp.sin(9 * x)).sum(axis=1)
+
+
+def rows_of(sizes):
+    """Batches `(size, 1)` over distinct rows."""
+    x = np.random.default_rng(len(sizes)).normal(size=(sum(sizes), 1))
+    return np.split(x.astype(np.float32), np.cumsum(sizes)[:-1])
+
+
+def make(loss_fn, strategy, **options):
+    """A trainer whose parameters stay as they are."""
+    return Trainer(
+        eqx.nn.Linear(1, 1, key=jax.random.key(0)),
+        optax.sgd(0.0),
+        loss_fn=loss_fn,
+        strategy=strategy,
+        enable_progress_bar=False,
+        **options,
+    )
+
+
+def check(sizes, accumulated, kind, devices):
+    seen = Seen()
+    data = rows_of(sizes)
+    strategy = KINDS[kind](devices)
+    trainer = make(seen, strategy, accumulate_grad_batches=accumulated)
+    expected = np.concatenate([values_of(trainer.model, x) for x in data])
+
+    # Training. A window of micro-batches is one program, and so is another window.
+    history = trainer.fit(data, max_epochs=2)
+    assert history["loss"] == pytest.approx([expected.mean()] * 2, rel=1e-5)
+    windows = {
+        tuple(sizes[start : start + accumulated])
+        for start in range(0, len(sizes), accumulated)
+    }
+    assert {*seen.sizes} == {*sizes}
+    assert len(seen.sizes) <= sum(len({*window}) for window in windows)
+    if accumulated == 1:
+        assert sorted(seen.sizes) == sorted({*sizes})
+
+    # Validation.
+    seen.sizes.clear()
+    found = trainer.validate(data)["val_loss"]
+    assert found == pytest.approx(expected.mean(), rel=1e-5)
+    trainer.validate(data)
+    assert sorted(seen.sizes) == sorted({*sizes})
+
+
+runs = given(
+    sizes=draw.lists(draw.integers(1, 17), min_size=1, max_size=5),
+    accumulated=draw.sampled_from([1, 2, 3]),
+    kind=draw.sampled_from([*KINDS]),
+    devices=draw.sampled_from([1, 2, 8]),
+)
+
+
+@settings(max_examples=15, deadline=None, derandomize=True, database=None)
+@runs
+def test_each_size_is_traced_once_and_each_row_counts_once(
+    sizes, accumulated, kind, devices
+):
+    check(sizes, accumulated, kind, devices)
+
+
+@pytest.mark.slow
+@settings(
+    max_examples=150,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+@runs
+def test_it_holds_for_many_runs(sizes, accumulated, kind, devices):
+    check(sizes, accumulated, kind, devices)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_sizes_that_no_devices_divide(kind, accumulated):
+    check((16, 13, 16, 3), accumulated, kind, 8)
+
+
+def test_a_dispatch_of_several_steps_sees_batches_one_by_one():
+    seen, sizes = Seen(), (16, 16, 12, 12, 5)
+    data = rows_of(sizes)
+    trainer = make(seen, Sharded(8), steps_per_execution=2)
+    expected = np.concatenate([values_of(trainer.model, x) for x in data])
+    history = trainer.fit(data, max_epochs=2)
+    assert {*seen.sizes} == {16, 12, 5}
+    assert history["loss"] == pytest.approx([expected.mean()] * 2, rel=1e-5)
+
+
+def test_sizes_that_devices_do_not_divide_are_said_once(caplog):
+    data = rows_of((16, 12, 13, 12))
+    make(Seen(), Sharded(8)).fit(data, data, max_epochs=2)
+    assert caplog.text.count("on each device") == 1
+    (text,) = [each for each in caplog.messages if "on each device" in each]
+    assert "12 rows" in text and "8 and 16" in text
+    again = [each for each in caplog.messages if "compiled again" in each]
+    assert again and "drop_last=True" in again[0]
+
+
+def test_sizes_that_devices_divide_need_no_word(caplog):
+    make(Seen(), Sharded(2)).fit(rows_of((16, 12)))
+    assert "on each device" not in caplog.text
+
+
+def test_under_local_sgd_a_batch_is_the_rows_of_a_replica():
+    seen = Seen()
+    data = rows_of((16, 16, 8))
+    trainer = make(seen, LocalSGD(every=2, devices=4))
+    expected = np.concatenate([values_of(trainer.model, x) for x in data])
+    history = trainer.fit(data, max_epochs=2)
+    assert {*seen.sizes} == {4, 2}
+    assert history["loss"] == pytest.approx([expected.mean()] * 2, rel=1e-5)

@@ -1,0 +1,505 @@
+"""Diffrax's documented models, small, train as in a loop by hand.
+
+Their solvers raise from inside the compiled step, unless they are told not to.
+"""
+
+import functools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+import diffrax
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from toys import Recorder, quiet
+
+from jaxdp import Sharded, SingleDevice, Whole, per_example
+
+ROWS, BATCHES, EPOCHS = 16, 4, 3
+TIMES = np.linspace(0, 1, 7).astype(np.float32)
+ADAPTIVE = diffrax.PIDController(rtol=1e-3, atol=1e-6)
+
+
+class Field(eqx.Module):
+    """A vector field, or with `channels` a matrix field, that depends on time."""
+
+    mlp: eqx.nn.MLP
+    shape: tuple[int, ...] = eqx.field(static=True)
+
+    def __init__(self, size, *channels, seed=0):
+        self.shape = (size, *channels)
+        self.mlp = eqx.nn.MLP(
+            size + 1,
+            size * int(np.prod(channels)),
+            width_size=8,
+            depth=1,
+            activation=jax.nn.softplus,
+            final_activation=jnp.tanh,
+            key=jax.random.key(seed),
+        )
+
+    def __call__(self, t, y, args):
+        return self.mlp(jnp.append(y, t)).reshape(self.shape)
+
+
+class NeuralODE(eqx.Module):
+    """The path from a point, at the times asked for."""
+
+    field: Field
+    throw: bool = eqx.field(static=True)
+
+    def __init__(self, throw):
+        self.field = Field(2)
+        self.throw = throw
+
+    def __call__(self, inputs):
+        start, times = inputs
+        solution = diffrax.diffeqsolve(
+            diffrax.ODETerm(self.field),
+            diffrax.Tsit5(),
+            t0=times[0],
+            t1=times[-1],
+            dt0=times[1] - times[0],
+            y0=start,
+            saveat=diffrax.SaveAt(ts=times),
+            stepsize_controller=ADAPTIVE,
+            max_steps=16,
+            throw=self.throw,
+        )
+        return solution.ys
+
+
+class NeuralCDE(eqx.Module):
+    """The logit of a path, given by the coefficients of its cubic spline."""
+
+    initial: eqx.nn.Linear
+    field: Field
+    readout: eqx.nn.Linear
+    throw: bool = eqx.field(static=True)
+
+    def __init__(self, throw):
+        keys = jax.random.split(jax.random.key(1))
+        self.initial = eqx.nn.Linear(3, 4, key=keys[0])
+        self.field = Field(4, 3)
+        self.readout = eqx.nn.Linear(4, "scalar", key=keys[1])
+        self.throw = throw
+
+    def __call__(self, inputs):
+        times, coefficients = inputs
+        path = diffrax.CubicInterpolation(times, coefficients)
+        solution = diffrax.diffeqsolve(
+            diffrax.ControlTerm(self.field, path).to_ode(),
+            diffrax.Tsit5(),
+            t0=times[0],
+            t1=times[-1],
+            dt0=None,
+            y0=self.initial(path.evaluate(times[0])),
+            stepsize_controller=ADAPTIVE,
+            max_steps=16,
+            throw=self.throw,
+        )
+        return self.readout(solution.ys[-1])
+
+
+class NeuralSDE(eqx.Module):
+    """A generator of paths: one for each key."""
+
+    initial: eqx.nn.Linear
+    drift: Field
+    diffusion: Field
+    readout: eqx.nn.Linear
+    throw: bool = eqx.field(static=True)
+
+    def __init__(self, throw):
+        keys = jax.random.split(jax.random.key(2))
+        self.initial = eqx.nn.Linear(2, 4, key=keys[0])
+        self.drift, self.diffusion = Field(4), Field(4, 2, seed=1)
+        self.readout = eqx.nn.Linear(4, 1, key=keys[1])
+        self.throw = throw
+
+    def __call__(self, times, *, key):
+        start_key, path_key = jax.random.split(key)
+        dt = 0.25
+        brownian = diffrax.VirtualBrownianTree(
+            times[0], times[-1], tol=dt / 2, shape=(2,), key=path_key
+        )
+        solution = diffrax.diffeqsolve(
+            diffrax.MultiTerm(
+                diffrax.ODETerm(self.drift),
+                diffrax.ControlTerm(self.diffusion, brownian),
+            ),
+            diffrax.ReversibleHeun(),
+            t0=times[0],
+            t1=times[-1],
+            dt0=dt,
+            y0=self.initial(jax.random.normal(start_key, (2,))),
+            saveat=diffrax.SaveAt(ts=times),
+            max_steps=16,
+            throw=self.throw,
+        )
+        return jax.vmap(self.readout)(solution.ys)
+
+
+class Flow(eqx.Module):
+    """The log-density of a point: it flows back to the noise it would come from."""
+
+    field: Field
+    throw: bool = eqx.field(static=True)
+
+    def __init__(self, throw):
+        self.field = Field(2)
+        self.throw = throw
+
+    def __call__(self, point):
+        def with_trace(t, state, args):
+            def at(y):
+                return self.field(t, y, args)
+
+            speed, pull = jax.vjp(at, state[0])
+            (jacobian,) = jax.vmap(pull)(jnp.eye(2))
+            return speed, jnp.trace(jacobian)
+
+        solution = diffrax.diffeqsolve(
+            diffrax.ODETerm(with_trace),
+            diffrax.Heun(),
+            t0=1.0,
+            t1=0.0,
+            dt0=-0.25,
+            y0=(point, 0.0),
+            max_steps=16,
+            throw=self.throw,
+        )
+        noise, change = jax.tree.map(lambda leaf: leaf[-1], solution.ys)
+        return jax.scipy.stats.norm.logpdf(noise).sum() + change
+
+
+def generator(seed):
+    return np.random.default_rng(seed)
+
+
+def spirals(count, seed):
+    """Where they start, and where they are at `TIMES`."""
+    start = generator(seed).uniform(-1, 1, size=(count, 2)).astype(np.float32)
+    turn = np.array([[np.cos(TIMES), np.sin(TIMES)], [-np.sin(TIMES), np.cos(TIMES)]])
+    paths = np.exp(-TIMES)[:, None] * np.einsum("ijt,ni->ntj", turn, start)
+    return start, paths.astype(np.float32)
+
+
+def of_ode(seed):
+    start, paths = spirals(ROWS, seed)
+    return (start, Whole(TIMES)), paths
+
+
+def of_cde(seed):
+    """Each row has times of its own, and a path that turns one way or the other."""
+    _, paths = spirals(ROWS, seed)
+    right = generator(seed).uniform(size=ROWS) < 0.5
+    paths[right, :, 1] *= -1
+    times = TIMES * generator(seed).uniform(0.5, 1.5, size=(ROWS, 1))
+    times = times.astype(np.float32)
+    paths = np.concatenate([times[..., None], paths], axis=-1)
+    coefficients = jax.vmap(diffrax.backward_hermite_coefficients)(times, paths)
+    coefficients = tuple(map(np.asarray, coefficients))
+    return (times, coefficients), right.astype(np.float32)
+
+
+def of_sde(seed):
+    """NumPy has no typed keys: they are JAX's among arrays of either."""
+    steps = generator(seed).normal(size=(ROWS, len(TIMES), 1)) / 3
+    keys = jax.random.split(jax.random.key(seed), ROWS)
+    return steps.cumsum(axis=1).astype(np.float32), keys, Whole(TIMES)
+
+
+def of_flow(seed):
+    """Points in a ring, that weigh as much as a picture is dark there."""
+    angle = generator(seed).uniform(0, 6, size=ROWS)
+    points = np.stack([np.cos(angle), np.sin(angle)], axis=-1).astype(np.float32)
+    return points, generator(seed).uniform(size=ROWS).astype(np.float32)
+
+
+def ode_loss(model, inputs, paths):
+    start, times = inputs
+    predicted = jax.vmap(lambda row: model((row, times)))(start)
+    return jnp.mean((predicted - paths) ** 2)
+
+
+def ode_example(model, inputs, path):
+    return jnp.mean((model(inputs) - path) ** 2)
+
+
+def cde_loss(model, inputs, labels):
+    logits = jax.vmap(model)(inputs)
+    return optax.sigmoid_binary_cross_entropy(logits, labels).mean()
+
+
+def cde_example(model, inputs, label):
+    logit = model(inputs)
+    value = optax.sigmoid_binary_cross_entropy(logit, label)
+    return value, {"accuracy": jnp.float32((logit > 0) == (label > 0.5))}
+
+
+def moments(paths):
+    return jnp.stack([paths.mean(axis=0), paths.std(axis=0)])
+
+
+def sde_loss(model, paths, noise, times):
+    """How far apart the moments are: it is of the batch, not of its rows."""
+    drawn = jax.vmap(lambda key: model(times, key=key))(noise)
+    return jnp.mean((moments(drawn) - moments(paths)) ** 2)
+
+
+def energy(model, path, noise, times):
+    """An energy score: two paths are near the data's, and far from each other."""
+
+    def apart(one, other):
+        return jnp.sqrt(jnp.mean((one - other) ** 2) + 1e-3)
+
+    draw = functools.partial(model, times)
+    one, other = (draw(key=key) for key in jax.random.split(noise))
+    return (apart(one, path) + apart(other, path) - apart(one, other)) / 2
+
+
+def energy_loss(model, paths, noise, times):
+    return jax.vmap(lambda *row: energy(model, *row, times))(paths, noise).mean()
+
+
+def flow_loss(model, points, weights):
+    return -jax.vmap(model)(points), weights
+
+
+def flow_example(model, point, weight):
+    return -model(point), weight
+
+
+def weighted(model, points, weights):
+    return -jnp.sum(weights * jax.vmap(model)(points)) / jnp.sum(weights)
+
+
+class Port(NamedTuple):
+    """A model and its data.
+
+    Attributes:
+        model: of whether its solver may raise.
+        batch: of a seed.
+        loss: of a batch, by hand.
+    """
+
+    model: Callable
+    batch: Callable
+    loss: Callable
+
+
+PORTS = {
+    "ode": Port(NeuralODE, of_ode, ode_loss),
+    "cde": Port(NeuralCDE, of_cde, cde_loss),
+    "sde": Port(NeuralSDE, of_sde, sde_loss),
+    "energy": Port(NeuralSDE, of_sde, energy_loss),
+    "flow": Port(Flow, of_flow, weighted),
+}
+
+
+FORMS = {
+    "ode loss_fn": {"loss_fn": ode_loss},
+    "ode mse": {"loss": "mse"},
+    "ode criterion": {"loss": lambda paths, y: jnp.mean((paths - y) ** 2)},
+    "ode per_example": {"loss_fn": per_example(ode_example)},
+    "cde loss_fn": {"loss_fn": cde_loss},
+    "cde named": {"loss": "binary_cross_entropy", "metrics": ["accuracy"]},
+    "cde per_example": {"loss_fn": per_example(cde_example)},
+    "sde loss_fn": {"loss_fn": sde_loss},
+    "energy per_example": {"loss_fn": per_example(energy)},
+    "flow loss_fn": {"loss_fn": flow_loss},
+    "flow per_example": {"loss_fn": per_example(flow_example)},
+}
+"""Arguments of a trainer, by the port and how its loss is written."""
+
+SLOW = [
+    f"{form}-{arrays}"
+    for form in ("ode mse", "energy per_example")
+    for arrays in ("numpy", "jax")
+]
+
+ARRAYS = {"numpy": lambda batch: batch, "jax": lambda b: jax.tree.map(jnp.asarray, b)}
+
+
+OPTIMIZER = optax.adam(1e-2)
+
+
+def data_of(port, arrays="numpy"):
+    return [ARRAYS[arrays](PORTS[port].batch(seed)) for seed in range(BATCHES)]
+
+
+def without_whole(batch):
+    return jax.tree.map(
+        lambda node: node.array if isinstance(node, Whole) else node,
+        batch,
+        is_leaf=lambda node: isinstance(node, Whole),
+    )
+
+
+@functools.cache
+def step_by_hand(loss):
+    @eqx.filter_jit
+    def step(model, state, batch):
+        value, grads = eqx.filter_value_and_grad(loss)(model, *batch)
+        updates, state = OPTIMIZER.update(grads, state)
+        return eqx.apply_updates(model, updates), state, value
+
+    return step
+
+
+def by_hand(port, data):
+    """The trained model, and the loss of every step."""
+    step, model = step_by_hand(PORTS[port].loss), PORTS[port].model(True)
+    state = OPTIMIZER.init(eqx.filter(model, eqx.is_inexact_array))
+    losses = []
+    for batch in map(without_whole, data):
+        model, state, value = step(model, state, batch)
+        losses.append(float(value))
+    return model, losses
+
+
+@functools.cache
+def losses_by_hand(port):
+    return by_hand(port, data_of(port) * EPOCHS)[1]
+
+
+def make(form, strategy=None, *, throw=True, **options):
+    model = PORTS[form.split()[0]].model(throw)
+    strategy = SingleDevice() if strategy is None else strategy
+    return quiet(model, OPTIMIZER, strategy=strategy, **FORMS[form], **options)
+
+
+def train(form, strategy, *, throw, arrays="numpy"):
+    """The loss of every step."""
+    recorder = Recorder()
+    trainer = make(form, strategy, throw=throw, callbacks=[recorder])
+    trainer.fit(data_of(form.split()[0], arrays), max_epochs=EPOCHS)
+    return recorder.losses
+
+
+@pytest.mark.slow_cases(*SLOW)
+@pytest.mark.parametrize("arrays", ARRAYS)
+@pytest.mark.parametrize("form", FORMS)
+def test_losses_are_those_of_a_loop_by_hand(form, arrays):
+    losses = train(form, SingleDevice(), throw=True, arrays=arrays)
+    assert sum(losses[-BATCHES:]) < sum(losses[:BATCHES])
+    np.testing.assert_allclose(losses, losses_by_hand(form.split()[0]), rtol=1e-5)
+
+
+@pytest.mark.slow_but("cde per_example", "flow loss_fn")
+@pytest.mark.parametrize("form", [f for f in FORMS if f.startswith(("cde", "flow"))])
+def test_solvers_that_do_not_throw_agree_on_eight_devices(form):
+    """Those of the others check more than their results: times, and Brownian paths."""
+    losses = train(form, Sharded(), throw=False)
+    np.testing.assert_allclose(losses, losses_by_hand(form.split()[0]), rtol=1e-5)
+
+
+@pytest.mark.slow_but("ode loss_fn")
+@pytest.mark.parametrize(
+    "form", ["ode loss_fn", "ode per_example", "sde loss_fn", "energy per_example"]
+)
+def test_solvers_that_make_nan_agree_on_eight_devices(form):
+    script = f"""
+import json
+import test_diffrax
+from jaxdp import Sharded
+print(json.dumps(test_diffrax.train({form!r}, Sharded(), throw=True)))
+"""
+    environment = {
+        "EQX_ON_ERROR": "nan",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | environment,
+        cwd=pathlib.Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    losses = json.loads(done.stdout)
+    np.testing.assert_allclose(losses, losses_by_hand(form.split()[0]), rtol=1e-5)
+
+
+def too_fine(batch):
+    """Begins with a tiny step; each is at most ten times as long as the one before."""
+    (start, _), paths = batch
+    times = TIMES.copy()
+    times[1] = 1e-30
+    return (start, Whole(times)), paths
+
+
+def with_nan(batch):
+    (start, times), paths = batch
+    start = start.copy()
+    start[3] = np.nan
+    return (start, times), paths
+
+
+@pytest.mark.parametrize("arrays", ARRAYS)
+@pytest.mark.parametrize("spoil", [too_fine, with_nan])
+def test_a_solver_that_fails_ends_a_fit_after_the_last_good_step(spoil, arrays):
+    good = data_of("ode")
+    bad = [*good[:2], spoil(good[2]), good[3]]
+    trainer = make("ode loss_fn")
+    with pytest.raises(eqx.EquinoxRuntimeError, match="solver steps was reached"):
+        trainer.fit(list(map(ARRAYS[arrays], bad)))
+
+    assert trainer.global_step == 2
+    expected, _ = by_hand("ode", good[:2])
+    assert_same_weights(trainer.model, expected)
+
+    trainer.fit(list(map(ARRAYS[arrays], good)), max_steps=4)
+    assert trainer.global_step == 4
+    assert np.isfinite(trainer.history["loss"][-1])
+
+
+def assert_same_weights(model, expected):
+    pairs = zip(weights(model), weights(expected), strict=True)
+    for one, other in pairs:
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def weights(model):
+    return jax.tree.leaves(eqx.filter(model, eqx.is_array))
+
+
+@pytest.mark.parametrize("arrays", ARRAYS)
+@pytest.mark.parametrize("form", ["ode loss_fn", "ode per_example"])
+def test_a_solver_that_may_raise_is_refused_on_several_devices(form, arrays):
+    recorder = Recorder()
+    trainer = make(form, Sharded(), callbacks=[recorder])
+    with pytest.raises(ValueError) as caught:
+        trainer.fit(data_of("ode", arrays))
+    for remedy in ("EQX_ON_ERROR=nan", "throw=False", "SingleDevice()"):
+        assert remedy in str(caught.value)
+    assert trainer.global_step == 0 and not recorder.losses
+    assert eqx.tree_equal(trainer.model, NeuralODE(True))
+
+
+def test_passes_solve_as_the_model_does_and_raise_as_the_solver_does():
+    trainer, data = make("ode mse"), data_of("ode")
+    model = NeuralODE(True)
+    paths = [jax.vmap(lambda row: model((row, TIMES)))(start) for (start, _), _ in data]
+    predicted = trainer.predict(data)
+    np.testing.assert_allclose(predicted, np.concatenate(paths), rtol=1e-5, atol=1e-6)
+
+    expected = np.mean(
+        [np.mean((a - b) ** 2) for a, (_, b) in zip(paths, data, strict=True)]
+    )
+    loss = trainer.validate(data)["val_loss"]
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+
+    for passes in (trainer.predict, trainer.validate):
+        with pytest.raises(eqx.EquinoxRuntimeError, match="solver steps was reached"):
+            passes([data[0], too_fine(data[1])])
