@@ -25,7 +25,9 @@ from jaxdp import Sharded, SingleDevice, Whole, per_example
 
 ROWS, BATCHES, EPOCHS = 16, 4, 3
 TIMES = np.linspace(0, 1, 7).astype(np.float32)
-ADAPTIVE = diffrax.PIDController(rtol=1e-3, atol=1e-6)
+ADAPTIVE = diffrax.PIDController(rtol=1e-2, atol=1e-3)
+"""With a solver of low order: where one of high order errs by less than rounding does,
+rounding chooses its steps, and no two programs agree."""
 
 
 class Field(eqx.Module):
@@ -64,14 +66,14 @@ class NeuralODE(eqx.Module):
         start, times = inputs
         solution = diffrax.diffeqsolve(
             diffrax.ODETerm(self.field),
-            diffrax.Tsit5(),
+            diffrax.Heun(),
             t0=times[0],
             t1=times[-1],
             dt0=times[1] - times[0],
             y0=start,
             saveat=diffrax.SaveAt(ts=times),
             stepsize_controller=ADAPTIVE,
-            max_steps=16,
+            max_steps=32,
             throw=self.throw,
         )
         return solution.ys
@@ -97,13 +99,13 @@ class NeuralCDE(eqx.Module):
         path = diffrax.CubicInterpolation(times, coefficients)
         solution = diffrax.diffeqsolve(
             diffrax.ControlTerm(self.field, path).to_ode(),
-            diffrax.Tsit5(),
+            diffrax.Heun(),
             t0=times[0],
             t1=times[-1],
             dt0=None,
             y0=self.initial(path.evaluate(times[0])),
             stepsize_controller=ADAPTIVE,
-            max_steps=16,
+            max_steps=64,
             throw=self.throw,
         )
         return self.readout(solution.ys[-1])
@@ -136,7 +138,7 @@ class NeuralSDE(eqx.Module):
                 diffrax.ODETerm(self.drift),
                 diffrax.ControlTerm(self.diffusion, brownian),
             ),
-            diffrax.ReversibleHeun(),
+            diffrax.Euler(),
             t0=times[0],
             t1=times[-1],
             dt0=dt,
@@ -321,16 +323,20 @@ FORMS = {
 }
 """Arguments of a trainer, by the port and how its loss is written."""
 
-SLOW = [
-    f"{form}-{arrays}"
-    for form in ("ode mse", "energy per_example")
-    for arrays in ("numpy", "jax")
+QUICK = [
+    "ode loss_fn-jax",
+    "ode per_example-numpy",
+    "cde loss_fn-numpy",
+    "cde per_example-jax",
+    "sde loss_fn-jax",
+    "flow loss_fn-numpy",
+    "flow per_example-jax",
 ]
+"""Each solver takes seconds to compile, and JAX can share no program that may raise."""
 
 ARRAYS = {"numpy": lambda batch: batch, "jax": lambda b: jax.tree.map(jnp.asarray, b)}
-
-
 OPTIMIZER = optax.adam(1e-2)
+EIGHT = "--xla_force_host_platform_device_count=8"
 
 
 def data_of(port, arrays="numpy"):
@@ -386,7 +392,7 @@ def train(form, strategy, *, throw, arrays="numpy"):
     return recorder.losses
 
 
-@pytest.mark.slow_cases(*SLOW)
+@pytest.mark.slow_but(*QUICK)
 @pytest.mark.parametrize("arrays", ARRAYS)
 @pytest.mark.parametrize("form", FORMS)
 def test_losses_are_those_of_a_loop_by_hand(form, arrays):
@@ -403,6 +409,17 @@ def test_solvers_that_do_not_throw_agree_on_eight_devices(form):
     np.testing.assert_allclose(losses, losses_by_hand(form.split()[0]), rtol=1e-5)
 
 
+@pytest.mark.slow
+def test_a_tail_is_padded_with_rows_that_can_be_solved():
+    """Times of zeros could not be."""
+    *full, last = data_of("cde")
+    data = [*full, jax.tree.map(lambda leaf: leaf[:11], last)]
+    recorder = Recorder()
+    trainer = make("cde per_example", Sharded(), throw=False, callbacks=[recorder])
+    trainer.fit(data)
+    np.testing.assert_allclose(recorder.losses, by_hand("cde", data)[1], rtol=1e-5)
+
+
 @pytest.mark.slow_but("ode loss_fn")
 @pytest.mark.parametrize(
     "form", ["ode loss_fn", "ode per_example", "sde loss_fn", "energy per_example"]
@@ -416,7 +433,7 @@ print(json.dumps(test_diffrax.train({form!r}, Sharded(), throw=True)))
 """
     environment = {
         "EQX_ON_ERROR": "nan",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "XLA_FLAGS": " ".join([os.environ.get("XLA_FLAGS", ""), EIGHT]),
     }
     done = subprocess.run(
         [sys.executable, "-c", script],
@@ -435,7 +452,7 @@ def too_fine(batch):
     """Begins with a tiny step; each is at most ten times as long as the one before."""
     (start, _), paths = batch
     times = TIMES.copy()
-    times[1] = 1e-30
+    times[1] = 1e-36
     return (start, Whole(times)), paths
 
 
@@ -446,6 +463,7 @@ def with_nan(batch):
     return (start, times), paths
 
 
+@pytest.mark.slow_but("too_fine-jax", "with_nan-numpy")
 @pytest.mark.parametrize("arrays", ARRAYS)
 @pytest.mark.parametrize("spoil", [too_fine, with_nan])
 def test_a_solver_that_fails_ends_a_fit_after_the_last_good_step(spoil, arrays):

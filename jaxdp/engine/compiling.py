@@ -1,18 +1,11 @@
-"""What is said of compilations, and steps for debugging.
-
-Steps for debugging run one at a time, on one device, each waited for.
-`jax.disable_jit()` is for printing values and stopping in one's own code: a step then
-runs operation by operation. `jax_debug_nans` and `jax_debug_infs` leave it compiled.
-"""
+"""What is said of compilations, and JAX's settings for debugging."""
 
 import contextlib
-import functools
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, Final, NamedTuple
+from collections.abc import Iterator
+from typing import Any, Final
 
-import equinox as eqx
 import jax
 
 from ..basics.console import say, some_of, warn
@@ -20,15 +13,12 @@ from ..basics.hardware import note_on_kinds
 from ..data import Dispatch, leaf_name
 from ..step import (
     BY_DEFAULT,
-    Collectives,
     Rowless,
     Steps,
-    TrainState,
     joined,
     note_on_products,
     shapes_of_rows,
 )
-from ..strategies import DataParallel, SingleDevice
 
 _LONG: Final = 2.0
 """Seconds after which somebody at a screen wants to know what is going on."""
@@ -194,61 +184,7 @@ def _why(form: _Form, before: list[_Form]) -> str:
     )
 
 
-class Debugging(NamedTuple):
-    """Why steps run for debugging, if any of these is true."""
-
-    without_jit: bool
-    finds_nonfinite: bool
-
-
-def debugging() -> Debugging:
-    """JAX's present settings."""
+def debug_settings() -> tuple[bool, bool]:
+    """Returns whether JAX's jit is disabled, and whether JAX looks for NaN."""
     config: Any = jax.config
-    nonfinite = config.jax_debug_nans or config.jax_debug_infs
-    return Debugging(config.jax_disable_jit, nonfinite)
-
-
-class Debugged(DataParallel):
-    """What a strategy computes, on the first of its devices, step by step."""
-
-    def __init__(self, strategy: DataParallel, mode: Debugging):
-        if jax.process_count() > 1:
-            raise RuntimeError(
-                "jax_disable_jit, jax_debug_nans or jax_debug_infs is set, and there"
-                f" are {jax.process_count()} processes, which can only compute"
-                " together in compiled steps. Debug in a single process."
-            )
-        self.strategy, self.mode = strategy, mode
-
-    def place(self, state: TrainState) -> TrainState:
-        mesh = getattr(self.strategy, "mesh", None)
-        devices = jax.devices()[:1] if mesh is None else mesh.devices.flat
-        self._device = min(devices, key=lambda device: device.id)
-        why, how = "jax_debug_nans or jax_debug_infs is set", "each waited for"
-        if self.mode.without_jit:
-            why, how = "jit is disabled", "operation by operation"
-        say(f"{why}: single steps run, all rows on {self._device}, {how}")
-        return SingleDevice(self._device).place(state)
-
-    def compile(self, step: Callable[..., Any], arguments: Any, *_: Any, **__: Any):
-        program = jax.jit(functools.partial(step, Collectives()))
-
-        def run(*given: Any) -> Any:
-            given = jax.device_put(given, self._device)
-            with jax.disable_jit(self.mode.without_jit):
-                return jax.block_until_ready(program(*given))  # waits for the device
-
-        # It runs once at once, for what it has to tell. Its author should not meet it
-        # twice for that. (Batches of JAX's arrays come as shapes.)
-        leaves = jax.tree.leaves(arguments)
-        known = []
-        if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
-            given = jax.device_put(arguments, self._device)
-            known = [(given, run(*given))]
-
-        def watched(*given: Any) -> Any:
-            given = jax.device_put(given, self._device)
-            first, results = known.pop() if known else (None, None)
-            return results if eqx.tree_equal(first, given) else run(*given)
-
-        return watched
+    return config.jax_disable_jit, config.jax_debug_nans or config.jax_debug_infs

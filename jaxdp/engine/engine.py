@@ -4,7 +4,6 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any
 
@@ -34,7 +33,7 @@ from ..step import (
 from ..strategies import DataParallel
 from ..strategies.base import rows_of_processes
 from .bodies import traced
-from .compiling import Compilations, Debugged, Debugging, debugging
+from .compiling import Compilations, debug_settings
 from .out_of_memory import check_memory
 from .pace import DispatchSize, InFlight, most_bytes_in_flight
 from .state import Model, State, first_of, placed_state, shapes_of_first
@@ -100,16 +99,31 @@ class Engine:
         offload: bool = False,
         abstract: bool = False,
     ):
-        self._is_abstract, self._in_order = abstract, in_order
+        self._is_abstract = abstract
         self._compiler_options, self._offloads = compiler_options, offload
         self.micro_batches = micro_batches
         self.in_flight = InFlight()
         self.one_by_one = self.begins_epoch = False
         self.steps_per_epoch: int | None = None
         self.options = StepOptions()
-        self._is_inferred = False
-        self._as_asked = strategy, steps_per_execution
-        self._work(pure, debugging())
+        self._is_inferred, self._settings = False, debug_settings()
+        self.pure, self.strategy = pure, strategy
+        self._compilations = Compilations(quiet=abstract)
+        self.tell = self._compilations.tell
+        self._dispatch_size = DispatchSize(steps_per_execution)
+        several = not abstract and jax.process_count() > 1
+        self._blocks = rows_of_processes(strategy) if several else RowBlocks()
+        self.steps: dict[Kind, Step] = {
+            kind: Step(
+                kind,
+                strategy,
+                self._blocks,
+                in_order,
+                self.tell,
+                pads=functools.partial(pure.is_padded, kind),
+            )
+            for kind in WHAT
+        }
         own = jax.eval_shape(lambda *trees: trees, *parts[:2])
         self._model = Model(
             parts[2], own, view, lambda tree: self.strategy.gather(tree)
@@ -120,36 +134,9 @@ class Engine:
                 self.state = shapes_of_first(*first, strategy, self._offloads)
             else:
                 self.state = self.place(first_of(*first, seed, strategy))
-        self._mind_platform()
+        self.follow_settings()
         if not abstract:
             self.in_flight.most_bytes = most_bytes_in_flight(self._devices)
-
-    def _work(self, pure: Steps, mode: Debugging) -> None:
-        """Makes ready for `pure` from the start, as JAX's settings want it."""
-        strategy, steps_per_execution = self._as_asked
-        abstract, self._mode = self._is_abstract, mode
-        if any(mode) and not abstract:
-            strategy, steps_per_execution = Debugged(strategy, mode), 1
-        several = not abstract and jax.process_count() > 1
-        self.pure = pure
-        self.strategy = strategy
-        self._compilations = Compilations(quiet=abstract or mode.without_jit)
-        self.tell = self._compilations.tell
-        self._dispatch_size = DispatchSize(steps_per_execution)
-        self._blocks = rows_of_processes(strategy) if several else RowBlocks()
-        # Where nothing is compiled for a size, nothing need be padded to one.
-        compiles = abstract or not mode.without_jit
-        self.steps: dict[Kind, Step] = {
-            kind: Step(
-                kind,
-                strategy,
-                self._blocks,
-                self._in_order,
-                self.tell,
-                pads=functools.partial(pure.is_padded, kind) if compiles else None,
-            )
-            for kind in WHAT
-        }
 
     def set(self, **fields: Any) -> None:
         """Replaces some fields of `pure`, for what is compiled from now on."""
@@ -165,37 +152,22 @@ class Engine:
 
     def place(self, state: TrainState) -> TrainState:
         """A state on the devices: the first one, or one that was saved."""
-        offloads = self._offloads and not isinstance(self.strategy, Debugged)
-        return placed_state(self.strategy, state, offloads)
+        return placed_state(self.strategy, state, self._offloads)
 
     def follow_settings(self) -> None:
-        """Goes on as JAX's settings for debugging are now; see `compiling`."""
-        self._change(debugging())
+        """Adapts to the platform, and to JAX's settings for debugging as they are now.
 
-    def _change(self, mode: Debugging) -> None:
-        if mode == self._mode:
-            return
-        state = self.strategy.gather(self.state)
-        self._work(self.pure, mode)
-        with no_ambient_mesh():
-            self.state = self.place(state)
-        self._mind_platform()
-
-    def as_settled(self) -> AbstractContextManager[Any]:
-        """Around a pass: jit is disabled in it or not as when the settings were read,
-        whatever the callback that asks for it has set."""
-        return jax.disable_jit(self._mode.without_jit)
-
-    def _mind_platform(self) -> None:
-        """Does what is faster on CPUs alone, or on all others.
-
-        XLA rewrites convolutions for the CPU's library outside of loops alone. Inside a
-        loop they take about five times as long, and round otherwise.
+        On CPUs, XLA rewrites convolutions for its library outside of loops alone.
+        Inside a loop they take about five times as long, and round otherwise.
         """
         is_cpu = self._devices[0].platform == "cpu"
         self.puts_ahead = not is_cpu and not self._is_abstract
-        unroll = is_cpu and not self._mode.without_jit  # else loops are Python's
-        self.set(unroll_convolutions=unroll)
+        settings = debug_settings()
+        self.set(unroll_convolutions=is_cpu and not settings[0])
+        if settings != self._settings:
+            self._settings = settings
+            for step in self.steps.values():
+                step.programs.clear()
 
     @property
     def state(self) -> TrainState:
@@ -217,7 +189,8 @@ class Engine:
     @property
     def steps_per_execution(self) -> int:
         """How many steps a dispatch takes at present."""
-        return 1 if self.one_by_one else self._dispatch_size.steps
+        alone = self.one_by_one or any(self._settings)
+        return 1 if alone else self._dispatch_size.steps
 
     def set_options(self, options: StepOptions) -> None:
         """How train steps are compiled from now on."""
@@ -303,7 +276,7 @@ class Engine:
         program = step.programs.get(dispatch.shape)
         if program is None:
             program = self.compiled_for("train", dispatch)
-        facts, steps = step.facts, len(dispatch.rows)
+        steps = len(dispatch.rows)
 
         # The steps. Nothing here waits for the device.
         self.held.check_handed_out()  # the last moment: it will be outdated
@@ -315,6 +288,7 @@ class Engine:
         placed, results = self.run("train", dispatch, program, inputs)
         leaves, (means, inside) = results
         self.held, self.begins_epoch = self.held.after(leaves), False
+        facts = step.facts  # without jit, of this call
 
         # Not too many at once.
         checks = placed.checks

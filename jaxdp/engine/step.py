@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array
@@ -38,6 +39,7 @@ from ..strategies import DataParallel
 from ..strategies.base import Rows
 from ..strategies.placing import fetch
 from .bodies import BODIES, Body, traced
+from .compiling import debug_settings
 from .pace import Check
 from .xla_options import compiled, devices_of
 
@@ -266,6 +268,9 @@ class Step:
     ) -> Program:
         """Traces and compiles a step for batches like those of `dispatch`.
 
+        Under `jax.disable_jit` and `jax_debug_nans` it is left to `jax.jit`, which then
+        runs it operation by operation, or finds the line that makes NaN.
+
         Args:
             steps: what it does.
             dispatch: batches, or their shapes.
@@ -280,11 +285,16 @@ class Step:
         groups = self._of_all_processes(dispatch, inputs)
         body = BODIES[self.kind](steps, inputs, groups, len(dispatch.rows), self._note)
         body = body._replace(function=opening(body.function, groups))
+        without_jit, looks_for_nan = debug_settings()
         rows: Rows = "apart" if steps.is_per_example(self.kind) else "together"
+        if without_jit:  # a `jax.shard_map` would run on each device in turn
+            rows = "together"
+        if without_jit or looks_for_nan:  # what has failed is run once more
+            donate = "none"
         rows = rows if dispatch.split else "whole"
         before, started, step = self.facts, time.perf_counter(), None
         jitted = self._strategy.compile(*body, donate=_DONATED[donate], rows=rows)
-        if hasattr(jitted, "trace"):
+        if hasattr(jitted, "trace") and not (without_jit or looks_for_nan):
             with without_collecting():
                 step = jitted.trace(*body.arguments)
         if steps.unroll_convolutions and len(dispatch.rows) > 1:
@@ -292,8 +302,9 @@ class Step:
             if has_convolutions(traced(*given) if step is None else step.jaxpr):
                 raise SingleStepsOnly
         if step is None:
+            jitted = _with_arrays(self._checked(jitted)) if without_jit else jitted
             program = Program(self._checked(jitted), dispatch, groups, donate)
-            if self.facts is before:  # it was not traced yet
+            if self.facts is before and not without_jit:  # it was not traced yet
                 traced(body.function, *body.arguments)
             program.compile_seconds = time.perf_counter() - started
         else:
@@ -470,6 +481,11 @@ class Step:
             for group in dispatch.groups
         ]
         return dispatch._replace(groups=groups)
+
+
+def _with_arrays(jitted: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a step that is given JAX's arrays, also where jit is disabled."""
+    return lambda *given: jitted(*jax.tree.map(jnp.asarray, given))
 
 
 def _not_donating(step: Any, arguments: tuple[Any, ...]) -> Any:

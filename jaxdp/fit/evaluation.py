@@ -209,7 +209,7 @@ def _asked_for(trainer: "Trainer", method: str) -> Iterator[Hooks]:
 @contextlib.contextmanager
 def _undisturbed(run: "Run") -> Iterator[None]:
     """Around passes that a user asks for, maybe from a callback or another thread."""
-    with run.access.apart(), run.interrupts, run.engine.as_settled():
+    with run.access.apart(), run.interrupts:
         yield
 
 

@@ -102,7 +102,7 @@ def test_trainer_model_has_values_inside_functions_that_jax_traces(is_fitted):
     trainer.fit([(x, x[:, :2])], max_epochs=3)
 
 
-@pytest.mark.parametrize("strategy", [SingleDevice, Sharded, Pmap])
+@pytest.mark.parametrize("strategy", [SingleDevice, Sharded, Pmap, FSDP])
 def test_a_fit_traces_its_step_once_whatever_the_tail(strategy):
     traces = []
 
