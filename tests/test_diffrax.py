@@ -420,7 +420,7 @@ def test_a_tail_is_padded_with_rows_that_can_be_solved():
     np.testing.assert_allclose(recorder.losses, by_hand("cde", data)[1], rtol=1e-5)
 
 
-@pytest.mark.slow_but("ode loss_fn")
+@pytest.mark.slow_but("sde loss_fn")
 @pytest.mark.parametrize(
     "form", ["ode loss_fn", "ode per_example", "sde loss_fn", "energy per_example"]
 )
@@ -463,7 +463,7 @@ def with_nan(batch):
     return (start, times), paths
 
 
-@pytest.mark.slow_but("too_fine-jax", "with_nan-numpy")
+@pytest.mark.slow_but("too_fine-jax")
 @pytest.mark.parametrize("arrays", ARRAYS)
 @pytest.mark.parametrize("spoil", [too_fine, with_nan])
 def test_a_solver_that_fails_ends_a_fit_after_the_last_good_step(spoil, arrays):

@@ -41,7 +41,7 @@ from ..strategies.placing import fetch
 from .bodies import BODIES, Body, traced
 from .compiling import debug_settings
 from .pace import Check
-from .xla_options import compiled, devices_of
+from .xla_options import compiled
 
 Kind = Literal["train", "evaluate", "predict"]
 
@@ -337,7 +337,7 @@ class Step:
         leaves = jax.tree.leaves(body.arguments)
         is_to_run = any(isinstance(leaf, jax.Array) for leaf in leaves)
         if may_raise := is_to_run and calls_python(step.jaxpr):
-            _check_is_alone(self._strategy, devices_of(body.arguments))
+            _check_is_alone(self._strategy, leaves)
             if len(dispatch.rows) > 1:  # the state before an error would be lost
                 raise SingleStepsOnly
             # The state that a step began with must survive its error.
@@ -498,12 +498,13 @@ def _not_donating(step: Any, arguments: tuple[Any, ...]) -> Any:
     return jax.jit(run).trace(*arguments)
 
 
-def _check_is_alone(strategy: DataParallel, devices: Sequence[Any]) -> None:
+def _check_is_alone(strategy: DataParallel, arguments: Sequence[Any]) -> None:
     """Raises if a step that calls Python is to run on several devices.
 
     An error that leaves one device strands the others: with faked devices, jax 0.10.2
     aborts the process.
     """
+    devices = next(x.sharding.device_set for x in arguments if hasattr(x, "sharding"))
     if len(devices) > 1:
         raise ValueError(
             f"`strategy`: {strategy!r} has {len(devices)} devices, and the step calls"

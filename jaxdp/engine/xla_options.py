@@ -1,27 +1,19 @@
-"""What XLA is told: options of the user's, and what makes a CPU fast.
+"""What XLA is told: options of the user's, and what makes a CPU fast."""
 
-A program is compiled once in a process: a second trainer often wants the same ones, a
-trainer for each seed or each fold. JAX's cache has them on disk, if it is on.
-"""
-
-import collections
 import functools
 import hashlib
 import os
 import re
-import weakref
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
 import jax
-import numpy as np
-from jax.sharding import NamedSharding
 from jaxlib.version import __version__ as jaxlib_version
 
 from ..basics.console import note
 from ..basics.process import without_collecting
-from ..step import calls_python, has_convolutions, has_own_loop
+from ..step import has_convolutions, has_own_loop
 
 CompilerOptions = Mapping[str, Any] | str | None
 """Options of XLA by name, as `jax.jit` takes them, or an effort level."""
@@ -166,15 +158,6 @@ def _note_it() -> None:
     )
 
 
-_MOST: Final = 8
-_LONGEST: Final = 2**24
-"""How many programs stay that nobody uses any more, and how long their text may be,
-which contains their constants."""
-
-_used: Final[weakref.WeakValueDictionary[Hashable, Any]] = weakref.WeakValueDictionary()
-_recent: Final[collections.deque[Any]] = collections.deque(maxlen=_MOST)
-
-
 def compiled(
     traced: Any,
     arguments: tuple[Any, ...],
@@ -192,51 +175,8 @@ def compiled(
     options = options_for(traced.jaxpr, arguments, instead, options)
     with without_collecting():
         lowered = traced.lower()
+    digest = ""
     if jax.process_count() > 1:
         text = lowered.as_text().encode()
         digest = hashlib.blake2b(text, digest_size=6).hexdigest()
-        return lowered.compile(dict(options)), digest
-
-    key = _key(traced, lowered, options, devices_of(arguments))
-    program = None if key is None else _used.get(key[1:])
-    if program is None:
-        program = lowered.compile(dict(options))
-    if key is not None:
-        length, *rest = key
-        _used[tuple(rest)] = program
-        if length <= _LONGEST and program not in _recent:
-            _recent.append(program)
-    return program, ""
-
-
-def _key(
-    traced: Any, lowered: Any, options: Mapping[str, Any], devices: Sequence[Any]
-) -> tuple[Any, ...] | None:
-    """The length of a program's text, and what makes it the program it is.
-
-    None where that is not known: a program may call Python, by `jax.debug.print` say,
-    and its text does not tell which functions.
-    """
-    if traced.jaxpr.effects or calls_python(traced.jaxpr):
-        return None
-    text = lowered.as_text().encode()
-    try:
-        # Which arguments it has, of those it is given; the others are not in the text,
-        # but checked by each call.
-        kept = tuple(sorted(lowered._lowering.compile_args["kept_var_idx"]))
-        kept = kept, *map(str, jax.tree.leaves(lowered.in_avals))
-        trees = lowered.in_tree, lowered.out_tree
-        hash(trees)
-    except (AttributeError, KeyError, TypeError):
-        return None
-    chosen = tuple(sorted((name, str(value)) for name, value in options.items()))
-    return len(text), hashlib.sha256(text).digest(), kept, trees, chosen, tuple(devices)
-
-
-def devices_of(arguments: tuple[Any, ...]) -> list[Any]:
-    """What a program runs on that takes these, in its order."""
-    leaves = jax.tree.leaves(arguments)
-    sharding = next(leaf.sharding for leaf in leaves if hasattr(leaf, "sharding"))
-    if isinstance(sharding, NamedSharding):
-        return np.asarray(sharding.mesh.devices).ravel().tolist()
-    return sorted(sharding.device_set, key=lambda device: device.id)
+    return lowered.compile(dict(options)), digest

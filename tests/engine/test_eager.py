@@ -253,6 +253,22 @@ def test_what_a_callback_raises_is_raised():
     assert_raised_in_the_step(trainer, jax.errors.JaxRuntimeError, error)
 
 
+def test_steps_that_call_python_call_their_own():
+    def adding(number):
+        def call(value):
+            return np.asarray(value + number, np.float32)
+
+        @losing
+        def loss_fn(model, x):
+            shape = jax.ShapeDtypeStruct((), np.float32)
+            return jax.vmap(model)(x + jax.pure_callback(call, shape, 0.0))
+
+        return make_trainer(plain(), SingleDevice(), loss_fn=loss_fn).fit(DATA)["loss"]
+
+    first, other, again = map(adding, (1, 100, 1))
+    assert first == again != other
+
+
 @pytest.mark.parametrize("convert", [np.asarray, jnp.asarray])
 def test_steps_that_may_raise_take_any_arrays(convert, capfd):
     data = [tuple(map(convert, batch)) for batch in DATA]
