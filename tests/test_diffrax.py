@@ -332,7 +332,7 @@ QUICK = [
     "flow loss_fn-numpy",
     "flow per_example-jax",
 ]
-"""Each solver takes seconds to compile, and JAX can share no program that may raise."""
+"""Each program with a solver takes seconds to compile."""
 
 ARRAYS = {"numpy": lambda batch: batch, "jax": lambda b: jax.tree.map(jnp.asarray, b)}
 OPTIMIZER = optax.adam(1e-2)

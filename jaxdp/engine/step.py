@@ -30,6 +30,7 @@ from ..step import (
     TrainState,
     Weights,
     calls_python,
+    gathers_in_branches,
     has_convolutions,
     last_function,
     opening,
@@ -37,6 +38,7 @@ from ..step import (
 )
 from ..strategies import DataParallel
 from ..strategies.base import Rows
+from ..strategies.gathering import GATHERED_IN_BRANCH
 from ..strategies.placing import fetch
 from .bodies import BODIES, Body, traced
 from .compiling import debug_settings
@@ -336,6 +338,8 @@ class Step:
         instead = getattr(jitted, "compiler_options", None)
         leaves = jax.tree.leaves(body.arguments)
         is_to_run = any(isinstance(leaf, jax.Array) for leaf in leaves)
+        if gathers_in_branches(step.jaxpr):
+            raise ValueError(GATHERED_IN_BRANCH)
         if may_raise := is_to_run and calls_python(step.jaxpr):
             _check_is_alone(self._strategy, leaves)
             if len(dispatch.rows) > 1:  # the state before an error would be lost

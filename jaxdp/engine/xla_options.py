@@ -34,7 +34,6 @@ _PRODUCTS_ALONE: Final = (
 """What YNNPACK is left with: by default (jaxlib 0.10 to 0.12) it has convolutions and
 reductions, too, and a reduction takes the convolution before it along."""
 
-_FEWER_COPIES: Final = "xla_cpu_copy_insertion_use_region_analysis", True
 _DISABLED: Final = "xla_disable_hlo_passes"
 _HOISTING: Final = "while-loop-invariant-code-motion"
 
@@ -122,21 +121,18 @@ def _options_for_speed(jaxpr: Any, arguments: Any) -> dict[str, Any]:
     as long as Eigen's (docs/speed_inside.md). They go to Eigen here, noted once,
     because sums are then taken in another order.
 
-    Elsewhere it copies weights before a step overwrites them, for whatever may still
-    read them. A closer look at who reads what when spares most copies: 0.83 to 1.04 of
-    the time, and the same bits. (With convolutions it gained nothing.)
+    (`xla_cpu_copy_insertion_use_region_analysis` would spare copies of weights, and
+    makes wrong programs of loops inside loops: jaxlib 0.10.2.)
     """
-    if not _are_on_cpu(arguments):
+    if not _are_on_cpu(arguments) or not has_convolutions(jaxpr):
         return {}
-    convolves = has_convolutions(jaxpr)
-    option, value = _PRODUCTS_ALONE if convolves else _FEWER_COPIES
-    is_off = convolves and os.environ.get(_EIGEN_SWITCH) == "0"
+    option, value = _PRODUCTS_ALONE
+    is_off = os.environ.get(_EIGEN_SWITCH) == "0"
     if is_off or option in os.environ.get("XLA_FLAGS", ""):
         return {}
     if _refusal(option, value) is not None:
         return {}
-    if convolves:
-        _note_it()
+    _note_it()
     return {option: value}
 
 

@@ -14,6 +14,7 @@ from .jaxprs import (
     Products,
     calls_python,
     equations_in,
+    gathers_in_branches,
     has_convolutions,
     has_own_loop,
     last_function,

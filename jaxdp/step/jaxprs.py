@@ -58,6 +58,27 @@ def calls_python(jaxpr: Any) -> bool:
     return "pure_callback" in names
 
 
+def gathers_in_branches(jaxpr: Any) -> bool:
+    """Returns True if devices gather parameters in a `cond` or a `while` of their own.
+
+    They may take other branches, and other numbers of turns, and wait for ever.
+    """
+
+    def gathers(equation: Any) -> bool:
+        scopes = str(equation.source_info.name_stack)
+        return equation.primitive.name == "all_gather" and "parameters" in scopes
+
+    return any(
+        any(map(gathers, equations_in(program)))
+        for device in equations_in(jaxpr)
+        if device.primitive.name == "shard_map"
+        for inside in programs_in(device)
+        for branching in equations_in(inside)
+        if branching.primitive.name in ("cond", "while")
+        for program in programs_in(branching)
+    )
+
+
 def has_own_loop(jaxpr: Any) -> bool:
     """Whether a traced program has a loop that is named `OWN_LOOP`."""
     return any(

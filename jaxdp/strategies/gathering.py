@@ -15,6 +15,8 @@ from typing import Any, Final, NamedTuple
 
 import equinox as eqx
 import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
@@ -24,6 +26,7 @@ from .meshes import names_of
 
 _MADE_ANEW: Final = {
     "all_gather",
+    "of_no_row",
     "sharding_constraint",
     "name",
     "convert_element_type",
@@ -197,7 +200,7 @@ class _Gathered(NamedTuple):
                 return leaf
             ours, others = only(self.axes, spec), without(self.axes, spec)
             if self.mesh is None:
-                is_all = not _left_to_xla()
+                leaf, is_all = _of_no_row.bind(leaf), not _left_to_xla()
                 return (_all_gathered if is_all else _parts_gathered)(
                     ours, others, leaf
                 )
@@ -207,6 +210,32 @@ class _Gathered(NamedTuple):
 
         with jax.named_scope("parameters"):
             return jax.tree_util.tree_map_with_path(gather, module)
+
+
+GATHERED_IN_BRANCH: Final = (
+    "`gather`: a module that gathers its parameters when it is called, such as a block"
+    " of a Stack, is called in a branch of jax.lax.cond, in a while loop or under a"
+    ' vmap over models, where devices differ in when they gather. Pass gather="once"'
+    " to the strategy, which gathers all parameters before the step; or write the loss"
+    " for a batch, as a plain `loss_fn`."
+)
+
+
+def _refuse_rows(*_: Any) -> Any:
+    """JAX makes a shard for each row where a module is called in a branch of a
+    `lax.cond` that depends on the row: it selects among them. Devices would sum their
+    gradients with those of other rows."""
+    raise ValueError(GATHERED_IN_BRANCH)
+
+
+_of_no_row: Final = Primitive("of_no_row")
+"""The identity of a shard, which may not differ by row."""
+
+_of_no_row.def_impl(lambda shard: shard)
+_of_no_row.def_abstract_eval(lambda shard: shard)
+ad.deflinear2(_of_no_row, lambda gradient, _: [gradient])
+batching.primitive_batchers[_of_no_row] = _refuse_rows
+mlir.register_lowering(_of_no_row, lambda _, shard: [shard])
 
 
 def _all_gathered(spec: PartitionSpec, _: PartitionSpec, leaf: Array) -> Array:

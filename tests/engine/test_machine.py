@@ -157,54 +157,6 @@ def test_convolutions_on_the_cpu_are_eigens(tmp_path):
     assert abs(eigen["loss"] - left["loss"]) < 1e-6 * left["loss"]
 
 
-COPY = """
-import json
-import re
-
-import equinox as eqx
-import jax
-import numpy as np
-import optax
-
-import jaxdp
-
-
-class Residual(eqx.Module):
-    layers: list
-
-    def __call__(self, x):
-        for layer in self.layers:
-            x = x + jax.nn.relu(layer(x))
-        return x
-
-
-keys = jax.random.split(jax.random.key(0), 6)
-model = Residual([eqx.nn.Linear(64, 64, key=key) for key in keys])
-x = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
-trainer = jaxdp.Trainer(
-    model, optax.adam(1e-2), steps_per_execution=4, enable_progress_bar=False
-)
-history = trainer.fit([(x, np.sin(x))] * 9)
-text = trainer.compiled_train_step().as_text()
-print(json.dumps({
-    "copies": len(re.findall(r"f32\\[64,64\\]\\S* copy\\(", text)),
-    "weights": [layer.weight.tolist() for layer in trainer.model.layers],
-    "loss": history["loss"],
-}))
-"""
-
-
-@pytest.mark.slow
-def test_weights_are_overwritten_without_copies_of_them(tmp_path):
-    ours, _ = train(tmp_path, COPY)
-    flag = "--xla_cpu_copy_insertion_use_region_analysis=false"
-    own, _ = train(tmp_path, COPY, XLA_FLAGS=flag)
-    # Backward reads the weights of all layers but the first.
-    assert own.pop("copies") >= 5
-    assert ours.pop("copies") == 0
-    assert ours == own
-
-
 @pytest.mark.parametrize("is_on", [True, False])
 @pytest.mark.parametrize("fault", [None, ZeroDivisionError])
 def test_no_garbage_is_collected_while_a_step_is_traced(is_on, fault):

@@ -362,3 +362,32 @@ def test_losses_under_x64_are_float64(strategy, options):
         found = trainer.validate([(x, y, weight**2)])
         mean = np.average(errors**2, weights=weight**2)
         np.testing.assert_allclose(found["val_loss"], mean, rtol=1e-14)
+
+
+def test_a_loop_inside_a_loop_has_the_numbers_of_jax():
+    """An option of XLA that spares copies made other ones of it."""
+
+    def accumulate(x):
+        def turn(carry, _):
+            a, b = carry
+            b = jax.lax.fori_loop(0, 3, lambda i, b: b.at[i].add(a), b)
+            return (a * 0.5, b), None
+
+        return jax.lax.scan(turn, (x, jnp.zeros(4)), None, 4)[0][1]
+
+    def loss_fn(model, x, y):
+        return jax.vmap(accumulate)(jax.vmap(model)(x)[:, 0]).sum(axis=1) ** 2
+
+    ((x, y),) = batches(8)
+    model = eqx.nn.Linear(4, 3, key=jax.random.key(0))
+    loss, grads = eqx.filter_value_and_grad(lambda model: loss_fn(model, x, y).mean())(
+        model
+    )
+    trainer = Trainer(
+        model, optax.sgd(1.0), loss_fn=loss_fn, strategy=SingleDevice(),
+        enable_progress_bar=False,
+    )  # fmt: skip
+    assert trainer.fit([(x, y)])["loss"][0] == pytest.approx(float(loss), rel=1e-6)
+    np.testing.assert_allclose(
+        trainer.model.weight, model.weight - grads.weight, rtol=1e-5, atol=1e-7
+    )

@@ -604,6 +604,42 @@ def test_shards_of_a_block_are_gathered_by_its_calls_alone():
         assert_same_numbers(train(loss_fn, strategy, Stacked(), data), expected)
 
 
+class Branching(Stacked):
+    """Calls its blocks in a branch, for some of the rows."""
+
+    def __call__(self, x):
+        h = self.first(x)
+        h = jax.lax.cond(x[0] > 0, lambda: self.blocks(h), lambda: h)
+        return self.last(jnp.tanh(h))
+
+
+class Settling(Stacked):
+    """Calls its blocks until a row has settled."""
+
+    def __call__(self, x):
+        h = jax.lax.while_loop(
+            lambda h: jnp.abs(h).sum() > 1.0,
+            lambda h: jnp.tanh(self.blocks(h)) / 2,
+            jax.lax.stop_gradient(self.first(x)),
+        )
+        h = jax.lax.stop_gradient(h)
+        return self.last(jnp.tanh(self.blocks(h)))
+
+
+@pytest.mark.parametrize("kind", [Branching, Settling])
+def test_devices_may_not_differ_in_which_blocks_they_gather(kind):
+    """They would wait for each other, or sum gradients of other rows."""
+    data = batches(16, 5)
+    with pytest.raises(ValueError, match='gather="once"'):
+        quiet(per_example(plain), FSDP(min_size=1), kind()).plan(data)
+    expected = train(over_rows(plain), model=kind(), data=data)
+    for loss_fn, strategy in (
+        (per_example(plain), FSDP(min_size=1, gather="once")),
+        (over_rows(plain), FSDP(min_size=1)),
+    ):
+        assert_same_numbers(train(loss_fn, strategy, kind(), data), expected)
+
+
 def test_bitwise_takes_it_and_refuses_a_loss_of_a_batch():
     with pytest.raises((TypeError, ValueError), match="per_example"):
         quiet(over_rows(plain), Bitwise(Sharded())).fit(batches(16))

@@ -376,6 +376,64 @@ def test_shards_are_refused_outside_of_the_calls_that_gather_them(use):
         losses(Deep(2), FSDP(), epochs=1, loss_fn=of_one(USES[use]))
 
 
+def in_a_branch(blocks, x):
+    return jax.lax.cond(x[0] > 0, lambda x: blocks(x), lambda x: x, x)
+
+
+def in_a_branch_of_a_loop(blocks, x):
+    return jax.lax.map(lambda x: in_a_branch(blocks, x), x[None])[0]
+
+
+def until_it_is_small(blocks, x):
+    def is_large(carry):
+        return (jnp.abs(carry[0]).max() > 0.5) & (carry[1] < 5)
+
+    return jax.lax.while_loop(
+        is_large, lambda c: (0.5 * blocks(c[0]), c[1] + 1), (x, 0)
+    )
+
+
+class Branching(eqx.Module):
+    blocks: Stack
+    call: object = eqx.field(static=True)
+
+    def __init__(self, call):
+        keys = jax.random.split(jax.random.key(0), 2)
+        self.blocks = Stack([eqx.nn.Linear(8, 8, key=key) for key in keys])
+        self.call = call
+
+    def __call__(self, x):
+        return self.call(self.blocks, x)
+
+
+@pytest.mark.parametrize("call", [in_a_branch, in_a_branch_of_a_loop])
+def test_blocks_in_branches_of_rows_are_refused_or_gathered_before(call):
+    """Devices would gather at other times, or sum gradients of other rows."""
+    x = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
+    found = []
+    for strategy in FSDP(), FSDP(gather="once"), SingleDevice():
+        trainer = Trainer(
+            Branching(call), optax.sgd(1.0), loss="mse", strategy=strategy,
+            enable_progress_bar=False,
+        )  # fmt: skip
+        if not found and isinstance(strategy, FSDP) and "once" not in repr(strategy):
+            with pytest.raises(ValueError, match='in a branch of.*gather="once"'):
+                trainer.fit([(x, np.sin(x))])
+            continue
+        trainer.fit([(x, np.sin(x))])
+        found.append(np.asarray(trainer.model.blocks.stacked.weight))
+    np.testing.assert_allclose(*found, rtol=1e-5, atol=1e-6)
+
+
+def test_blocks_in_a_while_loop_are_refused():
+    x = np.ones((16, 8), np.float32)
+    model = Branching(lambda blocks, x: until_it_is_small(blocks, x)[0])
+    trainer = Trainer(model, strategy=FSDP(), loss="mse", enable_progress_bar=False)
+    for method in trainer.validate, trainer.predict:
+        with pytest.raises(ValueError, match='a while loop.*gather="once"'):
+            method([(x, x)])
+
+
 def test_what_is_gathered_at_once_may_be_used_anywhere():
     loss_fn = of_one(USES["a penalty on all"])
     expected, _ = losses(Deep(2), SingleDevice(), epochs=1, loss_fn=loss_fn)
