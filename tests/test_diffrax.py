@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
-import diffrax
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -22,6 +21,8 @@ import pytest
 from toys import Recorder, quiet
 
 from jaxdp import Sharded, SingleDevice, Whole, per_example
+
+diffrax = pytest.importorskip("diffrax")
 
 ROWS, BATCHES, EPOCHS = 16, 4, 3
 TIMES = np.linspace(0, 1, 7).astype(np.float32)
@@ -270,7 +271,8 @@ def energy(model, path, noise, times):
 
 
 def energy_loss(model, paths, noise, times):
-    return jax.vmap(lambda *row: energy(model, *row, times))(paths, noise).mean()
+    of_row = lambda path, noise: energy(model, path, noise, times)  # noqa: E731
+    return jax.vmap(of_row)(paths, noise).mean()
 
 
 def flow_loss(model, points, weights):
