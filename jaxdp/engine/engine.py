@@ -99,7 +99,6 @@ class Engine:
         offload: bool = False,
         abstract: bool = False,
     ):
-        self._is_abstract = abstract
         self._compiler_options, self._offloads = compiler_options, offload
         self.micro_batches = micro_batches
         self.in_flight = InFlight()
@@ -134,6 +133,7 @@ class Engine:
                 self.state = shapes_of_first(*first, strategy, self._offloads)
             else:
                 self.state = self.place(first_of(*first, seed, strategy))
+        self.puts_ahead = self._devices[0].platform != "cpu" and not abstract
         self.follow_settings()
         if not abstract:
             self.in_flight.most_bytes = most_bytes_in_flight(self._devices)
@@ -161,7 +161,6 @@ class Engine:
         Inside a loop they take about five times as long, and round otherwise.
         """
         is_cpu = self._devices[0].platform == "cpu"
-        self.puts_ahead = not is_cpu and not self._is_abstract
         settings = debug_settings()
         self.set(unroll_convolutions=is_cpu and not settings[0])
         if settings != self._settings:
