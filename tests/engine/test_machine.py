@@ -84,7 +84,7 @@ def first(tmp_path_factory):
 def test_a_second_process_finds_the_programs_of_the_first(first):
     home, first, said = first
     second, _ = train(home)
-    assert first["misses"] > 2
+    assert first["misses"] >= 2  # what the optimizer starts from, and the step
     assert second["misses"] == 0
     assert second["loss"] == first["loss"]
     assert first["folder"].startswith(str(home / ".cache" / "jaxdp"))
