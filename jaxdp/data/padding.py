@@ -265,7 +265,7 @@ class Packer:
         self.what = what
         self.blocks = blocks
         self.pads = pads is not None
-        self._decide = pads
+        self._pads, self._is_settled = pads, pads is None
         self.forms = Forms(what, num_shards, blocks.count)
         self._in_order = in_order
         self._collect = collect
@@ -284,7 +284,7 @@ class Packer:
         # Most batches come alone and look like the one before, and this is quick: small
         # steps wait for it.
         first, last, steps = windows[0][0], self.forms.last, len(windows)
-        if self._decide is not None:
+        if not self._is_settled:
             self._settle(first)
         is_plain = type(first) is tuple and _HOST.issuperset(map(type, first))
         if last and is_plain and steps == slots == 1:
@@ -367,8 +367,15 @@ class Packer:
 
     def _settle(self, first: Any) -> None:
         """Decides by the first batch whether batches are padded."""
-        if self._decide is not None:
-            self.pads, self._decide = self._decide(own_of(first)), None
+        if not self._is_settled and self._pads is not None:
+            batch = own_of(first)
+            batch = batch.table.tree if type(batch) is Picked else batch
+            self.pads, self._is_settled = self._pads(batch), True
+
+    def forget(self) -> None:
+        """Takes the next batch for the first."""
+        self.forms.forget()
+        self._is_settled = self._pads is None
 
     def _fit(self, windows: list[Window], slots: int) -> bool:
         """Whether windows of the same forms would be one group."""

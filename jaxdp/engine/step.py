@@ -465,7 +465,7 @@ class Step:
         self._unpad()
         if not self.programs:
             # The first batch did not fit the model; the next one may be another.
-            self.packer.forms.forget()
+            self.packer.forget()
         for note in filter(None, map(self.packer.forms.note, dispatch.groups)):
             error.add_note(note)
 

@@ -149,7 +149,10 @@ class LossFnObjective:
         elements = batch if isinstance(batch, tuple) else (batch,)
 
         def bound(state: PyTree) -> Callable[[], Any]:
-            offered = rows._asdict()
+            # A slot or a replica may have no real row: it has no weight for us, and no
+            # mean that is written with the mask should be 0 / 0 there.
+            some_are_real = rows.mask | ~rows.mask.any()
+            offered = rows._replace(mask=some_are_real)._asdict()
             if model_state is not None:
                 offered["state"] = state
             arguments, keywords = self._arguments.bind(elements, offered)

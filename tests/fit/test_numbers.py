@@ -18,7 +18,7 @@ from toys import (
     run,
 )
 
-from jaxdp import FSDP, Pmap, Sharded, SingleDevice, Trainer
+from jaxdp import FSDP, Arrays, Pmap, Sharded, SingleDevice, Trainer
 
 STRATEGIES = {
     "sharded1": lambda: Sharded(1),
@@ -391,3 +391,49 @@ def test_a_loop_inside_a_loop_has_the_numbers_of_jax():
     np.testing.assert_allclose(
         trainer.model.weight, model.weight - grads.weight, rtol=1e-5, atol=1e-7
     )
+
+
+def mean_over_a_mask(model, x, y, mask):
+    values = ((jax.vmap(model)(x) - y) ** 2).mean(axis=1)
+    return (values * mask).sum() / mask.sum()
+
+
+def test_a_mask_is_never_all_false_where_a_window_lacks_a_batch():
+    x = np.random.default_rng(0).normal(size=(24, 4)).astype(np.float32)
+    data = [(part, np.sin(part)) for part in np.split(x, 3)]
+    model = eqx.nn.Linear(4, 4, key=jax.random.key(0))
+    losses = [
+        quiet(
+            model, optax.sgd(0.1), strategy=SingleDevice(), accumulate_grad_batches=2,
+            **loss,
+        ).fit(data)["loss"]
+        for loss in ({"loss_fn": mean_over_a_mask}, {"loss": "mse"})
+    ]  # fmt: skip
+    np.testing.assert_allclose(*losses, rtol=1e-6)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_mask_of_the_batch_is_no_mask_of_padding(on_device):
+    """Also after a batch of another kind that could not be trained on."""
+
+    def loss_fn(model, x, mask):
+        values = (jax.vmap(model)(x) ** 2).mean(axis=1)
+        return (values * mask).sum() / mask.sum()
+
+    x = np.random.default_rng(0).normal(size=(45, 4)).astype(np.float32)
+    mask = np.arange(45) % 7 > 1
+    model, weights = eqx.nn.Linear(4, 4, key=jax.random.key(0)), []
+    batches = [(x[i : i + 16], mask[i : i + 16]) for i in (0, 16, 32)]
+    loader = Arrays(x, mask, batch_size=16, shuffle=False, on_device=on_device)
+    for data in batches, loader:
+        trainer = quiet(model, optax.sgd(0.1), strategy=Sharded(), loss_fn=loss_fn)
+        with pytest.raises(TypeError, match="dot_general"):
+            trainer.fit([np.ones((8, 5), np.float32)])
+        trainer.fit(data)
+        weights.append(np.asarray(trainer.model.weight))
+    by_hand, gradient = model, eqx.filter_grad(loss_fn)
+    for batch in batches:
+        update = jax.tree.map(lambda g: -0.1 * g, gradient(by_hand, *batch))
+        by_hand = eqx.apply_updates(by_hand, update)
+    for found in weights:
+        np.testing.assert_allclose(found, by_hand.weight, rtol=1e-5, atol=1e-7)
