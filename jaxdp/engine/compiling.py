@@ -1,4 +1,4 @@
-"""What is said of compilations, and JAX's settings for debugging."""
+"""Messages about compilations, and JAX's settings for debugging."""
 
 import contextlib
 import threading
@@ -114,7 +114,7 @@ class Compilations:
         say(
             f"a batch of {rows} rows is computed in full on each device, since the"
             f" {num_shards} shards of the strategy do not divide it, and something in"
-            f" the step is written for a batch. The next sizes that they divide:"
+            f" the step is written for a batch. The next sizes that they divide are"
             f" {near}{below + num_shards}"
         )
 

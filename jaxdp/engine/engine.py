@@ -378,9 +378,7 @@ class Engine:
         """Returns whether a loop over steps is as good as they are; says so if not."""
         reason = ""
         if program.may_raise:
-            reason = (
-                "a step calls Python that may raise, and must not take others along"
-            )
+            reason = "a step calls Python that may raise, which ends the steps after it"
         elif self.pure.unroll_convolutions:
             convolves = program.convolves
             if convolves is None:

@@ -341,7 +341,7 @@ class Step:
         if gathers_in_branches(step.jaxpr):
             raise ValueError(GATHERED_IN_BRANCH)
         if may_raise := is_to_run and calls_python(step.jaxpr):
-            _check_is_alone(self._strategy, leaves)
+            _check_is_alone(self._strategy, step, leaves)
             if len(dispatch.rows) > 1:  # the state before an error would be lost
                 raise SingleStepsOnly
             # The state that a step began with must survive its error.
@@ -502,22 +502,25 @@ def _not_donating(step: Any, arguments: tuple[Any, ...]) -> Any:
     return jax.jit(run).trace(*arguments)
 
 
-def _check_is_alone(strategy: DataParallel, arguments: Sequence[Any]) -> None:
+def _check_is_alone(
+    strategy: DataParallel, step: Any, arguments: Sequence[Any]
+) -> None:
     """Raises if a step that calls Python is to run on several devices.
 
     An error that leaves one device strands the others: with faked devices, jax 0.10.2
     aborts the process.
     """
     devices = next(x.sharding.device_set for x in arguments if hasattr(x, "sharding"))
-    if len(devices) > 1:
+    if len(devices) > 1 or not isinstance(step, jax.stages.Traced):  # as of Bitwise
         raise ValueError(
-            f"`strategy`: {strategy!r} has {len(devices)} devices, and the step calls"
-            " Python that may raise an error (jax.pure_callback): eqx.error_if does,"
-            " and so does every diffrax solver. An error on one device would leave the"
-            " others waiting. Set the environment variable EQX_ON_ERROR=nan before"
-            " Python starts, which makes NaN instead of errors; or pass throw=False to"
-            " diffrax.diffeqsolve (SaveAt(ts=...) and Brownian trees have checks"
-            " besides); or use strategy=SingleDevice(), where errors are raised."
+            "`strategy`: the step calls Python that may raise an error"
+            " (jax.pure_callback): eqx.error_if does, and so does every diffrax solver."
+            f" {strategy!r} can't run it: an error on one of several devices would"
+            " leave the others waiting. Set the environment variable EQX_ON_ERROR=nan"
+            " before Python starts, which makes NaN instead of errors; or pass"
+            " throw=False to diffrax.diffeqsolve (SaveAt(ts=...) and Brownian trees"
+            " have checks besides); or use strategy=SingleDevice(), where errors are"
+            " raised."
         )
 
 

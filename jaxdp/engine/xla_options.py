@@ -1,4 +1,4 @@
-"""What XLA is told: options of the user's, and what makes a CPU fast."""
+"""XLA's options: those of the user, and those that make a CPU fast."""
 
 import functools
 import hashlib

@@ -434,11 +434,12 @@ def choose_objective(arguments: Mapping[str, Any]) -> Objective | None:
     loss, loss_fn = arguments["loss"], arguments["loss_fn"]
     criteria, of_passes = split_metrics(arguments["metrics"])
     state, keeps = arguments["state"], bool(of_passes)
+    named = {f"`metrics`: {name!r}": each for name, each in criteria.items()}
+    _check_no_per_example({"`loss`": loss, **named})
     if loss_fn is None:
         if loss is None:
             return None
         criterion = losses.find_loss(loss)
-        _check_no_per_example({"`loss`": criterion, **criteria})
         return CriterionObjective(criterion, criteria, keeps_outputs=keeps)
 
     # A whole loss: nothing else may say what to compute.

@@ -428,8 +428,8 @@ def notes_on(
     if (saved := reading.saved_per_example()) is not None:
         sent, least = map(in_bytes, saved)
         indicative.append(
-            f"the loss is written for a batch, and XLA sends {sent} for it. Where it"
-            f" is one of single examples, jaxdp.per_example(fn) sends about {least}"
+            f"the loss is written for a batch, and XLA sends {sent} for it. If it is"
+            f" a mean over examples, jaxdp.per_example(fn) sends about {least}"
         )
     if any(leaf.on_host for leaf in reading.leaves):
         unknown.append("the time to move optimizer state between host and device")

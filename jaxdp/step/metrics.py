@@ -188,7 +188,7 @@ def count_rows(groups: Sequence[Group]) -> Float[Array, ""]:
 
 
 def facts_of(found: Values, ensemble: Ensemble | None, most: int) -> Facts:
-    """Returns what the values of a batch tell of all; at most `most` can be kept."""
+    """Returns the facts that hold for all batches; at most `most` values are kept."""
     names, weighted = tuple(found.by_name), tuple(weights_of(found, ensemble))
     if ensemble is not None:
         names += tuple(one for name in names for one in ensemble.names(name))

@@ -1,14 +1,16 @@
 """Losses written for one example, and the arguments that a user's loss is called with.
 
-`per_example(fn)` is a `loss_fn` over a batch: it vmaps `fn`. What a trainer knows of it
-besides is that a value depends on one row alone, so rows may be padded, masked, and
-split over devices that work by themselves.
+`per_example(fn)` is a `loss_fn` over a batch: it vmaps `fn`. The trainer also knows
+that a value depends on one row alone, so rows may be padded, masked, and split over
+devices that work by themselves.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PRNGKeyArray, PyTree
@@ -19,7 +21,7 @@ from .returned import describe, is_pair
 from .whole import plain
 
 _OFFERED: Final = "key", "training", "step"
-"""What a loss of one example may name."""
+"""Names that a loss of one example may take."""
 
 _ALL_OFFERED: Final = "keys", "key", "mask", "step", "training", "state"
 
@@ -28,7 +30,7 @@ _OF_BATCHES: Final = {
     "mask": "leave it out, as padding is left out of the mean",
     "state": "use a plain `loss_fn`, since a model with state sees the whole batch",
 }
-"""What only a loss of a batch may name, and what to do instead."""
+"""Names that only a loss of a batch may take, and what to do instead."""
 
 
 class Arguments:
@@ -40,12 +42,17 @@ class Arguments:
 
     def __init__(self, function: Callable[..., Any]):
         self.signature = inspect.signature(function)
+        if not self.signature.parameters:
+            raise TypeError(
+                f"a loss is called as (model, *batch), and {function!r} takes nothing."
+            )
         first, *others = self.signature.parameters.values()
         if first.kind is first.VAR_POSITIONAL:  # the model is one of these
             others = [first, *others]
         self._after_model = self.signature.replace(parameters=others)
-        # What functools.partial has filled is not ours to give.
-        self._filled = getattr(function, "keywords", {})
+        # Arguments that functools.partial fills are not offered.
+        is_partial = isinstance(function, functools.partial | eqx.Partial)
+        self._filled = function.keywords if is_partial else {}
         self.names = {*self._after_model.parameters} - {*self._filled}
 
     def bind(
@@ -134,7 +141,8 @@ class PerExample:
             raise TypeError(
                 f"`per_example`: the function is {self._arguments.signature}, and is"
                 f" called on one example, so it can't name `{name}`;"
-                f" {_OF_BATCHES[name]}. It may name {', '.join(_OFFERED)}."
+                f" {_OF_BATCHES[name]}. It may name {', '.join(_OFFERED)}. If `{name}`"
+                " is an element of the batch, rename the parameter."
             )
 
     def __call__(
@@ -213,7 +221,7 @@ def _check_scalars(result: Any) -> Any:
     loss, metrics = result if has_metrics else (result, {})
     named = {"the loss": loss}
     if isinstance(metrics, Mapping):
-        # What a `PassMetric` is given has the shape that the model gives it.
+        # Predictions and targets for a `PassMetric` may have any shape.
         named |= {
             f"metric {name!r}": value
             for name, value in metrics.items()

@@ -173,6 +173,16 @@ def notes_on(
     return *pairs, *means
 
 
+def nonfinite_ignored(weight: Array, predictions: PyTree) -> Array:
+    """Returns which rows of weight 0 have NaN or infinite predictions, `(rows,)`."""
+    ignored = (weight == 0).reshape(len(weight), -1).all(axis=1)
+    finite = [
+        jnp.isfinite(leaf).reshape(len(weight), -1).all(axis=1)
+        for leaf in jax.tree.leaves(predictions)
+    ]
+    return ignored & ~jnp.stack(finite).all(axis=0)
+
+
 def without_ignored(weight: Array, *trees: PyTree) -> tuple[PyTree, ...]:
     """The trees with zeros in rows of weight 0."""
     counts = (weight != 0).reshape(len(weight), -1).any(axis=1)

@@ -382,6 +382,9 @@ class _Merged(NamedTuple):
     """As the step is given them, in the place of those that the trainer has."""
     compiler_options: dict[str, Any]
 
+    def __call__(self, *arguments: Any) -> Any:
+        return self.step(*arguments)
+
     def trace(self, *_: Any) -> "_MergedTrace":
         return _MergedTrace(self.step.trace(*self.arguments))
 

@@ -63,10 +63,12 @@ class Shard(jax.Array):
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise ValueError(
             f"`gather`: the loss uses the parameter {self.name} outside of calls of"
-            f" {self.owner}, which gathers it when it is called; elsewhere a device has"
-            ' only a shard of it. Pass gather="once" to the strategy, which gathers'
-            " all parameters before the step; or write the loss for a batch, as a plain"
-            " `loss_fn`, which may use any parameter."
+            f" {self.owner}, which gathers it when it is called; before that, a device"
+            " has only a shard of it. (Passing the model through filter_jit,"
+            " filter_checkpoint, stop_gradient or grad is a use.) Pass"
+            ' gather="once" to the strategy, which gathers all parameters before the'
+            " step; or write the loss for a batch, as a plain `loss_fn`, which may use"
+            " any parameter."
         )
 
     def __repr__(self) -> str:

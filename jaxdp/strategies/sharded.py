@@ -170,8 +170,8 @@ class Pmap(Sharded):
     is given the whole batch, as under `Sharded`: the numbers are those of one device,
     not a mean over devices that each saw only their own rows. A `loss_fn` from a
     `jax.pmap` program may reduce over the axis `"data"` (`jax.lax.pmean(x, "data")`,
-    `BatchNorm(axis_name=("batch", "data"))`). As under every strategy, this axis then
-    has size one, and the whole batch lies along it.
+    `BatchNorm(axis_name=("batch", "data"))`). As under every strategy, this axis has
+    size one: a reduction over it changes nothing, since the loss sees the full batch.
 
     Built on `jax.jit(jax.shard_map(...))`, which is what `jax.pmap` has become. The
     state is replicated, never stacked, so checkpoints interchange with `Sharded`.

@@ -12,7 +12,7 @@ import optax
 import pytest
 from toys import Mlp, NormNet, batches
 
-from jaxdp import FSDP, Pmap, Sharded, SingleDevice, Trainer
+from jaxdp import FSDP, Bitwise, Pmap, Sharded, SingleDevice, Trainer, per_example
 from jaxdp.callbacks import Callback, DonateBuffers
 
 DATA = batches(8, 8, 8, 5)
@@ -245,6 +245,28 @@ def test_steps_that_may_raise_are_refused_on_several_devices(way, loss_fn):
     with pytest.raises(ValueError, match="EQX_ON_ERROR=nan.*throw=False.*SingleDevice"):
         trainer.fit(DATA)
     assert trainer.global_step == 0
+
+
+def test_bitwise_runs_without_jit_and_refuses_steps_that_may_raise():
+    found = []
+    for context in (
+        contextlib.nullcontext,
+        jax.disable_jit,
+        lambda: jax.debug_nans(True),
+    ):
+        with context():
+            trainer = make_trainer(plain(), Bitwise(SingleDevice()))
+            found.append(trainer.fit(DATA)["loss"])
+    np.testing.assert_allclose(found[1:], [found[0]] * 2, rtol=1e-5)
+
+    def checked(model, x, y):
+        return (model(eqx.error_if(x, x > 50, "x is too large")) ** 2).sum()
+
+    trainer = make_trainer(
+        plain(), Bitwise(SingleDevice()), loss_fn=per_example(checked)
+    )
+    with pytest.raises(ValueError, match="EQX_ON_ERROR=nan.*SingleDevice"):
+        trainer.fit(DATA)
 
 
 def test_what_a_callback_raises_is_raised():

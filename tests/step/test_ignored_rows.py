@@ -168,6 +168,19 @@ def test_what_is_written_for_a_batch_needs_finite_rows(strategy):
             fit(marked(np.float32, x_is=np.nan, classes=False), loss=loss)
 
 
+@pytest.mark.parametrize("kind", ["a metric of a batch", "a state"])
+def test_nan_on_devices_is_an_error_where_a_batch_is_given_as_it_came(kind):
+    data = marked(np.float32, x_is=np.nan, classes=False)
+    data = [tuple(map(jnp.asarray, batch)) for batch in data]
+    model, options = linear(), {"metrics": LOSSES["own"]["metrics"]}
+    if kind == "a state":
+        model, state = eqx.nn.make_with_state(NormNet)(jax.random.key(0))
+        options = {"state": state}
+    trainer = Trainer(model, loss="mse", enable_progress_bar=False, **options)
+    with pytest.raises(ValueError, match="gradient is NaN"):
+        trainer.fit(data, max_epochs=2)
+
+
 def of_pairs(values_of):
     """A loss over batches of x and a mask, in which other rows are infinite."""
 

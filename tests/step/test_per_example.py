@@ -661,3 +661,17 @@ def test_a_scalar_of_one_example_is_no_mean_of_a_batch(caplog):
     data = batches(16, 5)
     train(per_example(measured), Sharded(), data=data)
     assert "is a scalar" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"loss": per_example(jnp.add)}, {"metrics": {"a": per_example(jnp.add)}}],
+)
+def test_it_is_no_criterion(options):
+    with pytest.raises(TypeError, match="pass it as `loss_fn`"):
+        Trainer(linear(), **options)
+
+
+def test_a_function_of_nothing_is_refused():
+    with pytest.raises(TypeError, match="called as .model, .batch., and .* takes noth"):
+        per_example(lambda: 0)

@@ -406,6 +406,16 @@ class Branching(eqx.Module):
         return self.call(self.blocks, x)
 
 
+class Pair(eqx.Module):
+    blocks: Stack
+
+    def __init__(self, key):
+        self.blocks = Stack([eqx.nn.Linear(8, 8, key=k) for k in jax.random.split(key)])
+
+    def __call__(self, x):
+        return self.blocks(x)
+
+
 @pytest.mark.parametrize("call", [in_a_branch, in_a_branch_of_a_loop])
 def test_blocks_in_branches_of_rows_are_refused_or_gathered_before(call):
     """Devices would gather at other times, or sum gradients of other rows."""
@@ -423,6 +433,20 @@ def test_blocks_in_branches_of_rows_are_refused_or_gathered_before(call):
         trainer.fit([(x, np.sin(x))])
         found.append(np.asarray(trainer.model.blocks.stacked.weight))
     np.testing.assert_allclose(*found, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("loss", ["mse", lambda p, y: ((p - y) ** 2).mean(1)])
+def test_an_ensemble_of_stacks_is_gathered_once_or_refused(loss):
+    x = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
+    keys = jax.random.split(jax.random.key(0), 4)
+    models, found = eqx.filter_vmap(Pair)(keys), []
+    options = {"loss": loss, "ensemble": 4, "enable_progress_bar": False}
+    with pytest.raises(ValueError, match='`ensemble`.*gather="once"'):
+        Trainer(models, strategy=FSDP(), **options)
+    for strategy in FSDP(gather="once"), SingleDevice():
+        trainer = Trainer(models, optax.sgd(0.1), strategy=strategy, **options)
+        found.append(trainer.fit([(x, np.sin(x))], max_epochs=2)["loss"])
+    np.testing.assert_allclose(*found, rtol=1e-5)
 
 
 def test_blocks_in_a_while_loop_are_refused():
