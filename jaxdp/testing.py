@@ -11,7 +11,8 @@ import optax
 from jaxtyping import PyTree
 
 from .callbacks.base import Callback
-from .strategies import DataParallel, OwnState, SingleDevice
+from .strategies import DataParallel, SingleDevice
+from .strategies.base import adds_state
 from .trainer import Trainer
 
 _cross_entropy = optax.softmax_cross_entropy_with_integer_labels
@@ -41,7 +42,7 @@ def check_strategy(
     50 steps with dropout, ragged batches and accumulation give the losses of one
     device, and so do two with a loss that is written for a batch; validation and
     prediction count every row once; the user's model stays whole; the step is traced
-    once; checkpoints interchange with `SingleDevice`, but for those of an `OwnState`.
+    once; checkpoints interchange with `SingleDevice`, unless the strategy adds a state.
 
     Args:
         strategy: an instance.
@@ -176,10 +177,9 @@ def _same(what: str, found: Sequence[Any], expected: Sequence[Any]) -> None:
 
 def _check_checkpoints(strategy: DataParallel, given: _Given, trainer: Trainer) -> None:
     trained = eqx.filter(trainer.model, eqx.is_array)
-    has_own_state = isinstance(strategy, OwnState)
     with tempfile.TemporaryDirectory() as folder:
         path = trainer.save(f"{folder}/saved")
-        for other in (strategy, *[SingleDevice()] * (not has_own_state)):
+        for other in (strategy, *[SingleDevice()] * (not adds_state(strategy))):
             fresh = _trainer(other, given, "cross_entropy", callbacks=[_Run()])
             fresh.load(path)
             restored = eqx.filter(fresh.model, eqx.is_array)

@@ -20,14 +20,18 @@ from jaxtyping import Array, PyTree
 from ..basics.host_memory import no_ambient_mesh
 from ..basics.tree import leaf_path
 from ..distributed import put
-from ..step import Steps, TrainState, as_own, as_stored, first_state
+from ..step import Steps, TrainState, as_own, as_stored, find_evaluated, first_state
 from ..strategies import DataParallel
-from ..strategies.base import OwnState, state_shardings
+from ..strategies.base import adds_state, state_shardings
 from ..strategies.offload import optimizer_on_host
 from ..strategies.placing import fetch, place_copy, with_auto_axes
 
 RATES: Final = ("learning_rate", "lr", "step_size")
 """How optimizers call their learning rate."""
+
+
+View = Callable[[TrainState], TrainState] | None
+"""From a state to the one that is evaluated, if that is another."""
 
 
 class Model(NamedTuple):
@@ -37,8 +41,8 @@ class Model(NamedTuple):
     """The leaves that are not arrays."""
     own: PyTree
     """Shapes of its trained leaves and other arrays, before they were placed."""
-    view: Callable[[TrainState], TrainState] | None
-    """From the state to the one whose weights are evaluated and handed out."""
+    view: View
+    """That of a callback which chooses the weights to evaluate."""
     gather: Callable[[PyTree], PyTree]
     """The strategy's."""
 
@@ -72,6 +76,7 @@ class State:
             operator.itemgetter(*jax.tree.leaves(places.weights)),
             np.zeros(totals.shape, totals.dtype),
             isinstance(totals, jax.Array),
+            _first_of_views(model.view, find_evaluated(tree.opt_state)),
             model,
         )
         state = cls(leaves, kind)
@@ -164,14 +169,14 @@ class State:
     @property
     def evaluated(self) -> TrainState:
         """The state whose weights are evaluated."""
-        view = self._of.model.view
+        view = self._of.view
         if view is None:
             return self.tree
         return self._once("evaluated", lambda: view(self.tree))
 
     def weights(self) -> list[Array]:
         """The leaves that are evaluated, without making a tree of them."""
-        if self._of.model.view is not None:
+        if self._of.view is not None:
             return jax.tree.leaves(self.evaluated.weights)
         self.check()
         return list(self._of.weights(self.leaves))
@@ -228,7 +233,20 @@ class _Kind(NamedTuple):
     zeros: np.ndarray
     is_placed: bool
     """Whether there are arrays, not shapes alone."""
+    view: View
     model: Model
+
+
+def _first_of_views(chosen: View, own: View) -> View:
+    """The view that a callback has chosen; the optimizer's where that changes none."""
+    if chosen is None or own is None:
+        return chosen or own
+
+    def view(state: TrainState) -> TrainState:
+        seen = chosen(state)
+        return own(state) if seen is state else seen
+
+    return view
 
 
 _is_deleted: Final = operator.methodcaller("is_deleted")
@@ -255,13 +273,16 @@ def first_of(
     model = params, buffers, with_auto_axes(model_state)
     layout = None
     # Of a model that is split already, no device need have room for all of it; zeros
-    # would be whole on each.
+    # would be whole on each. Nor for what the strategy adds.
     is_split = not all(leaf.is_fully_replicated for leaf in _placed(params))
-    if is_split and hasattr(strategy, "mesh") and not isinstance(strategy, OwnState):
+    if is_split and hasattr(strategy, "mesh") or adds_state(strategy):
         shapes = jax.eval_shape(
             lambda p, b, s: first_state(p, b, s, steps, seed), *model
         )
-        layout = state_shardings(strategy, shapes).opt_state
+        shardings = state_shardings(strategy, shapes)
+        layout = shardings.opt_state
+        if not is_split:
+            model = jax.tree.map(put, params, shardings.params), *model[1:]
     return first_state(*model, steps, seed, layout)
 
 
@@ -273,8 +294,6 @@ def placed_state(
     strategy: DataParallel, state: TrainState, offloads: bool
 ) -> TrainState:
     """A state on the devices, its optimizer's part on the host if it `offloads`."""
-    if isinstance(strategy, OwnState):
-        state = strategy.as_held(state)
     if offloads:
         return place_copy(state, _layout(strategy, state, offloads))
     placed = strategy.place(state)
@@ -304,8 +323,7 @@ def shapes_of_first(
 
     def first(params: PyTree, buffers: PyTree, model_state: PyTree) -> TrainState:
         params, buffers = as_stored((params, buffers), steps.precision)
-        state = first_state(params, buffers, model_state, steps, seed=0)
-        return strategy.as_held(state) if isinstance(strategy, OwnState) else state
+        return first_state(params, buffers, model_state, steps, seed=0)
 
     state = jax.eval_shape(first, parts[0], parts[1], model_state)
     return jax.tree.map(

@@ -23,7 +23,6 @@ from ..step import (
     CriterionObjective,
     Facts,
     Group,
-    Objective,
     Products,
     Steps,
     Table,
@@ -257,8 +256,7 @@ class Step:
         # Of named losses: how many classes there are, by the forms of batches whose
         # targets are to be looked at.
         self._classes: dict[tuple[str, ...], int | None] = {}
-        self._objective: Objective | None = None
-        self._is_per_example = False
+        self._steps: Steps | None = None  # those that were compiled last
 
     def compile(
         self,
@@ -316,8 +314,7 @@ class Step:
         if self.facts.names:
             if before.names and self.programs:
                 before.joined(self.facts)  # which raises if it can't be
-            self._objective = steps.objective
-            self._is_per_example = steps.is_per_example(self.kind)
+            self._steps = steps
             is_named = isinstance(steps.objective, CriterionObjective)
             if is_named and (self.facts.num_classes or self.facts.weighted):
                 self._classes[dispatch.forms] = self.facts.num_classes
@@ -476,10 +473,11 @@ class Step:
 
     def _without_ignored(self, dispatch: Dispatch) -> Dispatch:
         """The same with copies of real rows in the place of those of weight 0."""
-        objective = self._objective
+        assert self._steps is not None
+        objective = self._steps.objective
         if not isinstance(objective, CriterionObjective):
             return dispatch  # only its author knows what in a batch is a weight
-        which = self._is_per_example, objective.is_per_example
+        which = self._steps.is_per_example(self.kind), objective.is_per_example
         groups = [
             group._replace(batch=without_ignored(group.batch, *which))
             for group in dispatch.groups

@@ -36,7 +36,7 @@ from ..step import (
     trained_alone,
 )
 from ..strategies import DataParallel, Sharded
-from ..strategies.base import OwnState, check_offload, rows_of_processes
+from ..strategies.base import adds_state, check_offload, rows_of_processes
 from .pass_metrics import split_metrics
 
 
@@ -141,7 +141,7 @@ def check_parts(arguments: Mapping[str, Any]) -> None:
 
     # What they can't be combined with.
     strategy = arguments["strategy"]
-    if isinstance(strategy, OwnState):
+    if adds_state(strategy):
         raise ValueError(
             f"`strategy`: {type(strategy).__name__} keeps its state inside the state of"
             " one optimizer, but `optimizer` is a list of parts; use another"

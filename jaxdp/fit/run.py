@@ -48,7 +48,6 @@ from ..step import (
     with_clipping,
 )
 from ..strategies import DataParallel
-from ..strategies.base import OwnState
 from . import checks
 from .pass_metrics import split_metrics
 from .progress import Progress
@@ -96,7 +95,6 @@ class Recipe:
         self, strategy: DataParallel, hooks: Hooks, *, abstract: bool = False
     ) -> Engine:
         """Another engine, with the state of a trainer that has not been trained."""
-        own_view = strategy.evaluated_state if isinstance(strategy, OwnState) else None
         objectives = self._objectives()
         return Engine(
             self.parts,
@@ -120,7 +118,7 @@ class Recipe:
             seed=self.seed,
             micro_batches=self.accumulate_grad_batches,
             steps_per_execution=1 if abstract else self.steps_per_execution,
-            view=hooks.evaluated_state() or own_view,
+            view=hooks.evaluated_state(),
             in_order=self.data == "global",
             compiler_options=self.compiler_options,
             offload=bool(self.arguments["offload"]),
@@ -131,9 +129,7 @@ class Recipe:
         self, strategy: DataParallel, hooks: Hooks
     ) -> optax.GradientTransformationExtraArgs:
         """The optimizer with what the strategy, and then callbacks, add to it."""
-        optimizer = self._own_optimizer()
-        if isinstance(strategy, OwnState):
-            optimizer = strategy.wrap_optimizer(optimizer)
+        optimizer = strategy.wrap_optimizer(self._own_optimizer())
         return optax.with_extra_args_support(hooks.wrap_optimizer(optimizer))
 
     def decide_loss(self, engine: Engine, batch: Batch) -> Engine:

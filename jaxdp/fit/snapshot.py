@@ -6,7 +6,7 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import equinox as eqx
@@ -21,7 +21,7 @@ from ..callbacks.fingerprints import start_fingerprints
 from ..callbacks.run_facts import function_text, optimizer_text, plain
 from ..callbacks.states import identities, misfits, named, saved_states
 from ..step import trained_alone
-from ..strategies.base import OwnState
+from ..strategies.base import adds_state
 
 if TYPE_CHECKING:
     from jaxdp import Trainer
@@ -166,13 +166,10 @@ def read_placed(run: "Run", path: str | os.PathLike[str]) -> tuple[Any, dict[str
     The trainer's own state stays.
     """
 
-    def like(shapes: Mapping[str, tuple[int, ...]]) -> Any:
-        strategy, state = run.engine.strategy, run.engine.state
-        is_own = isinstance(strategy, OwnState)
-        return strategy.as_saved(state, shapes) if is_own else state
-
     arguments = run.recipe.description(run.hooks.callbacks)
-    state, meta = checkpoint.restore(path, like, arguments=arguments)
+    state, meta = checkpoint.restore(
+        path, lambda _: run.engine.state, arguments=arguments
+    )
     _check_left_out(path, meta, run.engine.state)
     return run.engine.place(state), meta
 
@@ -232,7 +229,7 @@ def described(recipe: "Recipe", callbacks: Iterable[Callback]) -> dict[str, str]
     texts["filter_spec"] = _frozen(buffers)
     parts = map(_text_of, filter(_is_part, callbacks))
     texts["callbacks"] = ", ".join(parts) or "none that adds state"
-    adds = isinstance(recipe.strategy, OwnState)
+    adds = adds_state(recipe.strategy)
     texts["strategy"] = repr(recipe.strategy) if adds else "one that adds no state"
     return {name: text for name, text in texts.items() if text not in ("", "None")} | (
         _model(rest)

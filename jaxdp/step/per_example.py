@@ -228,8 +228,9 @@ def _check_scalars(result: Any) -> Any:
             if name not in ("predictions", "targets")
         }
     for name, value in named.items():
-        for part in jax.tree.leaves(value):
-            if getattr(part, "shape", ()) != ():
+        parts: Any = value if is_pair(value) else (value,)
+        for part in parts:
+            if not eqx.is_array_like(part) or jnp.shape(part) != ():
                 raise ValueError(
                     f"`per_example`: {name} of one example is {describe(part)}; it must"
                     " be a scalar, (). Take the mean over its axes, or return a pair"

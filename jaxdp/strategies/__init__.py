@@ -1,7 +1,7 @@
 """Strategies: where arrays live and how the step is compiled."""
 
 from ..step import AxisCollectives, Collectives, Group
-from .base import DataParallel, Layout, OwnState
+from .base import DataParallel, Layout
 from .bitwise import Bitwise
 from .fsdp import FSDP, ZeRO
 from .local_sgd import LocalSGD
@@ -20,7 +20,6 @@ __all__ = [
     "Layout",
     "LocalSGD",
     "Members",
-    "OwnState",
     "Pipeline",
     "Pmap",
     "Sharded",

@@ -118,6 +118,17 @@ class DataParallel:
         Called with all of them, in `Trainer(...)`, after each was checked by itself.
         """
 
+    def wrap_optimizer(
+        self, optimizer: optax.GradientTransformation
+    ) -> optax.GradientTransformation:
+        """The optimizer, with what this strategy needs in its state.
+
+        For strategies that change what is trained, such as `LocalSGD`, which keeps a
+        replica for each device there. If the weights to evaluate are in that state, a
+        node of it has a method `evaluated_params(params)`, which returns them.
+        """
+        return optimizer
+
     def place(self, state: TrainState) -> TrainState:
         """Copies `state` to the devices, in this strategy's layout.
 
@@ -233,43 +244,9 @@ class DataParallel:
         return spec
 
 
-class OwnState(DataParallel):
-    """A strategy whose state differs from that of one model.
-
-    For strategies that change what is trained and not only where, such as `LocalSGD`,
-    whose optimizer has a replica for each device in its state.
-    """
-
-    def wrap_optimizer(
-        self, optimizer: optax.GradientTransformation
-    ) -> optax.GradientTransformation:
-        """The optimizer with what this strategy needs in its state."""
-        return optimizer
-
-    def evaluated_state(self, state: TrainState) -> TrainState:
-        """The state whose weights are evaluated and returned as `trainer.model`."""
-        return state
-
-    def as_held(self, state: TrainState) -> TrainState:
-        """`state` in the shapes in which `place` is given it.
-
-        Args:
-            state: a first one, of the wrapped optimizer, or one that was saved; or
-                while it is traced.
-        """
-        return state
-
-    def as_saved(
-        self, state: TrainState, shapes: Mapping[str, tuple[int, ...]]
-    ) -> TrainState:
-        """`state` in the shapes of a checkpoint, if `as_held` can start from those.
-
-        Args:
-            state: a placed state.
-            shapes: shapes of the checkpoint's leaves by name, such as
-                `opt_state: 0.mu.weight`.
-        """
-        return state
+def adds_state(strategy: DataParallel) -> bool:
+    """Returns True if a strategy keeps something in the state of the optimizer."""
+    return type(strategy).wrap_optimizer is not DataParallel.wrap_optimizer
 
 
 def layouts_of(strategy: DataParallel, state: TrainState) -> dict[str, Layout]:

@@ -24,6 +24,7 @@ from ..basics.console import say
 from ..distributed import row_blocks
 from ..step import Collectives, Group, OnRows, PerExample, Results, repeated
 from .base import DataParallel, Role, Rows, laid_out
+from .meshes import without_mesh
 from .offload import jitted
 from .placing import put_rows
 from .sharded import Pmap, Sharded, SingleDevice, shardings_of
@@ -140,7 +141,7 @@ class Bitwise(DataParallel):
         everywhere = NamedSharding(self.mesh, whole)
         if rows == "apart":
             mapped = jax.shard_map(
-                functools.partial(step, VirtualShards(self.mesh.size)),
+                without_mesh(functools.partial(step, VirtualShards(self.mesh.size))),
                 mesh=self.mesh,
                 in_specs=in_specs,
                 out_specs=out_specs,

@@ -131,16 +131,13 @@ class Gathering(Sharded):
         stacked = 0 if owner is None else self.gatherers.stacked[owner]
         return PartitionSpec(*[_BLOCKS] * stacked)
 
-    def _gathering(self) -> dict[str, Any]:
-        return {"find_gatherers": self._found}
-
     def layouts(self, state: TrainState) -> dict[str, Layout]:
         # The arrays may be trained, or frozen, or both.
-        self._found(eqx.combine(state.params, state.buffers))
+        self.find_gatherers(eqx.combine(state.params, state.buffers))
         return super().layouts(state)
 
-    def _found(self, model: PyTree) -> Gatherers:
-        """Which submodules of this model gather their own parameters; kept."""
+    def find_gatherers(self, model: PyTree) -> Gatherers:
+        """Finds the submodules that gather their own parameters, and keeps them."""
         self.gatherers = self._gatherers(model)
         return self.gatherers
 

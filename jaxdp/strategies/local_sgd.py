@@ -5,20 +5,18 @@ which change with outer steps only. Replicas, and the states of their optimizers
 the optimizer's state, each leaf with an axis of replicas in front.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
 from ..basics.arguments import check_count
-from ..basics.tree import leaf_path, map_nodes, nodes_of
-from ..distributed import put
+from ..basics.tree import map_nodes, nodes_of
 from ..step import (
     DATA,
     AxisCollectives,
@@ -31,9 +29,9 @@ from ..step import (
     init_each,
     update_each,
 )
-from .base import Layout, OwnState, Rows, state_name
+from .base import Layout, Rows, state_name
 from .by_rows import ByRows
-from .meshes import Devices
+from .meshes import Devices, without_mesh
 from .sharded import Sharded
 
 _SPLIT: Final = PartitionSpec(DATA)
@@ -56,8 +54,14 @@ class LocalState(NamedTuple):
     count: Array
     """int32 `()`. Steps since the first."""
 
+    def evaluated_params(self, params: PyTree) -> PyTree:
+        """Returns the means over all replicas, in the dtypes of `params`."""
+        return jax.tree.map(
+            lambda p, leaf: _mean(leaf).astype(p.dtype), params, self.replicas
+        )
 
-class LocalSGD(Sharded, OwnState):
+
+class LocalSGD(Sharded):
     """A replica of the model per device; an outer step joins them every few steps.
 
     Each replica takes `every` steps of the trainer's optimizer on its own rows. Then
@@ -79,9 +83,7 @@ class LocalSGD(Sharded, OwnState):
       real rows per replica. So `every=1`, `outer=optax.sgd(1.0)` and plain SGD as the
       optimizer give the numbers of `Sharded`, even with ragged batches.
     - What is written for a batch, such as a `loss_fn`, is given a replica's rows.
-    - A checkpoint can be resumed on another number of replicas: each then
-      starts from the mean of the saved replicas and of their optimizer states; integers
-      come from the first.
+    - A run resumes on the number of replicas that it was saved with.
     - `after_update` changes each replica after a step of its own, and after an outer
       step the outer weights, which all continue from; arrays that are not trained must
       stay as they are.
@@ -121,10 +123,13 @@ class LocalSGD(Sharded, OwnState):
     ) -> optax.GradientTransformationExtraArgs:
         inner = optax.with_extra_args_support(optimizer)
 
-        def init(params: PyTree) -> LocalState:  # of one replica; see `as_held`
-            alone = jax.tree.map(lambda leaf: leaf[None], params)
-            first, outer = init_each(inner, alone), self.outer.init(params)
-            return LocalState(alone, first, outer, jnp.int32(0))
+        def init(params: PyTree) -> LocalState:
+            count = self.num_shards
+            replicas = jax.tree.map(
+                lambda leaf: jnp.broadcast_to(leaf, (count, *leaf.shape)), params
+            )
+            first, outer = init_each(inner, replicas), self.outer.init(params)
+            return LocalState(replicas, first, outer, jnp.int32(0))
 
         def update(
             updates: PyTree, state: Any, params: PyTree = None, **extra: Any
@@ -157,37 +162,6 @@ class LocalSGD(Sharded, OwnState):
             return updates, LocalState(replicas, inner_state, outer_state, count)
 
         return optax.GradientTransformationExtraArgs(init, update)
-
-    def evaluated_state(self, state: TrainState) -> TrainState:
-        (local,) = nodes_of(LocalState, state.opt_state)
-        layouts = jax.tree.map(lambda leaf: leaf.sharding, state.params)
-        means = jax.jit(_means, out_shardings=layouts)
-        return state._replace(params=means(state.params, local.replicas))
-
-    def as_held(self, state: TrainState) -> TrainState:
-        split = NamedSharding(self.mesh, _SPLIT)
-        spread = jax.jit(_spread, static_argnums=1, out_shardings=split)
-
-        def held(leaf: Any) -> Any:  # made where it is to be: it may be large
-            if len(leaf) == self.num_shards:
-                return leaf
-            if not isinstance(leaf, Tracer):
-                leaf = put(leaf, self._replicated)
-            return spread(leaf, self.num_shards)
-
-        return _map_stacks(held, state)
-
-    def as_saved(
-        self, state: TrainState, shapes: Mapping[str, tuple[int, ...]]
-    ) -> TrainState:
-        def saved(path: Any, leaf: Any) -> Any:
-            shape = shapes.get(f"opt_state: {leaf_path(path)}", leaf.shape)
-            if shape[1:] != leaf.shape[1:] or shape[:1] == leaf.shape[:1]:
-                return leaf
-            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=self._replicated)
-
-        with_path = jax.tree_util.tree_map_with_path
-        return state._replace(opt_state=with_path(saved, state.opt_state))
 
     def layouts(self, state: TrainState) -> dict[str, Layout]:
         if jax.tree.leaves(state.model_state):
@@ -287,7 +261,7 @@ class _ByReplica(ByRows):
 
         are_stacks = [role == "gradients" for role in results]
         return jax.shard_map(
-            on_one_device,
+            without_mesh(on_one_device),
             mesh=self.mesh,
             in_specs=(
                 _split_params(inputs),
@@ -318,23 +292,9 @@ def _mean(replicas: Array) -> Array:
     return replicas.mean(0, dtype=jnp.promote_types(replicas.dtype, jnp.float32))
 
 
-def _means(params: PyTree, replicas: PyTree) -> PyTree:
-    """Means over all replicas, in the dtypes of `params`."""
-    return jax.tree.map(lambda p, leaf: _mean(leaf).astype(p.dtype), params, replicas)
-
-
 def _for_each(tree: PyTree, like: PyTree) -> PyTree:
     """The same for each replica, in the shapes of `like`."""
     return jax.tree.map(lambda x, stack: jnp.broadcast_to(x, stack.shape), tree, like)
-
-
-def _spread(leaf: Array, replicas: int) -> Array:
-    """So many replicas, which begin at the mean of those that there are."""
-    if len(leaf) == replicas:
-        return leaf
-    is_number = jnp.issubdtype(leaf.dtype, jnp.inexact)
-    one = _mean(leaf).astype(leaf.dtype) if is_number else leaf[0]
-    return jnp.broadcast_to(one, (replicas, *leaf.shape[1:]))
 
 
 def _ndims(tree: PyTree) -> list[int]:

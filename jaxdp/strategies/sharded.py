@@ -1,8 +1,7 @@
 """Data parallelism with the state whole on every device: on one, by XLA, by hand."""
 
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,21 +9,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from ..basics.tree import map_nodes
-from ..step import DATA, AxisCollectives, Collectives, Group, TrainState
-from .base import (
-    DataParallel,
-    Layout,
-    Role,
-    Rows,
-    changed,
-    draws_by_row,
-    laid_out,
-    layouts_of,
-    one_batch,
-)
-from .by_rows import ByRows
-from .meshes import Devices, find_devices, mesh_on, names_of, without_mesh
-from .offload import jitted
+from ..step import DATA, Collectives, Group, TrainState
+from .base import DataParallel, Layout, Rows, changed, layouts_of, one_batch
+from .by_rows import NO_GATHERERS, ByRows
+from .gathering import Gatherers
+from .meshes import Devices, find_devices, mesh_on, names_of
 
 
 class SingleDevice(DataParallel):
@@ -145,12 +134,12 @@ class Sharded(DataParallel):
             self._held,
             self._updated,
             apart=apart,
-            **self._gathering(),
+            find_gatherers=self.find_gatherers,
         )
 
-    def _gathering(self) -> dict[str, Any]:
-        """What `ByRows` is told of modules that gather their own parameters."""
-        return {}
+    def find_gatherers(self, model: PyTree) -> Gatherers:
+        """Returns the modules of a model that gather their own parameters: none."""
+        return NO_GATHERERS
 
     def _is_by_rows(self, leaf: jax.ShapeDtypeStruct) -> bool:
         """Whether a leaf of a batch is split over the axes of rows by rows only."""
@@ -173,8 +162,9 @@ class Pmap(Sharded):
     `BatchNorm(axis_name=("batch", "data"))`). As under every strategy, this axis has
     size one: a reduction over it changes nothing, since the loss sees the full batch.
 
-    Built on `jax.jit(jax.shard_map(...))`, which is what `jax.pmap` has become. The
-    state is replicated, never stacked, so checkpoints interchange with `Sharded`.
+    Built on `jax.jit` and `jax.shard_map`, which is what `jax.pmap` has become; so is
+    `Sharded`, and on the devices of one mesh axis both are the same. The state is
+    replicated, never stacked, so checkpoints interchange.
 
     Args:
         devices: how many, or which; all by default.
@@ -182,44 +172,6 @@ class Pmap(Sharded):
 
     def __init__(self, devices: Devices = None):
         super().__init__(devices)
-
-    def compile(
-        self,
-        step: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        roles: tuple[Role, ...],
-        results: Role | tuple[Role, ...],
-        *,
-        donate: tuple[int, ...] = (),
-        rows: Rows = "apart",
-    ) -> Any:
-        if rows != "apart" or not draws_by_row():
-            return super().compile(
-                step, arguments, roles, results, donate=donate, rows=rows
-            )
-        everywhere, by_rows = PartitionSpec(), PartitionSpec(DATA)
-        call = arguments, roles, results
-        in_specs, out_specs = laid_out(
-            *call,
-            lambda role: by_rows if role == "rows" else everywhere,
-            lambda _: Group(PartitionSpec(None, DATA), everywhere, everywhere),
-        )
-
-        # check_vma=False is pmap's rule: gradients are of this device's rows only.
-        per_device = jax.shard_map(
-            without_mesh(
-                functools.partial(step, AxisCollectives(DATA, self.num_shards))
-            ),
-            mesh=self.mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            check_vma=False,
-        )
-        ins, outs = shardings_of(self.mesh, (in_specs, out_specs))
-        return jitted(per_device, *call, ins, outs, donate)
-
-    def collectives(self, groups: Sequence[Group], rows: Rows) -> Collectives:
-        return Collectives()  # of a step that is given the whole batch
 
     def __repr__(self) -> str:
         return f"Pmap({self.num_shards})"

@@ -29,6 +29,7 @@ from jaxdp import (
     Trainer,
     ZeRO,
 )
+from jaxdp.step import Collectives
 from jaxdp.strategies.placing import place_copy
 from jaxdp.testing import check_strategy
 
@@ -53,7 +54,6 @@ class Threads(DataParallel):
         return place_copy(state, jax.tree.map(lambda _: self.whole, state))
 
     def compile(self, step, arguments, roles, results, *, donate=(), rows="apart"):
-        from jaxdp.step.collectives import Collectives
 
         return jax.jit(
             functools.partial(step, Collectives()),
@@ -119,7 +119,7 @@ def test_conformance_is_checked_of_every_class_there_is():
     ]
     classes = {c for c in public if isinstance(c, type) and issubclass(c, DataParallel)}
     checked = {type(strategy()[0]) for strategy in CONFORMING.values()}
-    assert classes - checked == {DataParallel, jaxdp.strategies.OwnState}
+    assert classes - checked == {DataParallel}
 
 
 class Wrapped(Sharded):
@@ -156,27 +156,22 @@ class Stale(SingleDevice):
         return jax.device_put(state, self.mesh.devices.flat[0])
 
 
-class Unmasked(Pmap):
-    """Forgets to sum over the devices."""
+class OneKey(Sharded):
+    """Gives every row the key of the first."""
 
-    def compile(self, step, arguments, roles, results, *, donate=(), rows="apart"):
-        from jaxdp.step.collectives import AxisCollectives
+    def collectives(self, groups, rows):
+        class First(Collectives):
+            def row_ids(self, rows):
+                return jnp.zeros(rows, int)
 
-        class Forgetful(AxisCollectives):
-            def sum_gradients(self, gradients):
-                return gradients
-
-        return super().compile(
-            lambda collectives, *rest: step(Forgetful("data", 8), *rest),
-            arguments, roles, results, donate=donate, rows=rows,
-        )  # fmt: skip
+        return First()
 
 
 @pytest.mark.parametrize(
     "strategy, promise",
     [
         (Stale, "your model is yours"),
-        (Unmasked, "same numbers anywhere"),
+        (OneKey, "same numbers anywhere"),
         (Apart, "same numbers anywhere: where a loss is written for a batch"),
     ],
 )

@@ -1,0 +1,101 @@
+"""The weights to evaluate, of optimizers that take gradients at others."""
+
+from collections.abc import Callable
+from typing import Any, Final, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
+from optax import LookaheadState, MaskedNode
+from optax.contrib import SAMState, ScheduleFreeState
+
+from ..basics.host_memory import on_device
+from ..basics.tree import nodes_of
+from .state import TrainState
+
+
+@runtime_checkable
+class KeepsWeights(Protocol):
+    """An optimizer's state, or a node of it, that has the weights to evaluate."""
+
+    def evaluated_params(self, params: PyTree) -> PyTree:
+        """Returns the weights to evaluate, in the shapes of the trained `params`."""
+        ...
+
+
+def find_evaluated(opt_state: PyTree) -> Callable[[TrainState], TrainState] | None:
+    """Returns what makes a state of the weights to evaluate; None if it trains those.
+
+    Args:
+        opt_state: arrays, or their shapes.
+
+    Raises:
+        ValueError: for `optax.lookahead`.
+    """
+    nodes = jax.tree.leaves(opt_state, is_leaf=_keeps_weights)
+    if nodes_of(LookaheadState, opt_state):
+        raise ValueError(
+            "`optimizer`: optax.lookahead trains pairs of fast and slow weights, which"
+            " are no model to call. jaxdp.callbacks.WeightAveraging() averages weights."
+        )
+    return _evaluated if any(map(_keeps_weights, nodes)) else None
+
+
+def _keeps_weights(node: Any) -> bool:
+    return isinstance(node, ScheduleFreeState | SAMState | KeepsWeights)
+
+
+def _evaluated(state: TrainState) -> TrainState:
+    if not isinstance(jax.tree.leaves(state)[0], jax.Array):  # of a plan: shapes
+        return state
+    layouts = jax.tree.map(lambda leaf: leaf.sharding, state.params)
+    evaluate = jax.jit(_evaluated_params, out_shardings=layouts)
+    nodes = jax.tree.leaves(state.opt_state, is_leaf=_keeps_weights)
+    nodes = on_device([node for node in nodes if _keeps_weights(node)])
+    return state._replace(params=evaluate(state.params, nodes))
+
+
+def _evaluated_params(params: PyTree, nodes: list[Any]) -> PyTree:
+    for node in nodes:
+        if isinstance(node, ScheduleFreeState | SAMState):
+            other = node.z if isinstance(node, ScheduleFreeState) else node.cache
+            if other is not None:  # SAM in its opaque mode trains the outer weights
+                params = jax.tree.map(_FROM[type(node)](node), params, other)
+        else:
+            params = node.evaluated_params(params)
+    return params
+
+
+def _from_schedule_free(state: Any) -> Callable[[Array, Any], Array]:
+    """The average `x` of arXiv:2405.15682, whose `y = b1 x + (1 - b1) z` is trained.
+
+    It is what `optax.contrib.schedule_free_eval_params` returns.
+    """
+
+    def average(y: Array, z: Any) -> Array:
+        if z is None or isinstance(z, MaskedNode):
+            return y
+        b1 = _like(state.b1, y)
+        return ((y - (1 - b1) * z) / b1).astype(y.dtype)
+
+    return average
+
+
+def _from_sam(state: Any) -> Callable[[Array, Any], Array]:
+    """The weights before the adversarial steps that were taken since."""
+
+    def before(params: Array, cache: Any) -> Array:
+        if cache is None or isinstance(cache, MaskedNode):
+            return params
+        return jnp.where(_like(state.steps_since_sync, params) == 0, params, cache)
+
+    return before
+
+
+_FROM: Final = {ScheduleFreeState: _from_schedule_free, SAMState: _from_sam}
+
+
+def _like(number: Any, leaf: Array) -> Array:
+    """Returns a number, or one for each member of an ensemble, shaped for a leaf."""
+    number = jnp.asarray(number)
+    return number.reshape(number.shape + (1,) * (leaf.ndim - number.ndim))
