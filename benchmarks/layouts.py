@@ -44,12 +44,12 @@ def rows(model):
         "`FSDP()`, `accumulate_grad_batches=4`",
         {"strategy": FSDP(), "accumulate_grad_batches": 4},
     )
-    remat = {"remat": "blocks.stacked"}
+    remat = {"remat": True}
     yield (
-        '`FSDP(gather="once")`, `remat="blocks.stacked"`',
+        '`FSDP(gather="once")`, `remat=True`',
         {"strategy": FSDP(gather="once"), **remat},
     )
-    yield '`FSDP()`, `remat="blocks.stacked"`', {"strategy": FSDP(), **remat}
+    yield "`FSDP()`, `remat=True`", {"strategy": FSDP(), **remat}
     yield (
         '`FSDP()`, `precision="bf16-mixed"`',
         {"strategy": FSDP(), "precision": "bf16-mixed"},

@@ -134,7 +134,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         strategy=strategies.get(args.strategy, getattr(jaxdp, args.strategy))(),
         precision=args.precision,
         accumulate_grad_batches=args.accumulate,
-        remat="blocks.stacked" if args.remat else False,
+        remat=args.remat,
         gradient_clip_val=1.0,
     )
     size = args.batch // args.accumulate

@@ -83,8 +83,10 @@ class Trainer:
         steps_per_execution: optimizer steps per call of the compiled program, or
             "auto", which measures and picks. It changes only the speed: hooks see every
             step. If a hook may look at the state, steps run one by one.
-        remat: recompute activations in the backward pass to save memory: True, a policy
-            from `jax.checkpoint_policies`, or path patterns of submodules.
+        remat: recompute activations in the backward pass to save memory. True: those of
+            each block of every `Stack`. A policy of `jax.checkpoint_policies`: the same
+            blocks, but for what it keeps. Or path patterns of submodules, such as
+            `"blocks[*]"`; of what is one operation, such as a Linear, it saves nothing.
         data: with several processes, whether each has the same loader ("global") or a
             loader of its own rows ("local"). One process may ignore it.
         ensemble: how many models lie along the first axis of every array of `model`, or

@@ -21,6 +21,7 @@ from ..step import (
     Batch,
     Metrics,
     Objective,
+    Recomputed,
     Steps,
     TrainState,
     check_gradients,
@@ -340,7 +341,7 @@ class Engine:
         if self._blocks.count > 1:
             packer = Packer(1, packer.what)  # of the rows that are here
         dispatch = packer.pack([list(window)], self.micro_batches)
-        pure = self.pure._replace(inside=(), remat=False)
+        pure = self.pure._replace(inside=(), remat=Recomputed())
         traced = products(self._traced(pure, dispatch))
         return traced.total() / rows_in(dispatch.groups)
 

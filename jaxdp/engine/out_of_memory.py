@@ -15,7 +15,8 @@ _ASKED: Final = re.compile(r"allocat\w* (?:of )?([\d.]+) ?([KMGT]?i?B|bytes)\b")
 _REMEDIES: Final = (
     "a smaller `batch_size` in the loader",
     "`accumulate_grad_batches=2` with half the rows a batch: the same gradients",
-    "`remat=True`, which computes activations twice instead of keeping them",
+    "`remat=True`, which computes the activations of each block of a jaxdp.Stack twice"
+    " instead of keeping them (or a path pattern of blocks, `remat='blocks[*]'`)",
     "`strategy=FSDP()` on several devices, which splits weights and optimizer state",
 )
 

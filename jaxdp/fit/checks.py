@@ -25,11 +25,12 @@ from ..step import (
     Objective,
     Part,
     PerExample,
+    Recomputed,
     Whole,
     check_arguments,
     check_is_told,
-    check_remat,
     find_parts,
+    find_recomputed,
     mask_of,
     named_by,
     split_batch,
@@ -37,6 +38,7 @@ from ..step import (
 )
 from ..strategies import DataParallel, Sharded
 from ..strategies.base import adds_state, check_offload, rows_of_processes
+from ..strategies.stack import stacks_in
 from .pass_metrics import split_metrics
 
 
@@ -70,7 +72,6 @@ def checked(arguments: dict[str, Any]) -> dict[str, Any]:
         count = result["steps_per_execution"]
         check_count("steps_per_execution", count, or_else=" or 'auto'")
     check_count("seed", result["seed"], least=0, most=2**63 - 1)
-    check_remat(result["remat"])
     _check_clipping(result["gradient_clip_val"])
     check_is_local("default_root_dir", result["default_root_dir"])
 
@@ -147,6 +148,12 @@ def check_parts(arguments: Mapping[str, Any]) -> None:
             " one optimizer, but `optimizer` is a list of parts; use another"
             " strategy."
         )
+
+
+def find_recomputed_in(model: PyTree, remat: Any) -> Recomputed:
+    """Returns what `remat` means for a model; raises for what it can't mean."""
+    blocks = [f"{name}.stacked".lstrip(".") for name in stacks_in(model)]
+    return find_recomputed(remat, model, blocks)
 
 
 def parts_of(arguments: Mapping[str, Any]) -> tuple[FoundPart, ...]:

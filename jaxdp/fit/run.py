@@ -89,6 +89,7 @@ class Recipe:
         choose = checks.choose_objective
         self._objective = several[0].objective if several else choose(arguments)
         self._precision = find_precision(arguments["precision"])
+        self._recomputed = checks.find_recomputed_in(self.model, arguments["remat"])
         self._description: dict[str, str] | None = None
 
     def new_engine(
@@ -104,7 +105,7 @@ class Recipe:
                 self._objective,
                 self.optimizer_for(strategy, hooks),
                 hooks.inside_step(),
-                remat=self.arguments["remat"],
+                remat=self._recomputed,
                 precision=self._precision,
                 conjugate_complex=self.arguments["conjugate_complex"],
                 after_update=self._after_update,

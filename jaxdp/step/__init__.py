@@ -56,7 +56,14 @@ from .precision import (
     float32_products,
     note_on_products,
 )
-from .remat import Remat, check_remat, is_recomputed, matches, outermost_matching
+from .remat import (
+    Recomputed,
+    Remat,
+    find_recomputed,
+    matches,
+    outermost_matching,
+    recomputes,
+)
 from .returned import AfterUpdate
 from .state import Batch, Group, TrainState, Weights, first_state
 from .steps import Steps

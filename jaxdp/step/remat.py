@@ -2,7 +2,7 @@
 
 import fnmatch
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -12,39 +12,64 @@ from ..basics.tree import at_path, leaf_path
 from .own_call import own_call, with_call
 
 Remat = bool | Callable[..., Any] | str | Sequence[str]
-"""True: recompute everything. A policy of `jax.checkpoint_policies`: what it says. Path
-patterns such as `"layers*"`: the calls of the submodules whose path they match."""
+"""What users pass: True, for each block of every `Stack`; a policy of
+`jax.checkpoint_policies`, for the same blocks; or path patterns of submodules, such as
+`"layers[*]"`."""
 
 
-def check_remat(remat: Any) -> None:
-    """Raises for what is no `Remat`."""
-    if isinstance(remat, bool | str) or callable(remat):
-        return
+class Recomputed(NamedTuple):
+    """The submodules whose activations are computed again in the backward pass."""
+
+    patterns: tuple[str, ...] = ()
+    policy: Callable[..., Any] | None = None
+    """Says what is kept inside of them; None keeps only what they are called with."""
+
+    def apply(self, model: PyTree) -> PyTree:
+        """Returns the model with calls of the outermost of them that recompute."""
+        if not self.patterns:
+            return model
+        paths = outermost_matching(model, self.patterns, "remat").values()
+        return eqx.tree_at(
+            lambda tree: [at_path(tree, path) for path in paths],
+            model,
+            replace_fn=lambda module: with_call(module, _Recompute(self.policy)),
+        )
+
+
+def find_recomputed(remat: Any, model: PyTree, blocks: Sequence[str]) -> Recomputed:
+    """Returns what `Trainer(remat=...)` means for a model.
+
+    Args:
+        remat: as it was passed.
+        model: to be trained.
+        blocks: the paths of what its stacks repeat.
+
+    Raises:
+        TypeError: for what is no `Remat`.
+        ValueError: for a pattern without a match, and for True without a `Stack`: one
+            checkpoint around the whole model would save nothing.
+    """
+    if remat is False:
+        return Recomputed()
+    if isinstance(remat, str):
+        remat = [remat]
+    if remat is True or callable(remat):
+        if not blocks:
+            raise ValueError(
+                f"`remat`={remat!r} recomputes each block of every jaxdp.Stack, and the"
+                " model has none. (To recompute the whole model at once saves nothing.)"
+                " Make its equal blocks one, Stack([Block(key) for key in keys]), or"
+                " name submodules, remat='blocks[*]'; there are"
+                f" {', '.join(_modules_in(model)) or 'none'}."
+            )
+        return Recomputed(tuple(blocks), None if remat is True else remat)
     if isinstance(remat, Iterable) and all(isinstance(part, str) for part in remat):
-        return
+        found = Recomputed(tuple(remat))
+        outermost_matching(model, found.patterns, "remat")
+        return found
     raise TypeError(
         "`remat` must be a bool, a policy of jax.checkpoint_policies, or path patterns"
         f" of submodules; got {remat!r} of type {type(remat).__name__}."
-    )
-
-
-def remat_function(function: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
-    """`function` that keeps for the backward pass only what `remat` lets it."""
-    if remat is True:
-        return jax.checkpoint(function)
-    return jax.checkpoint(function, policy=remat) if callable(remat) else function
-
-
-def remat_submodules(model: PyTree, remat: Remat) -> PyTree:
-    """`model` with the outermost submodules that match patterns recomputed."""
-    if isinstance(remat, bool) or callable(remat):
-        return model
-    patterns = [remat] if isinstance(remat, str) else list(remat)
-    paths = outermost_matching(model, patterns, "remat").values()
-    return eqx.tree_at(
-        lambda tree: [at_path(tree, path) for path in paths],
-        model,
-        replace_fn=lambda module: with_call(module, _recompute),
     )
 
 
@@ -59,15 +84,7 @@ def outermost_matching(
     Raises:
         ValueError: if a pattern matches nothing; it lists the submodules there are.
     """
-    modules: dict[str, tuple[Any, ...]] = {}
-    for path, _ in jax.tree_util.tree_leaves_with_path(model):
-        for length in range(1, len(path)):
-            if isinstance(path[length - 1], jax.tree_util.FlattenedIndexKey):
-                break  # inside something that says nothing of its parts
-            node = at_path(model, path[:length])
-            if isinstance(node, eqx.Module) and callable(node):
-                modules[leaf_path(path[:length])] = path[:length]
-
+    modules = _modules_in(model)
     matching: dict[str, tuple[Any, ...]] = {}
     for pattern in patterns:
         named = {n: p for n, p in modules.items() if matches(n, pattern)}
@@ -93,10 +110,30 @@ def matches(name: str, pattern: str) -> bool:
     return fnmatch.fnmatchcase(name, literal)
 
 
-def is_recomputed(module: Any) -> bool:
-    """Whether `remat_submodules` has made calls of the module recompute."""
-    return own_call(module) is _recompute
+def _modules_in(model: PyTree) -> dict[str, tuple[Any, ...]]:
+    """Returns the paths of all submodules that can be called, by name."""
+    modules: dict[str, tuple[Any, ...]] = {}
+    for path, _ in jax.tree_util.tree_leaves_with_path(model):
+        for length in range(1, len(path)):
+            if isinstance(path[length - 1], jax.tree_util.FlattenedIndexKey):
+                break  # inside something that says nothing of its parts
+            node = at_path(model, path[:length])
+            if isinstance(node, eqx.Module) and callable(node):
+                modules[leaf_path(path[:length])] = path[:length]
+    return modules
 
 
-def _recompute(module: Any, *arguments: Any, **keywords: Any) -> Any:
-    return eqx.filter_checkpoint(module)(*arguments, **keywords)
+class _Recompute(NamedTuple):
+    """A call of a module that recomputes; see `with_call`."""
+
+    policy: Callable[..., Any] | None
+
+    def __call__(self, module: Any, *arguments: Any, **keywords: Any) -> Any:
+        call = eqx.filter_checkpoint(module, policy=self.policy)
+        return call(*arguments, **keywords)
+
+
+def recomputes(module: Any) -> _Recompute | None:
+    """Returns the call that `Recomputed.apply` gave a module, if it did."""
+    call = own_call(module)
+    return call if isinstance(call, _Recompute) else None

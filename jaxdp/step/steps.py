@@ -34,7 +34,7 @@ from .metrics import (
 from .model_call import call_model, told_of_dicts
 from .objective import Objective, Values
 from .precision import PRECISIONS, LossScale, Precision, cast_batch, computing, widen
-from .remat import Remat, remat_function, remat_submodules
+from .remat import Recomputed
 from .returned import AfterUpdate, check_constant, check_depends
 from .state import (
     Batch,
@@ -74,7 +74,7 @@ class Steps(NamedTuple):
     optimizer: optax.GradientTransformationExtraArgs
     inside: tuple[Callable[..., dict[str, Array]], ...] = ()
     skip_nonfinite: bool = False
-    remat: Remat = False
+    remat: Recomputed = Recomputed()
     precision: Precision = PRECISIONS["32-true"]
     unroll_convolutions: bool = False
     """Whether micro-batches with convolutions are no loop in the compiled step."""
@@ -312,7 +312,7 @@ class Steps(NamedTuple):
         def gradients(model_state: PyTree, micro: MicroBatch) -> tuple[PyTree, ...]:
             def mean_loss(params: PyTree) -> tuple[Array, tuple[Any, ...]]:
                 # The model, as it is called here.
-                model = remat_submodules(self._model(params, buffers), self.remat)
+                model = self.remat.apply(self._model(params, buffers))
                 model = collectives.arrange(model)
                 batch = self._batch(model, micro)
                 model = computing(model, self.precision)
@@ -334,8 +334,7 @@ class Steps(NamedTuple):
                 loss = loss if scale is None else loss * scale.scale
                 return loss, (result.model_state, summed)
 
-            recomputed = remat_function(mean_loss, self.remat)
-            grads, aux = jax.grad(recomputed, has_aux=True)(whole)
+            grads, aux = jax.grad(mean_loss, has_aux=True)(whole)
             return widen(grads), *aux
 
         grads, model_state, summed = _over_micro_batches(

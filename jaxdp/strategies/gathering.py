@@ -21,7 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from ..basics.tree import at_path, leaf_path
-from ..step import is_recomputed, with_call, without_call
+from ..step import recomputes, with_call, without_call
 from .meshes import names_of
 
 _MADE_ANEW: Final = {
@@ -174,12 +174,12 @@ class _Gathered(NamedTuple):
     """Of global arrays. Without one, they are a device's shards."""
 
     def __call__(self, module: Any, *arguments: Any, **keywords: Any) -> Any:
-        keeps_nothing = is_recomputed(module)
+        recompute = recomputes(module)
         module = open_shards(module)
 
         def call(module: Any, *arguments: Any, **keywords: Any) -> Any:
             whole = self._whole(module)
-            if keeps_nothing:
+            if recompute is not None:
                 # Once is enough. In a second `checkpoint`, XLA for TPUs would not
                 # gather a block while the one before it is computed.
                 whole = without_call(whole)
@@ -187,7 +187,7 @@ class _Gathered(NamedTuple):
 
         recomputed = eqx.filter_checkpoint(
             call,
-            policy=None if keeps_nothing else _is_kept,
+            policy=_is_kept if recompute is None else recompute.policy,
             # A turn of a loop has nothing in it that XLA could compute once for both.
             prevent_cse=not self.in_loop,
         )

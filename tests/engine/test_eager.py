@@ -64,7 +64,7 @@ def numbers(**options):
 SETTINGS = {
     "fsdp, clipped": lambda: {"strategy": FSDP(), "gradient_clip_val": 0.1},
     "norm": lambda: {"strategy": Sharded(), **norm_net()},
-    "recomputed": lambda: {"strategy": Sharded(), "remat": True},
+    "recomputed": lambda: {"strategy": Sharded(), "remat": "first"},
 }
 
 

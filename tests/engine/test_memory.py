@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxdp import FSDP, Pmap, Sharded, SingleDevice, Trainer
+from jaxdp import FSDP, Pmap, Sharded, SingleDevice, Stack, Trainer
 from jaxdp.data import Packer
 from jaxdp.engine.compiling import Compilations
 
@@ -36,13 +36,13 @@ class Deep(eqx.Module):
         return jax.lax.scan(body, x, arrays)[0]
 
 
-def step_of(*, strategy, micro_batches=1, **options):
+def step_of(*, strategy, micro_batches=1, model=Deep, **options):
     """The compiled step over `ROWS` rows, and the loss."""
     generator = np.random.default_rng(0)
     x = generator.normal(size=(ROWS, WIDTH)).astype(np.float32)
     parts = np.split(x, micro_batches)
     trainer = Trainer(
-        Deep(jax.random.key(0)), optax.sgd(1e-2), loss="mse", strategy=strategy,
+        model(jax.random.key(0)), optax.sgd(1e-2), loss="mse", strategy=strategy,
         accumulate_grad_batches=micro_batches, enable_progress_bar=False, **options,
     )  # fmt: skip
     history = trainer.fit([(part, part[:, ::-1].copy()) for part in parts])
@@ -61,11 +61,46 @@ def test_micro_batches_hold_activations_of_one_at_a_time(strategy):
     assert loss == pytest.approx(expected, rel=1e-5)
 
 
-def test_recomputed_layers_are_not_held():
-    whole, expected = step_of(strategy=SingleDevice())
-    less, loss = step_of(strategy=SingleDevice(), remat="layers")
+class Residual(eqx.Module):
+    mlp: eqx.nn.MLP
+
+    def __init__(self, key):
+        self.mlp = eqx.nn.MLP(WIDTH, WIDTH, 2 * WIDTH, 1, key=key)
+
+    def __call__(self, x):
+        return x + 0.1 * self.mlp(x)
+
+
+class Stacked(eqx.Module):
+    blocks: Stack
+
+    def __init__(self, key):
+        self.blocks = Stack([Residual(k) for k in jax.random.split(key, DEPTH)])
+
+    def __call__(self, x):
+        return self.blocks(x)
+
+
+# A whole Stack as one saves nothing; nor does a policy that keeps all products, which
+# is most of what there is.
+@pytest.mark.parametrize(
+    "model, remat, saves",
+    [
+        (Deep, "layers", True),
+        (Stacked, True, True),
+        (Stacked, "blocks.stacked", True),
+        (Stacked, "blocks.stacked.mlp", True),
+        (Stacked, "nothing_saveable", True),
+        (Stacked, "everything_saveable", False),
+        (Stacked, "blocks", False),
+    ],
+)
+def test_recomputed_layers_are_not_held(model, remat, saves):
+    remat = getattr(jax.checkpoint_policies, str(remat), remat)
+    whole, expected = step_of(strategy=SingleDevice(), model=model)
+    less, loss = step_of(strategy=SingleDevice(), model=model, remat=remat)
     hidden = ROWS * 2 * WIDTH * 4 * DEPTH  # of the MLPs, after the activation
-    assert less < whole - hidden
+    assert (less < whole - hidden) == saves
     assert loss == pytest.approx(expected, rel=1e-6)
 
 

@@ -8,6 +8,7 @@ import optax
 import pytest
 from toys import (
     RAGGED,
+    Deep,
     Mlp,
     Recorder,
     batches,
@@ -298,16 +299,29 @@ def test_limits_and_dev_runs():
     assert steps_with(overfit_batches=2, max_epochs=3) == (6, 3)
 
 
-@pytest.mark.slow_but("last")
+@pytest.mark.slow_but("SingleDevice-blocks", "FSDP-policy")
 @pytest.mark.parametrize(
     "remat",
-    [True, "last", jax.checkpoint_policies.dots_saveable],
-    ids=["all", "last", "policy"],  # a policy's own name is another in each JAX
+    [True, "last", "blocks", jax.checkpoint_policies.dots_saveable],
+    ids=["blocks", "last", "stack", "policy"],  # a policy's name differs by JAX
 )
-def test_remat_changes_no_number(remat):
-    expected, _ = run(SingleDevice(), epochs=2)
-    losses, _ = run(SingleDevice(), epochs=2, remat=remat)
+@pytest.mark.parametrize("strategy", [SingleDevice, FSDP])
+def test_remat_changes_no_number(strategy, remat):
+    expected, _ = run(strategy(), Deep(2), epochs=2)
+    losses, _ = run(strategy(), Deep(2), epochs=2, remat=remat)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "remat", [True, jax.checkpoint_policies.dots_saveable], ids=["True", "policy"]
+)
+def test_remat_of_blocks_needs_some(remat):
+    model = eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0))
+    match = r"has none.*Stack\(.*there are layers\[0\], layers\[1\]"
+    with pytest.raises(ValueError, match=match):
+        Trainer(model, remat=remat)
+    with pytest.raises(ValueError, match="`remat`: 'body' matches no submodule"):
+        Trainer(model, remat="body")
 
 
 class Indexing(eqx.Module):

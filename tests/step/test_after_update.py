@@ -143,7 +143,7 @@ STRATEGIES = {
     [
         {},
         {"accumulate_grad_batches": 2},
-        {"steps_per_execution": 2, "remat": True},
+        {"steps_per_execution": 2, "remat": "online"},
         {"loss_fn": cross_entropy},  # a scalar: rows interact
     ],
     ids=["", "accumulated", "several", "interacting"],

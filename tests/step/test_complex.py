@@ -147,7 +147,7 @@ def test_sam_looks_uphill():
     "strategy, options",
     [
         (Sharded(8), {"accumulate_grad_batches": 1, "callbacks": [NanGuard("skip")]}),
-        (Pmap(8), {"remat": True}),
+        (Pmap(8), {}),
         (FSDP(8), {"callbacks": [WeightAveraging(0.0), GradientMonitor()]}),
         (ZeRO(devices=8), {}),
         (Bitwise(Sharded(4)), {}),

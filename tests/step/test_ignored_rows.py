@@ -72,7 +72,7 @@ LAYOUTS = {
     "fsdp": lambda: {"strategy": FSDP(min_size=1)},
     "local": lambda: {"strategy": LocalSGD(every=1, outer=optax.sgd(1.0))},
     "bits": lambda: {"strategy": Bitwise(Sharded())},
-    "remat": lambda: {"strategy": Sharded(), "remat": True},
+    "remat": lambda: {"strategy": Sharded(), "remat": "linear"},
 }
 CASES = [(layout, "mse", "x") for layout in LAYOUTS]
 CASES += [("jit", loss, wrong) for loss in LOSSES for wrong in WRONG if loss != "own"]

@@ -118,7 +118,7 @@ def test_they_are_refused_wherever_a_loss_may_be():
         Trainer(linear(), loss=criterion),
         Trainer(linear(), [Part("weight", focal, optax.sgd(0.1))]),
         Trainer(linear(), loss_fn=focal, accumulate_grad_batches=2),
-        Trainer(linear(), loss_fn=focal, remat=True, steps_per_execution=2),
+        Trainer(linear(), loss_fn=focal, steps_per_execution=2),
         Trainer(linear(), loss_fn=focal, precision="bf16-mixed"),
     ):
         with pytest.raises(ValueError, match="depends on the model's parameters"):

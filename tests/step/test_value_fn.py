@@ -115,7 +115,7 @@ def comparing():
     [
         {"strategy": Sharded(8)},
         {"strategy": FSDP(8, min_size=1), "precision": "16-mixed"},
-        {"strategy": Pmap(8), "remat": True},
+        {"strategy": Pmap(8), "remat": "first"},
         {"strategy": SingleDevice(), "callbacks": [WeightAveraging()]},
         {"strategy": Bitwise(Sharded(2))},
     ],

@@ -154,7 +154,7 @@ CASES = {
     "bf16": (
         lambda: Transformer(jax.random.key(0)),
         words(32, 13),
-        {"precision": "bf16-mixed", "remat": True},
+        {"precision": "bf16-mixed", "remat": ["attention", "mlp"]},
     ),
     "accumulation": (
         lambda: ConvNet(jax.random.key(0)),
