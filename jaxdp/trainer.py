@@ -203,7 +203,8 @@ class Trainer:
                 the `ModelCheckpoint` callback has saved. These words skip damaged ones.
             limit_train_batches, limit_val_batches: batches per epoch and validation; a
                 float is a share of them.
-            check_val_every_n_epoch: validate after every n-th epoch.
+            check_val_every_n_epoch: validate at the end of every n-th epoch, and of the
+                fit.
             val_check_interval: also validate after every so many training batches; a
                 float is a share of the epoch.
             fast_dev_run: run one batch (or this many) of training and validation to

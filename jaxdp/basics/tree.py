@@ -56,6 +56,21 @@ def nbytes(leaf: Any, shape: Sequence[int] | None = None) -> int:
     return size * np.dtype(leaf.dtype).itemsize
 
 
+def describe_difference(old: PyTree, new: PyTree) -> str:
+    """Returns how the structure of `new` differs from that of `old`, in a clause."""
+    names, others = (
+        [leaf_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+        for tree in (old, new)
+    )
+    missing = [name or "the only leaf" for name in names if name not in {*others}]
+    added = [name or "the only leaf" for name in others if name not in {*names}]
+    parts = [f"{', '.join(missing[:3])} is missing"] if missing else []
+    parts += [f"{', '.join(added[:3])} is new"] if added else []
+    if not parts:
+        parts = [f"a {type(old).__name__} or something in it is of another class"]
+    return " and ".join(parts)
+
+
 def nodes_of(kind: type, tree: PyTree) -> list[Any]:
     """The outermost nodes of a class, in order."""
     is_kind = lambda node: isinstance(node, kind)  # noqa: E731

@@ -1,6 +1,7 @@
 """A fit, told in the order things happen: epochs, steps, validations, and its end."""
 
 import contextlib
+import math
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +58,7 @@ class Loop:
         self.trainer, self._run = trainer, trainer.run
         self._record = trainer.record
         self.progress = trainer.run.progress
-        self._told_of_minimum = self._told_of_few = False
+        self._told_of_minimum = self._told_of_few = self._warned_of_nan = False
         self._epoch_is_over = False  # no batch of it is left
         self._wishes = Pulse(trainer.run.processes, "whether to stop")
 
@@ -110,7 +111,7 @@ class Loop:
                     self._warn_of_no_batches()
                     break
 
-                if self.vals and self.limits.epoch_is_due(self.progress.epoch):
+                if self._should_validate_at_end():
                     self._validate()
                 self._end_epoch()
 
@@ -224,6 +225,16 @@ class Loop:
         at = self.progress
         return self.limits.interval_is_up(at.epoch, at.done, at.validated_at)
 
+    def _should_validate_at_end(self) -> bool:
+        """Returns True if an epoch, or what is done of it, ends with a validation.
+
+        One that is due does, and the last of a fit, unless these weights are validated.
+        """
+        at, limits = self.progress, self.limits
+        ends = not self._epoch_is_over or limits.done(at.global_step, at.epoch + 1)
+        is_due = ends or limits.epoch_is_due(at.epoch)
+        return bool(self.vals) and is_due and at.validated_at != at.done
+
     def _validate(self) -> None:
         """A validation within a fit; the epoch's metrics have the last one's."""
         with self._record.stopwatch.phase("validation"):
@@ -236,6 +247,7 @@ class Loop:
         progress, record = self.progress, self._record
         with record.stopwatch.phase("device"):
             means = self._run.engine.epoch_means()
+        self._warn_of_nan(means)
         means |= progress.val_metrics | progress.logged
         record.read_rest()  # the device is done with them
         record.history.append(progress.epoch, means)  # hooks may look there
@@ -307,6 +319,15 @@ class Loop:
             warn(
                 f"`train_loader` gave no batches in epoch {self.progress.epoch}: a"
                 " generator can be iterated only once. The fit ends here."
+            )
+
+    def _warn_of_nan(self, means: dict[str, float]) -> None:
+        if not (math.isfinite(means["loss"]) or self._warned_of_nan):
+            self._warned_of_nan = True
+            warn(
+                f"the loss of epoch {self.progress.epoch} is {means['loss']}:"
+                " jaxdp.callbacks.NanGuard() ends a fit at the first step whose loss or"
+                " gradients are not finite, and names them"
             )
 
     def _warn_of_few_batches(self) -> None:

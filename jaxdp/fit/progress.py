@@ -319,8 +319,7 @@ class Limits:
 
     def epoch_is_due(self, epoch: int) -> bool:
         """Whether epoch number `epoch` ends with a validation."""
-        every = self.check_val_every_n_epoch
-        return self.val_interval is None and (epoch + 1) % every == 0
+        return (epoch + 1) % self.check_val_every_n_epoch == 0
 
     def _interval(self, interval: Any, per_epoch: int | None) -> int | None:
         if interval is None:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from .. import losses
-from ..basics.tree import is_key
+from ..basics.tree import is_key, nodes_of
 from .collectives import DATA
 from .jaxprs import mark_logits
 from .model_call import axis_names, call_model, copy_state, with_axes
@@ -173,6 +173,15 @@ class LossFnObjective:
                     f" (loss, metrics, state); got {describe(result)}."
                 )
             *result, state = result
+            if not isinstance(state, eqx.nn.State):
+                is_deeper = bool(nodes_of(eqx.nn.State, (result, state)))
+                deeper = " The State is inside of another element." * is_deeper
+                raise TypeError(
+                    "`loss_fn` takes `state`, so the new eqx.nn.State must come last,"
+                    f" (loss, state) or (loss, metrics, state); got {describe(state)}"
+                    f" there.{deeper} (`has_aux=True` has (loss, (aux, state)),"
+                    " which is nested.)"
+                )
             model_state = state
             result = result[0] if len(result) == 1 else tuple(result)
 

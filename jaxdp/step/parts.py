@@ -293,7 +293,8 @@ class StepsOfParts(Steps):
             )
             taken = Taken(grads, updates, opt_state, model_state, joined)
             state, metrics = self.finished(collectives, state, groups, taken)
-            if any(part.every > 1 for part in self.parts):
+            config: Any = jax.config
+            if any(part.every > 1 for part in self.parts) and not config.jax_debug_nans:
                 means = metrics.means
                 means = means.at[: len(due)].set(
                     jnp.where(due, means[: len(due)], jnp.nan)

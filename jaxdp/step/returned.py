@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
 from .. import losses
-from ..basics.tree import leaf_path
+from ..basics.tree import describe_difference, leaf_path
 from .model_call import named_by
 
 UNWRAPPED = (
@@ -261,11 +261,11 @@ class AfterUpdate:
         model = eqx.combine(params, buffers, self.static)
         offered = {"key": key, "step": step}
         new = self.function(model, **{name: offered[name] for name in self._names})
-        if (treedef := jax.tree.structure(new)) != jax.tree.structure(model):
+        if jax.tree.structure(new) != jax.tree.structure(model):
             raise TypeError(
                 f"`after_update` returned a {type(new).__name__} of another structure"
                 " than the model's; it must return the model, changed by eqx.tree_at or"
-                f" jax.tree.map. It was {jax.tree.structure(model)}, is {treedef}."
+                f" jax.tree.map: {describe_difference(model, new)}."
             )
 
         def same_kind(path: Any, old: Any, new: Any) -> Any:

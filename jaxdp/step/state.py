@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, PRNGKeyArray, PyTree
 
-from ..basics.tree import leaf_path
+from ..basics.tree import describe_difference, leaf_path
 from .collectives import Collectives
 from .precision import first_scale, next_scale
 
@@ -200,8 +200,8 @@ def as_before(old: PyTree, new: PyTree, what: str) -> PyTree:
     leaves, new_treedef = jax.tree.flatten(new)
     if treedef != new_treedef:
         raise TypeError(
-            f"The {what} has another structure after a step: was {treedef}, is"
-            f" {new_treedef}."
+            f"The {what} has another structure after a step:"
+            f" {describe_difference(old, new)}."
         )
     for (path, before), after in zip(paths, leaves, strict=True):
         if jnp.shape(before) != jnp.shape(after):

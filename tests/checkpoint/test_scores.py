@@ -209,7 +209,14 @@ def test_what_has_no_score_is_told_once(tmp_path, caplog):
     trainer.fit(DATA, VAL, check_val_every_n_epoch=2)
     assert caplog.text.count("step 2 is saved without a score, because 'val_loss'") == 1
     assert folders(tmp_path) == [6] and "step 4 is saved" not in caplog.text
-    assert (saver.best_model_path, saver.best_model_score) == ("", None)
+    # A fit ends with a validation.
+    assert saver.best_model_score == trainer.callback_metrics["val_loss"]
+
+
+def test_no_score_is_no_best(tmp_path):
+    trainer = make(ModelCheckpoint(tmp_path, monitor="val_loss", every_n_train_steps=2))
+    for _, batch_idx in zip(trainer.steps(DATA), range(2), strict=False):
+        assert batch_idx < 2
     with pytest.raises(
         ValueError, match="'best': of no checkpoint in .*'val_loss' mea"
     ):

@@ -5,8 +5,11 @@ import signal
 import subprocess
 import sys
 
+import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from toys import Watching, batches
 from toys import make_small as make
@@ -189,3 +192,13 @@ def test_minus_one_is_no_limit(limit):
     trainer = make(callbacks=[Stops()])
     trainer.fit(batches(8), **{limit: -1})
     assert trainer.global_step == 4
+
+
+def test_a_loss_that_becomes_nan_is_told_once(recwarn):
+    model = eqx.nn.Linear(4, 3, key=jax.random.key(0))
+    trainer = make(model, optax.sgd(1e30), loss="mse")
+    x = np.ones((8, 4), np.float32)
+    trainer.fit([(x, x[:, :3])] * 3, max_epochs=3)
+    told = [w for w in recwarn if "NanGuard" in str(w.message)]
+    assert len(told) == 1
+    assert str(told[0].message).startswith("the loss of epoch 0 is inf: ")

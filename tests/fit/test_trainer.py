@@ -264,8 +264,11 @@ def test_validation_follows_its_interval_and_its_epochs():
     assert steps_with(max_epochs=3) == [6, 12, 18]
     for loader in (batches(*[8] * 6), Unsized()):
         assert steps_with(loader, max_epochs=2, val_check_interval=1.0) == [6, 12]
-    assert steps_with(max_epochs=3, check_val_every_n_epoch=2) == [12]
-    assert steps_with(max_epochs=2, val_check_interval=4) == [4, 10]
+    assert steps_with(max_epochs=3, check_val_every_n_epoch=2) == [12, 18]
+    assert steps_with(max_epochs=5, check_val_every_n_epoch=10) == [30]
+    assert steps_with(max_epochs=2, val_check_interval=4) == [4, 6, 10, 12]
+    assert steps_with(max_steps=9, val_check_interval=4) == [4, 6, 9]
+    assert steps_with(max_steps=8, val_check_interval=2) == [2, 4, 6, 8]
     assert steps_with(max_epochs=2, val_check_interval=0.5) == [3, 6, 9, 12]
     assert steps_with(
         max_epochs=2, val_check_interval=3, check_val_every_n_epoch=2

@@ -348,3 +348,42 @@ def test_a_loss_of_several_values_per_row_is_their_mean():
     loss = trainer.fit([(x, y), (x[:5], y[:5])], max_epochs=1)["loss"]
     first = jnp.square(jax.vmap(model)(x) - y).mean()
     assert loss[0] == pytest.approx(float(first), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "returned, there",
+    [
+        (lambda loss, state: (loss, (state, {})), "a tuple of 2.*The State is inside"),
+        (lambda loss, state: (loss, ({}, state)), "a tuple of 2.*The State is inside"),
+        (lambda loss, state: (loss, state, {}), "a dict.*The State is inside"),
+        (
+            lambda loss, state: (loss, {"a": loss}),
+            r"a dict with keys \['a'\] there. \(",
+        ),
+    ],
+)
+def test_the_new_state_comes_last(returned, there):
+    def loss_fn(model, x, y, state):
+        logits, state = jax.vmap(
+            model, axis_name="batch", in_axes=(0, None), out_axes=(0, None)
+        )(x, state)
+        return returned(cross_entropies(logits, y).mean(), state)
+
+    model, state = eqx.nn.make_with_state(NormNet)(jax.random.key(0))
+    trainer = Trainer(model, state=state, loss_fn=loss_fn, enable_progress_bar=False)
+    match = rf"\(loss, metrics, state\); got {there}"
+    with pytest.raises(TypeError, match=match):
+        trainer.fit(batches(16))
+
+
+def test_a_state_that_changes_its_structure_is_told_by_the_leaf():
+    def init(params):
+        return {"a": jnp.zeros(()), "b": jnp.zeros(())}
+
+    optimizer = optax.GradientTransformation(
+        init, lambda updates, state, params=None: (updates, {"a": state["a"]})
+    )
+    model = eqx.nn.Linear(4, 3, key=jax.random.key(0))
+    trainer = Trainer(model, optimizer, enable_progress_bar=False)
+    with pytest.raises(TypeError, match="after a step: b is missing"):
+        trainer.fit(batches(16))

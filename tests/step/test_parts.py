@@ -454,3 +454,9 @@ def test_names_of_metrics_must_differ():
 def test_rates_are_looked_for_part_by_part():
     with pytest.raises(ValueError, match="a list of parts"):
         finders.lr_find(Trainer(Gan(), parts()), DATA, optimizer=optax.adam)
+
+
+def test_a_part_whose_turn_it_is_not_is_no_nan():
+    with jax.debug_nans(True):
+        trainer = fit(parts(every=2))
+    assert trainer.global_step == 12
