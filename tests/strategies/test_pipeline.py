@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from toys import Deep, DeepBlock, Recorder, batches
 
 from jaxdp import FSDP, Pipeline, SingleDevice, Stack, Trainer
-from jaxdp.plan import hlo
+from jaxdp.extras.plan import hlo
 from jaxdp.strategies import tensor_rules
 
 # Rows that neither pipelines nor micro-batches divide.

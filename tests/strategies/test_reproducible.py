@@ -288,7 +288,7 @@ def test_a_loss_of_a_batch_is_refused():
 
 def test_gradients_are_summed_by_shares_of_them():
     """No more bytes than an all-reduce on eight devices, and no more arrays held."""
-    from jaxdp.plan import hlo
+    from jaxdp.extras.plan import hlo
 
     model = eqx.nn.MLP(64, 64, 256, 2, key=jax.random.key(0))
     x = np.ones((16, 64), np.float32)
