@@ -18,11 +18,7 @@ from .history import History
 from .step import Ensemble, Part, TrainState, Whole, per_example
 from .strategies import (
     FSDP,
-    Bitwise,
     DataParallel,
-    LocalSGD,
-    Members,
-    Pipeline,
     Pmap,
     Sharded,
     SingleDevice,
@@ -38,10 +34,14 @@ if TYPE_CHECKING:
     from .extras import finders
     from .extras import plan as plan
     from .extras import reports as reports
+    from .extras.bitwise import Bitwise
     from .extras.fuse_attention import fuse_attention
     from .extras.load_weights import load_weights
+    from .extras.local_sgd import LocalSGD
     from .extras.lora import lora, merge_lora
+    from .extras.members import Members
     from .extras.muon import muon
+    from .extras.pipeline import Pipeline
     from .extras.plan import Plan
     from .extras.save_weights import save_weights
     from .extras.sequence_parallel import SequenceParallel
@@ -90,6 +90,10 @@ __all__ = [
 ]
 
 _EXTRAS = {
+    "jaxdp.Bitwise": "extras.bitwise:Bitwise",
+    "jaxdp.LocalSGD": "extras.local_sgd:LocalSGD",
+    "jaxdp.Members": "extras.members:Members",
+    "jaxdp.Pipeline": "extras.pipeline:Pipeline",
     "jaxdp.Plan": "extras.plan:Plan",
     "jaxdp.SequenceParallel": "extras.sequence_parallel:SequenceParallel",
     "jaxdp.comparison": "extras.comparison",
@@ -105,6 +109,11 @@ _EXTRAS = {
     "jaxdp.testing": "testing",
     "jaxdp.callbacks.OptunaPruning": "extras.optuna_pruning:OptunaPruning",
     "jaxdp.callbacks.Samples": "extras.samples:Samples",
+    "jaxdp.strategies.Bitwise": "extras.bitwise:Bitwise",
+    "jaxdp.strategies.LocalSGD": "extras.local_sgd:LocalSGD",
+    "jaxdp.strategies.Members": "extras.members:Members",
+    "jaxdp.strategies.Pipeline": "extras.pipeline:Pipeline",
+    "jaxdp.strategies.SequenceParallel": "extras.sequence_parallel:SequenceParallel",
     "jaxdp.losses.token_cross_entropy": (
         "extras.token_cross_entropy:token_cross_entropy"
     ),

@@ -163,7 +163,9 @@ def _anchors(page):
     plain = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title) for title in titles)
     found = {re.sub(r"[^\w\- ]", "", t).strip().lower() for t in plain}
     for name in re.findall(r"^::: (\S+)", text, re.M):  # of the reference
-        found |= {name, *(f"{name}.{each}" for each in vars(pydoc.locate(name)))}
+        there = pydoc.locate(name)
+        names = {*vars(there), *getattr(there, "__all__", ())}
+        found |= {name, *(f"{name}.{each}" for each in names)}
     return {title.replace(" ", "-") for title in found}
 
 

@@ -18,7 +18,7 @@ from jax.experimental import topologies
 from ...basics.arguments import check_number
 from ...basics.hardware import float32_by_default, memory_of
 from ...step import BY_DEFAULT, Batch, Picked, Table, map_rows
-from ...strategies import Pipeline
+from ..pipeline import Pipeline
 from .hardware import (
     HARDWARE,
     Hardware,

@@ -14,7 +14,7 @@ from ...basics.tree import leaf_path, nbytes
 from ...basics.units import in_bytes
 from ...engine import num_in_flight
 from ...step import LONG_IN_FLIGHT, TABLE
-from ...strategies import LocalSGD
+from ..local_sgd import LocalSGD
 from . import hlo
 from .hardware import Hardware, usable_memory
 from .parts import GROUPS, Bound, Estimate, Leaf, Memory, Traffic

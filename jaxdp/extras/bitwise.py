@@ -23,10 +23,10 @@ from jaxtyping import Array, Int
 from ..basics.console import say
 from ..distributed import row_blocks
 from ..step import Collectives, Group, OnRows, PerExample, Results, repeated
-from .base import DataParallel, Role, Rows, laid_out
-from .offload import jitted
-from .placing import put_rows
-from .sharded import Pmap, Sharded, SingleDevice, shardings_of
+from ..strategies.base import DataParallel, Role, Rows, laid_out
+from ..strategies.offload import jitted
+from ..strategies.placing import put_rows
+from ..strategies.sharded import Pmap, Sharded, SingleDevice, shardings_of
 
 SHARDS: Final = 8
 """Virtual shards of a batch; the device count must divide it."""

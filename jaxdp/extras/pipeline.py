@@ -13,11 +13,11 @@ from jaxtyping import Array, PRNGKeyArray, PyTree
 from ..basics.arguments import check_count
 from ..basics.tree import map_nodes
 from ..step import DATA, Collectives, Group, TrainState
-from .base import Layout, Rows
-from .fsdp import split_axis
-from .meshes import Devices, find_devices, wired_mesh
-from .sharded import Sharded
-from .stack import Stack, in_turn, stacks_in
+from ..strategies.base import Layout, Rows
+from ..strategies.fsdp import split_axis
+from ..strategies.meshes import Devices, find_devices, wired_mesh
+from ..strategies.sharded import Sharded
+from ..strategies.stack import Stack, in_turn, stacks_in
 
 _STAGE = "stage"
 

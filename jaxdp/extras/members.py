@@ -8,9 +8,9 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from ..step import TrainState
-from .base import Layout, changed
-from .meshes import Devices, find_devices, mesh_on
-from .sharded import Sharded
+from ..strategies.base import Layout, changed
+from ..strategies.meshes import Devices, find_devices, mesh_on
+from ..strategies.sharded import Sharded
 
 MEMBERS: Final = "members"
 """Name of the axis that members are split over."""

@@ -10,7 +10,7 @@ from toys import Mlp, Recorder, batches, make_small
 
 from jaxdp import LocalSGD, Sharded, SingleDevice
 from jaxdp.callbacks import GradientMonitor, WeightAveraging
-from jaxdp.strategies.local_sgd import LocalState
+from jaxdp.extras.local_sgd import LocalState
 
 DATA = batches(16, 16, 13, 16, 5)
 """Ragged: of 5 rows on 8 devices, three replicas have none."""

@@ -31,10 +31,10 @@ from ..step import (
     init_each,
     update_each,
 )
-from .base import Layout, OwnState, Rows, state_name
-from .by_rows import ByRows
-from .meshes import Devices
-from .sharded import Sharded
+from ..strategies.base import Layout, OwnState, Rows, state_name
+from ..strategies.by_rows import ByRows
+from ..strategies.meshes import Devices
+from ..strategies.sharded import Sharded
 
 _SPLIT: Final = PartitionSpec(DATA)
 _STACK: Final = object()

@@ -12,7 +12,7 @@ import pytest
 from toys import Mlp, NormNet, Recorder, batches, cross_entropy
 
 from jaxdp import Bitwise, Pmap, Sharded, SingleDevice, Trainer, per_example
-from jaxdp.strategies.bitwise import _options_on
+from jaxdp.extras.bitwise import _options_on
 
 pytestmark = pytest.mark.bits
 
