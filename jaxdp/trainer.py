@@ -129,7 +129,7 @@ class Trainer:
         **elsewhere: Never,
     ):
         given = {k: v for k, v in locals().items() if k not in ("self", "elsewhere")}
-        surface.refuse(type(self), "__init__", elsewhere)
+        surface.refuse(type(self), "Trainer", elsewhere)
         arguments = checks.checked(given)
         made = checks.check_callbacks(callbacks)
         self.callbacks = with_defaults(made, progress_bar=enable_progress_bar)
