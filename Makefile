@@ -63,7 +63,7 @@ test-short: $(READY)
 	  || { cat $(VENV)/collected; exit 1; }
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow" tests/test_imports.py tests/step \
 	  tests/fit/test_numbers.py tests/strategies/test_strategies.py \
-	  tests/checkpoint/test_saving.py tests/checkpoint/test_old_checkpoint.py
+	  tests/checkpoint/test_saving.py
 
 test-lowest:
 	$(MAKE) --no-print-directory VENV=.venv-lowest LOWEST=1 test-short

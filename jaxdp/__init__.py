@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from . import callbacks, distributed, losses, strategies
 from .callbacks import Callback
-from .checkpoint import load_model, save_model
 from .data import Arrays
 from .fit import PassMetric
 from .history import History
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from .extras.local_sgd import LocalSGD
     from .extras.lora import lora, merge_lora
     from .extras.members import Members
+    from .extras.model_files import load_model, save_model
     from .extras.muon import muon
     from .extras.pipeline import Pipeline
     from .extras.plan import Plan
@@ -99,12 +99,14 @@ _EXTRAS = {
     "jaxdp.comparison": "extras.comparison",
     "jaxdp.finders": "extras.finders",
     "jaxdp.fuse_attention": "extras.fuse_attention:fuse_attention",
+    "jaxdp.load_model": "extras.model_files:load_model",
     "jaxdp.load_weights": "extras.load_weights:load_weights",
     "jaxdp.lora": "extras.lora:lora",
     "jaxdp.merge_lora": "extras.lora:merge_lora",
     "jaxdp.muon": "extras.muon:muon",
     "jaxdp.plan": "extras.plan",
     "jaxdp.reports": "extras.reports",
+    "jaxdp.save_model": "extras.model_files:save_model",
     "jaxdp.save_weights": "extras.save_weights:save_weights",
     "jaxdp.testing": "testing",
     "jaxdp.callbacks.OptunaPruning": "extras.optuna_pruning:OptunaPruning",

@@ -15,10 +15,10 @@ import numpy as np
 from ..basics.console import columns, end_quietly
 from ..basics.environment import import_extra, versions
 from ..basics.files import replacing
-from ..checkpoint import read_weights
 from ..fit import instead_of_training
 from ..trainer import Trainer
 from .doctor import examine
+from .model_files import read_weights
 from .reports import comparison, differences, read_run, write_comparison, write_report
 
 

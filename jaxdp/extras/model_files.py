@@ -17,8 +17,8 @@ from ..basics.console import say, warn
 from ..basics.environment import import_extra
 from ..basics.files import absolute, check_fields, parse_json, replacing, sync
 from ..basics.tree import is_key, leaf_path, plain_path
-from .folder import best_in
-from .leaves import (
+from ..checkpoint import CheckpointCorrupt, CheckpointDir, read_meta
+from ..checkpoint.leaves import (
     differences,
     dtype_in,
     first_lines,
@@ -27,8 +27,7 @@ from .leaves import (
     shape_text,
     unplain,
 )
-from .metadata import CheckpointCorrupt, read_meta
-from .restoring import left_out, restore_leaves
+from ..checkpoint.restoring import left_out, restore_leaves
 
 Path = str | os.PathLike[str]
 
@@ -111,7 +110,7 @@ def load_model(
             raise ValueError("`state`: a .safetensors file has none; use a checkpoint.")
         stored, read = _open_safetensors(path)
     else:
-        stored, read = _open_checkpoint(path := best_in(path), which)
+        stored, read = _open_checkpoint(path := _best_in(path), which)
         if state is not None:
             wanted |= {f"{_STATE}{n}": x for n, x in _shapes(state).items()}
 
@@ -179,7 +178,7 @@ def read_weights(path: Path, which: str = "scored") -> dict[str, np.ndarray]:
     `path` and `which` are as for `load_model`. Typed PRNG keys are the integers that
     they are made of.
     """
-    shapes, read = _open_checkpoint(path := best_in(absolute(path)), which)
+    shapes, read = _open_checkpoint(path := _best_in(absolute(path)), which)
     wanted = [name for name in shapes if not _is_of_state(name)]
     if len(wanted) < len(shapes):
         say(f"{path} has a model state, too, which is not among the weights")
@@ -263,6 +262,50 @@ def _compare(
         say(f"`load_model`: these leaves stay as they are in `like`:\n{shown}")
     elif lines:
         raise ValueError(f"`like`: {problem}:\n{first_lines(lines)}\n{remedy}{hint}")
+
+
+def _best_in(path: str) -> str:
+    """A checkpoint's path: `path`, or the best one if that is a folder of them."""
+    folder = CheckpointDir(path)
+    steps = folder.steps()
+    if not steps or os.path.lexists(os.path.join(path, "meta")):
+        return path
+    last = steps[-1]
+    recorded, monitor = _best_first(folder, read_meta(folder.path_of(last)))
+    # The link knows of what was measured after it was saved.
+    best_first = [folder.linked("best"), *recorded]
+    chosen = next((step for step in best_first if step in steps), None)
+    what = f"the best by {monitor}" if monitor else "the best"
+    if chosen is None or not monitor and chosen == last:
+        chosen, what = last, "the last"
+    count = f"{len(steps)} checkpoint{'s' * (len(steps) > 1)}"
+    say(f"`load_model`: {folder.path_of(chosen)}, {what} of {count}")
+    return folder.path_of(chosen)
+
+
+def _best_first(folder: CheckpointDir, meta: dict[str, Any]) -> tuple[list[Any], str]:
+    """The steps of a folder, best first, as its `ModelCheckpoint` had them, and by what
+    they are judged: "val_loss (min)"; "" if by nothing, or if that is not known.
+
+    Of several the one that had this folder, or one of the same name, if it was moved.
+    """
+    whose = meta["identities"]
+
+    def is_of(name: str) -> tuple[bool, bool]:
+        saver_folder = whose.get(name, "").partition("\n")[0]
+        base = os.path.basename
+        return saver_folder == folder.path, base(saver_folder) == base(folder.path)
+
+    records = {
+        name: state["best_first"]
+        for name, state in meta["callbacks"].items()
+        if isinstance(state.get("best_first"), list)
+    }
+    if not records:
+        return [], ""
+    name = max(records, key=is_of)
+    monitor, *mode = whose.get(name, "").partition("\n")[2].split(", ")
+    return records[name], f"{monitor} ({mode[0]})" if mode else ""
 
 
 Reader = Callable[[Iterable[str]], dict[str, Any]]
