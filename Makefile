@@ -52,7 +52,8 @@ test-all: lint
 
 test-guards: $(READY)
 	$(BIN)/python -m pytest $(PARALLEL) -m "bits or (slow and not kin)" \
-	  tests/strategies tests/engine \
+	  tests/strategies tests/engine tests/extras/test_bitwise.py \
+	  tests/extras/test_local_sgd.py tests/extras/test_pipeline.py \
 	  tests/fit/test_resume.py tests/fit/test_numbers.py tests/test_docs.py \
 	  tests/test_benchmarks.py::test_gpu_benchmark_runs_anywhere_at_toy_size
 
@@ -62,7 +63,7 @@ test-short: $(READY)
 	  || { cat $(VENV)/collected; exit 1; }
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow" tests/test_imports.py tests/step \
 	  tests/fit/test_numbers.py tests/strategies/test_strategies.py \
-	  tests/checkpoint/test_saving.py tests/checkpoint/test_old_checkpoint.py
+	  tests/checkpoint/test_saving.py
 
 test-lowest:
 	$(MAKE) --no-print-directory VENV=.venv-lowest LOWEST=1 test-short

@@ -30,9 +30,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdp import FSDP, Pmap, Sharded, SingleDevice, Trainer, ZeRO
-from jaxdp.plan import hlo
-from jaxdp.plan.hlo_text import Module
-from jaxdp.plan.planner import topology
+from jaxdp.extras.plan import hlo
+from jaxdp.extras.plan.hlo_text import Module
+from jaxdp.extras.plan.planner import topology
 from jaxdp.strategies import DataParallel
 
 from .models import LeNet, Residual

@@ -19,7 +19,7 @@ import numpy as np
 import optax
 
 from jaxdp import Pipeline, Sharded, SingleDevice, TensorParallel, Trainer
-from jaxdp.plan import hlo
+from jaxdp.extras.plan import hlo
 from jaxdp.strategies import FSDP, ZeRO, tensor_rules
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))

@@ -27,8 +27,8 @@ def layers() -> list[list[str]]:
 
 def modules(room: str) -> list[str]:
     """The modules of a room, by name; none for a room that is one file."""
-    files = sorted((ROOT / "jaxdp" / room).glob("*.py"))
-    return [file.stem for file in files if file.stem != "__init__"]
+    inside = sorted((ROOT / "jaxdp" / room).glob("[!_]*"))
+    return [path.stem for path in inside]
 
 
 def picture() -> str:

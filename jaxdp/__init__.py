@@ -6,23 +6,18 @@ trainer = Trainer(model, optax.adam(1e-3), strategy=Sharded())
 trainer.fit(train_loader, val_loader, max_epochs=10)
 """
 
-import importlib
+import pkgutil
 from typing import TYPE_CHECKING, Any
 
 from . import callbacks, distributed, losses, strategies
 from .callbacks import Callback
-from .checkpoint import load_model, save_model
 from .data import Arrays
 from .fit import PassMetric
 from .history import History
 from .step import Ensemble, Part, TrainState, Whole, per_example
 from .strategies import (
     FSDP,
-    Bitwise,
     DataParallel,
-    LocalSGD,
-    Members,
-    Pipeline,
     Pmap,
     Sharded,
     SingleDevice,
@@ -33,14 +28,23 @@ from .strategies.stack import Stack
 from .trainer import Trainer
 
 if TYPE_CHECKING:
-    from . import finders, testing
+    from . import testing
+    from .extras import comparison as comparison
+    from .extras import finders
+    from .extras import plan as plan
+    from .extras import reports as reports
+    from .extras.bitwise import Bitwise
     from .extras.fuse_attention import fuse_attention
     from .extras.load_weights import load_weights
+    from .extras.local_sgd import LocalSGD
     from .extras.lora import lora, merge_lora
+    from .extras.members import Members
+    from .extras.model_files import load_model, save_model
     from .extras.muon import muon
+    from .extras.pipeline import Pipeline
+    from .extras.plan import Plan
     from .extras.save_weights import save_weights
     from .extras.sequence_parallel import SequenceParallel
-    from .plan.plan import Plan
 
 __version__ = "0.3.0.dev0"
 
@@ -85,24 +89,48 @@ __all__ = [
     "testing",
 ]
 
-_LATER = {
-    "Plan": "plan",
-    "SequenceParallel": "extras.sequence_parallel",
-    "finders": "finders",
-    "fuse_attention": "extras.fuse_attention",
-    "load_weights": "extras.load_weights",
-    "lora": "extras.lora",
-    "merge_lora": "extras.lora",
-    "muon": "extras.muon",
-    "save_weights": "extras.save_weights",
-    "testing": "testing",
+_EXTRAS = {
+    "jaxdp.Bitwise": "extras.bitwise:Bitwise",
+    "jaxdp.LocalSGD": "extras.local_sgd:LocalSGD",
+    "jaxdp.Members": "extras.members:Members",
+    "jaxdp.Pipeline": "extras.pipeline:Pipeline",
+    "jaxdp.Plan": "extras.plan:Plan",
+    "jaxdp.SequenceParallel": "extras.sequence_parallel:SequenceParallel",
+    "jaxdp.comparison": "extras.comparison",
+    "jaxdp.finders": "extras.finders",
+    "jaxdp.fuse_attention": "extras.fuse_attention:fuse_attention",
+    "jaxdp.load_model": "extras.model_files:load_model",
+    "jaxdp.load_weights": "extras.load_weights:load_weights",
+    "jaxdp.lora": "extras.lora:lora",
+    "jaxdp.merge_lora": "extras.lora:merge_lora",
+    "jaxdp.muon": "extras.muon:muon",
+    "jaxdp.plan": "extras.plan",
+    "jaxdp.reports": "extras.reports",
+    "jaxdp.save_model": "extras.model_files:save_model",
+    "jaxdp.save_weights": "extras.save_weights:save_weights",
+    "jaxdp.testing": "testing",
+    "jaxdp.callbacks.OptunaPruning": "extras.optuna_pruning:OptunaPruning",
+    "jaxdp.callbacks.Samples": "extras.samples:Samples",
+    "jaxdp.strategies.Bitwise": "extras.bitwise:Bitwise",
+    "jaxdp.strategies.LocalSGD": "extras.local_sgd:LocalSGD",
+    "jaxdp.strategies.Members": "extras.members:Members",
+    "jaxdp.strategies.Pipeline": "extras.pipeline:Pipeline",
+    "jaxdp.strategies.SequenceParallel": "extras.sequence_parallel:SequenceParallel",
+    "jaxdp.losses.token_cross_entropy": (
+        "extras.token_cross_entropy:token_cross_entropy"
+    ),
 }
-"""Modules, and what is in modules, that most scripts do without."""
+"""What most scripts do without, by its public name; nothing else in the core names an
+extra."""
+
+
+def open_extra(module: str, name: str) -> Any:
+    """Imports `module.name` of the table when it is first asked for."""
+    path = _EXTRAS.get(f"{module}.{name}")
+    if path is None:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    return pkgutil.resolve_name(f"jaxdp.{path}")
 
 
 def __getattr__(name: str) -> Any:
-    """Imports these when they are first asked for."""
-    if name in _LATER:
-        module = importlib.import_module(f".{_LATER[name]}", __name__)
-        return getattr(module, name, module)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return open_extra(__name__, name)

@@ -1,7 +1,7 @@
-"""`python -m jaxdp`: see `jaxdp.cli`."""
+"""`python -m jaxdp`: see `jaxdp.extras.cli`."""
 
 import sys
 
-from .cli import main
+from .extras.cli import main
 
 sys.exit(main())

@@ -5,7 +5,6 @@ A *criterion* takes `(prediction, target)` for a whole batch, leaves shaped
 weighted and padded rows left out exactly.
 """
 
-import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
@@ -14,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array
+
+import jaxdp
 
 Criterion = Callable[[Any, Any], Array]
 
@@ -392,8 +393,4 @@ def _classes(name: str, prediction: Array, target: Array) -> Array:
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a loss that few scripts need when it is first asked for."""
-    if name == "token_cross_entropy":
-        module = importlib.import_module(f".extras.{name}", __package__)
-        return getattr(module, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return jaxdp.open_extra(__name__, name)

@@ -91,7 +91,6 @@ class Record:
         names_are_all: whether validations log nothing else; a `PassMetric` may.
         steps_per_epoch: optimizer steps of an epoch of the fit, None if not known.
         num_val_batches: batches of a validation of it, None if not known.
-        planned: the compiled train step and its plan, once it was asked for.
         stopwatch: measures the phases of the fit, if a callback has asked for it.
     """
 
@@ -105,7 +104,6 @@ class Record:
         self.names_are_all = True
         self.steps_per_epoch: int | None = None
         self.num_val_batches: int | None = None
-        self.planned: tuple[Any, Any] | None = None
         self._processes, self._progress = processes, progress
         self._accumulate = accumulate
 

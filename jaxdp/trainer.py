@@ -2,12 +2,14 @@
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Never
+from typing import Any, Never
 
 import equinox as eqx
 import jax
 import optax
 from jaxtyping import PyTree
+
+import jaxdp
 
 from . import checkpoint, losses
 from .callbacks import Callback
@@ -17,11 +19,6 @@ from .fit.run import with_defaults
 from .history import History
 from .step import Ensemble, InferenceModel, Metrics, Part, Remat, TrainState
 from .strategies import DataParallel
-
-if TYPE_CHECKING:  # imported where they are used
-    import jaxdp.comparison
-    import jaxdp.plan
-    import jaxdp.reports
 
 
 class Trainer:
@@ -134,7 +131,7 @@ class Trainer:
         **elsewhere: Never,
     ):
         given = {k: v for k, v in locals().items() if k not in ("self", "elsewhere")}
-        surface.refuse(type(self), "__init__", elsewhere)
+        surface.refuse(type(self), "Trainer", elsewhere)
         arguments = checks.checked(given)
         made = checks.check_callbacks(callbacks)
         self.callbacks = with_defaults(made, progress_bar=enable_progress_bar)
@@ -289,11 +286,11 @@ class Trainer:
             hosts: the number of hosts that share the devices equally. A topology
                 includes it, and so does a job of several processes.
         """
-        return surface.plan(self, loader, devices, topology, hardware, hosts)
+        return jaxdp.plan.plan_step(self, loader, devices, topology, hardware, hosts)
 
     def running_plan(self) -> "jaxdp.plan.Plan | None":
         """The plan of the step in use, or None before there is one; never compiles."""
-        return surface.running_plan(self)
+        return jaxdp.plan.plan_running_step(self)
 
     def predict(
         self,
@@ -325,7 +322,7 @@ class Trainer:
 
         Nothing is placed or compiled for it; the model may be made of shapes.
         """
-        return surface.summary(self)
+        return jaxdp.reports.summarize(self)
 
     def compare(
         self, loader: Iterable[Any], *strategies: DataParallel, steps: int = 5
@@ -337,7 +334,7 @@ class Trainer:
         Each, by default `SingleDevice()`, starts from this trainer's state, which stays
         as it is, and takes so many optimizer steps, if the loader has batches for them.
         """
-        return surface.compare(self, loader, strategies, steps)
+        return jaxdp.comparison.compare_strategies(self, loader, strategies, steps)
 
     @property
     def model(self) -> PyTree:
@@ -452,7 +449,7 @@ class Trainer:
             path: the file, or a folder for `report.html`; the file is returned.
             plan: a plan to show instead of `running_plan`.
         """
-        return surface.report(self, path, plan)
+        return jaxdp.reports.report_trainer(self, path, plan)
 
     def compiled_train_step(self) -> jax.stages.Compiled | None:
         """The compiled train step, or None before there is one."""

@@ -12,7 +12,7 @@ import pytest
 from scripts import Scripts
 
 import jaxdp
-from jaxdp.cli import commands
+from jaxdp.extras import cli
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 RECIPES = sorted(p for p in DOCS.glob("recipes/*.md") if p.stem != "index")
@@ -145,7 +145,7 @@ def test_commands_of_a_page_are_there(page, monkeypatch):
     monkeypatch.chdir(DOCS.parent)
     text = page.read_text()
     for command in re.findall(r"python -m jaxdp ([a-z]+ [^\n`#|)]+)", text):
-        options, others = commands._parser().parse_known_args(command.split())
+        options, others = cli._parser().parse_known_args(command.split())
         assert options.command and (others == [] or command.startswith("plan"))
     for script in re.findall(r"(?:examples|benchmarks)/\w+\.py", text):
         assert pathlib.Path(script).is_file()
@@ -163,7 +163,9 @@ def _anchors(page):
     plain = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title) for title in titles)
     found = {re.sub(r"[^\w\- ]", "", t).strip().lower() for t in plain}
     for name in re.findall(r"^::: (\S+)", text, re.M):  # of the reference
-        found |= {name, *(f"{name}.{each}" for each in vars(pydoc.locate(name)))}
+        there = pydoc.locate(name)
+        names = {*vars(there), *getattr(there, "__all__", ())}
+        found |= {name, *(f"{name}.{each}" for each in names)}
     return {title.replace(" ", "-") for title in found}
 
 

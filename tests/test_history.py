@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
+from jaxdp.extras.reports import run_of_history
 from jaxdp.history import History
-from jaxdp.reports import run_of_history
 
 
 def make_history(epochs=3):

@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from typing import Any
 
-from jaxdp.basics.hardware import float32_by_default, hardware_of
-from jaxdp.cli.commands import findings
+from jaxdp.basics.hardware import float32_by_default
+from jaxdp.extras.doctor import findings
+from jaxdp.extras.plan import hardware_of
 
 
 def measure(toy: bool) -> dict[str, Any]:

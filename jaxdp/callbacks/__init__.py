@@ -1,7 +1,8 @@
 """Callbacks watch and steer a fit. Write your own by overriding hooks of `Callback`."""
 
-import importlib
 from typing import TYPE_CHECKING, Any
+
+import jaxdp
 
 from .base import Callback
 from .csv_logger import CSVLogger
@@ -57,13 +58,5 @@ __all__ = [
 ]
 
 
-_EXTRAS = {"OptunaPruning": "optuna_pruning", "Samples": "samples"}
-"""Callbacks by the files that they are in."""
-
-
 def __getattr__(name: str) -> Any:
-    """Imports a callback that few scripts need when it is first asked for."""
-    if name in _EXTRAS:
-        module = importlib.import_module(f"jaxdp.extras.{_EXTRAS[name]}")
-        return getattr(module, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return jaxdp.open_extra(__name__, name)

@@ -6,9 +6,10 @@ from typing import Any, Final
 import jax
 import numpy as np
 
+import jaxdp
+
 from ..basics import coordination
 from ..basics.arguments import check_number
-from ..basics.hardware import hardware_of
 from ..basics.stopwatch import PHASES, Stopwatch
 from ..basics.units import in_seconds, in_words
 from ..distributed import meetings
@@ -213,6 +214,6 @@ class ThroughputMonitor(Callback):
 
 def peak_flops(device: Any) -> float | None:
     """Dense bfloat16 operations per second of a `jax.Device`, if known."""
-    kind, known = device.device_kind.lower(), hardware_of(device)
+    kind, known = device.device_kind.lower(), jaxdp.plan.hardware_of(device)
     more = (peak for name, peak in _MORE_PEAKS.items() if name in kind)
     return next(more, None if known is None else known.flops)

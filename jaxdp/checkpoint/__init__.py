@@ -6,4 +6,3 @@ from .metadata import CheckpointCorrupt, read_meta
 from .orbax_quirks import check_name
 from .restoring import all_or_none, changed_arguments, check_left_out, restore
 from .saving import SaveFailed, Saving, start_saving
-from .weights import load_model, read_weights, save_model, tensors_in

@@ -24,7 +24,6 @@ from typing import Any, Final
 
 from ..basics.console import say
 from ..basics.files import absolute, parse_json
-from .metadata import read_meta
 from .orbax_quirks import check_name
 
 try:
@@ -186,50 +185,6 @@ class CheckpointDir:
             return [e for e in os.scandir(self.path) if _STEP.fullmatch(e.name)]
         except (FileNotFoundError, NotADirectoryError):
             return []
-
-
-def best_in(path: str) -> str:
-    """A checkpoint's path: `path`, or the best one if that is a folder of them."""
-    folder = CheckpointDir(path)
-    steps = folder.steps()
-    if not steps or os.path.lexists(os.path.join(path, "meta")):
-        return path
-    last = steps[-1]
-    recorded, monitor = _best_first(folder, read_meta(folder.path_of(last)))
-    # The link knows of what was measured after it was saved.
-    best_first = [folder.linked("best"), *recorded]
-    chosen = next((step for step in best_first if step in steps), None)
-    what = f"the best by {monitor}" if monitor else "the best"
-    if chosen is None or not monitor and chosen == last:
-        chosen, what = last, "the last"
-    count = f"{len(steps)} checkpoint{'s' * (len(steps) > 1)}"
-    say(f"`load_model`: {folder.path_of(chosen)}, {what} of {count}")
-    return folder.path_of(chosen)
-
-
-def _best_first(folder: CheckpointDir, meta: dict[str, Any]) -> tuple[list[Any], str]:
-    """The steps of a folder, best first, as its `ModelCheckpoint` had them, and by what
-    they are judged: "val_loss (min)"; "" if by nothing, or if that is not known.
-
-    Of several the one that had this folder, or one of the same name, if it was moved.
-    """
-    whose = meta["identities"]
-
-    def is_of(name: str) -> tuple[bool, bool]:
-        saver_folder = whose.get(name, "").partition("\n")[0]
-        base = os.path.basename
-        return saver_folder == folder.path, base(saver_folder) == base(folder.path)
-
-    records = {
-        name: state["best_first"]
-        for name, state in meta["callbacks"].items()
-        if isinstance(state.get("best_first"), list)
-    }
-    if not records:
-        return [], ""
-    name = max(records, key=is_of)
-    monitor, *mode = whose.get(name, "").partition("\n")[2].split(", ")
-    return records[name], f"{monitor} ({mode[0]})" if mode else ""
 
 
 def _is_folder(entry: "os.DirEntry[str]") -> bool:

@@ -22,7 +22,8 @@ FORMAT: Final = 3
 """Version of the layout on disk."""
 
 FORMATS: Final = (2, FORMAT)
-"""Those that are read. The second has a digest and fingerprints beside `files.json`."""
+"""Those that are read. That of jaxdp 0.2 has a digest and fingerprints beside
+`files.json`."""
 
 _SCHEMA: Final = {
     "versions": dict,
@@ -40,7 +41,7 @@ _SCHEMA: Final = {
     "epoch_ended": bool,
     "val_metrics": dict,
     "validated_at": int,
-    "logged": dict | None,  # None: not in checkpoints of 0.1 or 0.2
+    "logged": dict | None,  # None: not in checkpoints of 0.2
     "history": dict,
     "record": dict | None,  # None: in checkpoints of formats 2 and 3 of before
     "callbacks": dict,
@@ -96,13 +97,16 @@ def read_sealed(path: str) -> tuple[dict[str, Any], str]:
         check_fields(meta, {"format": int}, "metadata")
     except (OSError, ValueError) as error:
         raise _corrupt(path, str(error)) from error
-    if meta["format"] not in FORMATS:
-        wrote = meta.get("versions")
-        wrote = wrote.get("jaxdp") if isinstance(wrote, dict) else "something"
+    wrote = meta.get("versions")
+    wrote = str(wrote.get("jaxdp")) if isinstance(wrote, dict) else "something"
+    if meta["format"] not in FORMATS or wrote.startswith("0.1."):
+        remedy = "use the version that wrote it"
+        if meta["format"] < FORMAT:
+            remedy = "load it with jaxdp 0.2 and save it again, and load that"
         raise ValueError(
             f"`path`: {path} has format {meta['format']}, written by jaxdp {wrote}, and"
-            f" this is jaxdp {versions().get('jaxdp')}, which reads formats"
-            f" {' and '.join(map(str, FORMATS))}; use the version that wrote it."
+            f" this is jaxdp {versions().get('jaxdp')}, which reads what jaxdp 0.2 and"
+            f" later write; {remedy}."
         )
     try:
         check_schema(meta)

@@ -3,8 +3,8 @@
 import contextlib
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,9 +32,6 @@ from .leaves import (
 )
 from .metadata import CheckpointCorrupt, check_files, read_sealed
 from .orbax_quirks import quiet_orbax
-
-_ADD_NO_STATE: Final = ("seed", "compiler_options")
-"""Arguments that add nothing to the state, and that checkpoints had by themselves."""
 
 
 def restore(
@@ -73,7 +70,7 @@ def restore(
         stored = {n: meta["leaves"][s] for n, s in _names_in(meta, evaluated).items()}
         stored |= left_out(meta)
         now = shapes(of_weights(leaves) if evaluated else leaves)
-        changed = changed_arguments(meta, arguments, but=_ADD_NO_STATE)
+        changed = changed_arguments(meta, arguments)
         check_same(path, now, stored, changed)
         check_files(path)
         return digest
@@ -168,22 +165,16 @@ def _names_in(meta: Mapping[str, Any], evaluated: bool) -> dict[str, str]:
 
 
 def changed_arguments(
-    meta: Mapping[str, Any], now: Mapping[str, str] | None, but: Collection[str] = ()
+    meta: Mapping[str, Any], now: Mapping[str, str] | None
 ) -> list[str]:
-    """A line for each argument, `but` some, that was another one when a checkpoint was
-    saved."""
-    if now is None:
+    """A line for each argument that was another one when a checkpoint was saved."""
+    then = meta.get("arguments")
+    if now is None or then is None:  # 0.2 saved none
         return []
-    beside = {name: meta.get(name) for name in _ADD_NO_STATE}
-    then = {
-        name: str(value) for name, value in beside.items() if value not in ({}, None)
-    }
-    then |= meta.get("arguments") or {}
-    names = [*now, *then] if meta.get("arguments") else _ADD_NO_STATE
     return [
         f"  `{name}` was {then.get(name)}, and is {now.get(name)}"
-        for name in dict.fromkeys(names)
-        if name not in but and _alike(then.get(name)) != _alike(now.get(name))
+        for name in dict.fromkeys([*now, *then])
+        if _alike(then.get(name)) != _alike(now.get(name))
     ]
 
 

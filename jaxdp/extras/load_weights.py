@@ -15,9 +15,10 @@ from jaxtyping import PyTree
 from ..basics.arguments import check_is_local
 from ..basics.console import say
 from ..basics.files import absolute, read_json
-from ..checkpoint import CheckpointCorrupt, shape_text, tensors_in
+from ..checkpoint import CheckpointCorrupt, shape_text
 from ..fit import begin_anew, shapes_of
 from ..trainer import Trainer
+from .model_files import tensors_in
 from .weight_names import (
     INDEX,
     Leaf,

@@ -138,8 +138,8 @@ def _tensors(
         whole = piece.leaf.value
         if piece.leaf.where == "state" and piece.leaf.place in corrections:
             whole = whole / corrections[piece.leaf.place]
-        # Waits for the device; JAX keeps the copy of a stack for its other blocks.
-        array = np.asarray(whole)[piece.index]
+        # JAX keeps the copy of a stack for its other blocks.
+        array = np.asarray(whole)[piece.index]  # waits for the device
         return _undone(array, piece.after)
 
     return {name: _whole(name, parts, value) for name, parts in pieces.items()}
@@ -206,7 +206,9 @@ def _shards(tensors: Mapping[str, _Whole], most: int) -> list[dict[str, _Whole]]
 
 
 def _write(save: Any, path: str, tensors: Mapping[str, _Whole]) -> None:
-    arrays = {name: np.asarray(t.make(), order="C") for name, t in tensors.items()}
+    arrays = {  # on the host
+        name: np.asarray(t.make(), order="C") for name, t in tensors.items()
+    }
     with replacing(path) as temporary:
         # What other programs look for, before they take the tensors as torch's.
         save(arrays, temporary, metadata={"format": "pt"})

@@ -146,7 +146,7 @@ class Progress:
         self.seen = state["batches_seen"]
         self.epoch_ended, self.is_finished = state["epoch_ended"], False
         self.val_metrics = state["val_metrics"]
-        self.logged = state.get("logged", {})  # checkpoints of 0.1 have none
+        self.logged = state.get("logged", {})  # checkpoints of 0.2 have none
         self.validated_at = state["validated_at"]
         self._source = None
         self._at = Position(

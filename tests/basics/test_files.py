@@ -18,8 +18,8 @@ from jaxdp.basics.files import (
     write_whole,
 )
 from jaxdp.callbacks import CSVLogger, Logger, ModelCheckpoint
+from jaxdp.extras.reports import read_run
 from jaxdp.history import History
-from jaxdp.reports import read_run
 
 
 @pytest.fixture

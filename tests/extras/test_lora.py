@@ -11,6 +11,7 @@ from toys import Deep, Mlp, batches
 import jaxdp
 from jaxdp import FSDP, SingleDevice, Trainer
 from jaxdp.callbacks import ModelCheckpoint
+from jaxdp.extras.model_files import read_weights
 
 KEY = jax.random.key(1)
 PATTERNS = ["blocks.stacked.linear", "last"]
@@ -81,7 +82,7 @@ def test_checkpoints_have_the_adapters_alone(tmp_path, caplog):
     assert eqx.tree_equal(resumed.model, whole.model)
     path = tmp_path / "run" / "4"
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(resumed.state.params))
-    stored = jaxdp.checkpoint.weights.read_weights(path)
+    stored = read_weights(path)
     assert {name.rpartition(".")[2] for name in stored} == {"down", "up"}
     assert "has 4 arrays of adapters, and not what is beside them" in caplog.text
     assert sum(leaf.nbytes for leaf in stored.values()) == size
@@ -105,7 +106,7 @@ def test_what_changes_frozen_weights_has_them_saved(tmp_path):
     trainer = trainer_of(adapted(), after_update=shrink)
     trainer.fit(batches(16, 16))
     path = trainer.save(tmp_path / "saved")
-    assert "first.weight" in jaxdp.checkpoint.weights.read_weights(path)
+    assert "first.weight" in read_weights(path)
     loaded = jaxdp.load_model(path, like=eqx.filter_eval_shape(adapted))
     assert eqx.tree_equal(loaded, trainer.model)
 

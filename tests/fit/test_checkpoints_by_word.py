@@ -14,7 +14,7 @@ from toys import Mlp, batches, quiet
 import jaxdp
 from jaxdp import FSDP, Callback, LocalSGD, SingleDevice
 from jaxdp.callbacks import ModelCheckpoint, WeightAveraging
-from jaxdp.cli import main
+from jaxdp.extras.cli import main
 
 TRAIN, VAL, TEST = batches(16, 16, 5), batches(16, seed=1), batches(16, 9, seed=2)
 

@@ -1,7 +1,6 @@
 """What users of Lightning and Keras type first."""
 
 import inspect
-import itertools
 import pkgutil
 import re
 
@@ -18,8 +17,8 @@ from torch.utils.data import (  # noqa: E402
 from toys import batches, linear_trainer, make_small, mlp_trainer, rows  # noqa: E402
 
 from jaxdp import Arrays, Callback, Trainer  # noqa: E402
+from jaxdp.basics.other_libraries import INSTEAD  # noqa: E402
 from jaxdp.callbacks import EarlyStopping, ModelCheckpoint  # noqa: E402
-from jaxdp.fit.surface import OTHERS  # noqa: E402
 
 
 class Stops(Callback):
@@ -241,18 +240,20 @@ def test_arguments_of_other_fits_are_told_where_they_belong(argument, value, whe
         make_small().fit(batches(8), **{argument: value})
 
 
-def test_other_arguments_are_pythons_to_refuse():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'max_epoch'"):
+def test_a_misspelt_argument_is_told_of_the_near_one():
+    with pytest.raises(TypeError, match="no argument of `Trainer`.* `max_epochs`"):
         make_small(max_epoch=3)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'max_epoch'"):
+    with pytest.raises(TypeError, match="no argument of `fit`.* `max_epochs`"):
         make_small().fit(batches(8), max_epoch=3)
-    assert "max_epochs" in inspect.signature(Trainer.fit).parameters
-    assert "strategy" in inspect.signature(Trainer).parameters
+    with pytest.raises(TypeError, match="`banana` is no argument of `Trainer`"):
+        make_small(banana=3)
 
 
 def test_the_table_of_arguments_has_none_that_are_ours():
-    for method, others in OTHERS.items():
-        ours = [inspect.signature(getattr(Trainer, m)).parameters for m in OTHERS]
-        assert not others.keys() & set(itertools.chain(*ours)), method
+    ours = {*inspect.signature(Trainer).parameters}
+    ours |= {*inspect.signature(Trainer.fit).parameters}
+    for method in ("Trainer", "fit"):
+        others = INSTEAD[method]
+        assert not others.keys() & ours, method
         for name in re.findall(r"jaxdp\.([\w.]+)", " ".join(others.values())):
             pkgutil.resolve_name(f"jaxdp.{name}")

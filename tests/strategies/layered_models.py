@@ -10,7 +10,7 @@ import optax
 from toys import Recorder
 
 from jaxdp import SingleDevice, Trainer
-from jaxdp.plan import hlo
+from jaxdp.extras.plan import hlo
 
 
 class Cnn(eqx.Module):

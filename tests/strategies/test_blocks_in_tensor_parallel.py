@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxdp import SingleDevice, Stack, TensorParallel, Trainer
-from jaxdp.plan import hlo
+from jaxdp.extras.plan import hlo
 from jaxdp.strategies import tensor_rules
 
 WIDTH, BLOCKS = 64, 8

@@ -13,7 +13,7 @@ from toys import Mlp, NormNet, batches, cross_entropy
 
 from jaxdp import FSDP, Sharded, SingleDevice, TensorParallel, ZeRO
 from jaxdp.callbacks import NanGuard
-from jaxdp.plan import hlo
+from jaxdp.extras.plan import hlo
 from jaxdp.strategies import tensor_rules
 
 SPLIT = [ZeRO, FSDP]

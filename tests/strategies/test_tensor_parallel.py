@@ -19,7 +19,7 @@ from layered_models import (
 )
 
 from jaxdp import FSDP, TensorParallel, ZeRO
-from jaxdp.plan import hlo
+from jaxdp.extras.plan import hlo
 from jaxdp.strategies import tensor_rules
 
 MESHES = [

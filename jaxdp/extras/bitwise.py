@@ -1,0 +1,425 @@
+"""The same bits on 1, 2, 4 and 8 devices: work cut into pieces that never change.
+
+Rounding depends on shapes, on the order of sums, and on what a compiler fuses. So a
+batch is always cut into `SHARDS` virtual shards; one loop body, compiled for one of
+them, works on each, and their results are added in order. The optimizer's step every
+device computes whole.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.extend.core import jaxpr_as_fun
+from jax.extend.mlir.passmanager import PassManager
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Int
+
+from ..basics.console import say
+from ..distributed import row_blocks
+from ..step import Collectives, Group, OnRows, PerExample, Results, repeated
+from ..strategies.base import DataParallel, Role, Rows, laid_out
+from ..strategies.meshes import without_mesh
+from ..strategies.offload import jitted
+from ..strategies.placing import put_rows
+from ..strategies.sharded import Pmap, Sharded, SingleDevice, shardings_of
+
+SHARDS: Final = 8
+"""Virtual shards of a batch; the device count must divide it."""
+
+_AXIS: Final = "shards"
+_OPTIONS: Final[dict[str, Any]] = {"xla_disable_hlo_passes": "cse"}
+"""XLA merges equal operations at other times in programs for several devices, and then
+fuses others: with 2 devices a LayerNorm had other bits than with 1."""
+
+_SMALL: Final = 4096
+"""Elements up to which a sum is gathered by every device, not shared out."""
+
+
+class Bitwise(DataParallel):
+    """Runs another strategy with the same bits on 1, 2, 4 and 8 devices.
+
+        Trainer(model, strategy=Bitwise(Sharded()))
+
+    See docs/reproducibility.md.
+
+    Args:
+        strategy: `SingleDevice`, `Sharded` or `Pmap`, which hold the state whole on
+            every device.
+    """
+
+    num_shards = SHARDS
+    row_axes = (_AXIS,)
+
+    def __init__(self, strategy: DataParallel):
+        if type(strategy) not in (SingleDevice, Sharded, Pmap):
+            raise ValueError(
+                "`Bitwise` needs the state whole on every device, as SingleDevice,"
+                f" Sharded and Pmap hold it; got {strategy!r}. Take one of those."
+            )
+        devices = np.asarray(strategy.mesh.devices).ravel()
+        if SHARDS % devices.size:
+            raise ValueError(
+                f"`Bitwise` cuts each batch into {SHARDS} virtual shards and gives"
+                f" every device the same number; the {devices.size} devices of"
+                f" {strategy!r} do not divide {SHARDS}. Use 1, 2, 4 or 8 devices."
+            )
+        self.strategy = strategy
+        self.mesh = Mesh(devices, (_AXIS,), axis_types=(AxisType.Auto,))
+
+    def check(self, arguments: Mapping[str, Any]) -> None:
+        if isinstance(arguments["optimizer"], list | tuple) and not isinstance(
+            arguments["optimizer"], optax.GradientTransformation
+        ):
+            raise ValueError(
+                "`strategy`: Bitwise does not work with a list of parts, whose programs"
+                f" round differently on other device counts; use {self.strategy!r}: on"
+                " the same devices the bits are the same anyway."
+            )
+        loss_fn = arguments["loss_fn"]
+        if loss_fn is not None and not isinstance(loss_fn, PerExample):
+            raise ValueError(
+                "`strategy`: Bitwise works on parts of a batch in turn, and a `loss_fn`"
+                " is written for the whole batch. Write it for one example,"
+                " loss_fn=jaxdp.per_example(fn), or take"
+                f" strategy={type(self.strategy).__name__}()."
+            )
+        if arguments["data"] == "local" and jax.process_count() > 1:
+            raise ValueError(
+                "`data`='local' with Bitwise: the order of the rows would depend on the"
+                " number of processes, and the bits on the order. Use data='global',"
+                " where every process is given the same loader."
+            )
+
+    def on(self, devices: Sequence[Any]) -> "Bitwise":
+        return Bitwise(self.strategy.on(devices))
+
+    def place_batch(self, groups: Sequence[Group], *, split: bool) -> Sequence[Group]:
+        if not self.mesh.is_multi_process:
+            return [self._cut(group) for group in groups] if split else groups
+        # Of every turn, this process has the shards of its own devices.
+        devices = row_blocks(enumerate(self.mesh.devices), self.mesh.size)
+        shards_here = self.mesh.size * len(devices.own) // devices.count
+        spec = PartitionSpec(None, None, _AXIS) if split else PartitionSpec()
+        sharding = NamedSharding(self.mesh, spec)
+
+        def shardings(group: Group) -> Group:
+            return group._replace(batch=jax.tree.map(lambda _: sharding, group.batch))
+
+        if split:
+            groups = [self._cut(group, shards_here) for group in groups]
+        return put_rows(groups, devices, shardings, split=split, axis=2 if split else 1)
+
+    def compile(
+        self,
+        step: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        roles: tuple[Role, ...],
+        results: Role | tuple[Role, ...],
+        *,
+        donate: tuple[int, ...] = (),
+        rows: Rows = "apart",
+    ) -> Any:
+        whole, by_rows = PartitionSpec(), PartitionSpec(None, _AXIS)
+        group_spec = Group(whole, whole, whole)
+        if split := rows != "whole":
+            group_spec = Group(PartitionSpec(None, None, _AXIS), whole, whole)
+            *others, groups = arguments
+            arguments = *others, list(map(self._cut, groups))
+
+        call = arguments, roles, results
+        in_specs, out_specs = laid_out(
+            *call,
+            lambda role: by_rows if split and role == "rows" else whole,
+            lambda _: group_spec,
+        )
+        everywhere = NamedSharding(self.mesh, whole)
+        if rows == "apart":
+            mapped = jax.shard_map(
+                without_mesh(functools.partial(step, VirtualShards(self.mesh.size))),
+                mesh=self.mesh,
+                in_specs=in_specs,
+                out_specs=out_specs,
+                check_vma=False,
+            )
+
+        def program(*arguments: Any) -> Any:
+            if rows == "apart":  # results of rows are (turns, devices * rows, ...)
+                return _of_rows(_joined, mapped(*arguments), results)
+            if split:
+                *others, groups = arguments
+                groups = [_in_full(group, everywhere) for group in groups]
+                arguments = *others, groups
+            return step(Collectives(), *arguments)
+
+        if split and rows != "apart":
+            say(
+                "`Bitwise`: a loss, a metric or a model with state is written for a"
+                " batch, so every device computes the whole batch: the same bits, and"
+                " no time saved by more devices"
+            )
+        out = everywhere if isinstance(results, str) else (everywhere,) * len(results)
+        made = jitted(program, *call, shardings_of(self.mesh, in_specs), out, donate)
+        return _Merged(made, arguments, _options_on(self.mesh.devices.flat[0]))
+
+    def _cut(self, group: Group, devices: int | None = None) -> Group:
+        """Rows as (turns, devices, rows of a shard): no bytes are moved for it.
+
+        Shard number `turn * devices + device`, so that what devices add up in one turn
+        comes before what they do in the next. A group may have the rows of the first
+        `devices` only.
+        """
+        turns = SHARDS // self.mesh.size
+        devices = devices or self.mesh.size
+
+        def cut(leaf: Any) -> Any:
+            micros, rows, *rest = leaf.shape
+            shape = (micros, turns, devices, rows // (turns * devices), *rest)
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                return jax.ShapeDtypeStruct(shape, leaf.dtype)
+            return leaf.reshape(shape)
+
+        return group._replace(batch=jax.tree.map(cut, group.batch))
+
+    def __repr__(self) -> str:
+        return f"Bitwise({self.strategy!r})"
+
+
+class VirtualShards(Collectives):
+    """Works on the virtual shards of this device in turn, and adds up all devices'.
+
+    The loop's length is hidden from the compiler: it would inline a loop of one turn,
+    as eight devices have, and fuse the body with what surrounds it.
+    """
+
+    def __init__(self, devices: int):
+        self.devices = devices
+        self.turns = SHARDS // devices
+
+    def over_rows(
+        self, function: OnRows, inputs: Any, groups: Sequence[Group], results: Results
+    ) -> Any:
+        # One more than there are turns: a stack of one would need no indexing, and the
+        # body would be another program.
+        stacks = [
+            jax.tree.map(lambda x: _stack(x.squeeze(2)), group.batch)
+            for group in groups
+        ]
+        # Zero, which the compiler can't know.
+        zero = jnp.minimum(jnp.stack([g.counts.sum() for g in groups]).sum(), 0)
+        turns = jnp.arange(self.turns + 1, dtype=jnp.int32)
+        shards = turns * self.devices + jax.lax.axis_index(_AXIS) + zero
+
+        def one_shard(turn: Array) -> Any:
+            picked = jax.tree.map(lambda x: x[turn], stacks)
+            mine = [
+                group._replace(batch=batch)
+                for batch, group in zip(picked, groups, strict=True)
+            ]
+            return function(_OneShard(shards[turn]), inputs, mine)
+
+        traced, shapes = jax.make_jaxpr(one_shard, return_shape=True)(jnp.int32(0))
+        leaves, treedef = jax.tree.flatten(shapes)
+        latest = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
+
+        def run(turn: Array, latest: list[Array]) -> list[Array]:
+            # A loop of its own, of one turn: nothing is fused with what comes after.
+            once = jaxpr_as_fun(traced)
+            return _loop(1, turn, zero, lambda turn, _: once(turn), latest)
+
+        of_rows = _of_rows(lambda _: True, shapes, results, others=False)
+        are_rows = jax.tree.leaves(of_rows)
+        sums = [
+            _Kept(leaf, self.turns) if is_rows else _Sum(leaf, self.devices)
+            for leaf, is_rows in zip(leaves, are_rows, strict=True)
+        ]
+
+        def add(turn: Array, carry: Any) -> Any:
+            totals, latest = carry
+            latest = run(turn, latest)
+            triples = zip(sums, totals, latest, strict=True)
+            return [sum.add(total, one, turn) for sum, total, one in triples], latest
+
+        totals = [one_sum.zero() for one_sum in sums]
+        first = jnp.int32(0)
+        totals, latest = _loop(self.turns, first, zero, add, (totals, latest))
+        if all(are_rows):
+            return treedef.unflatten(totals)
+        pairs = zip(are_rows, totals, latest, strict=True)
+        latest = [total if is_rows else one for is_rows, total, one in pairs]
+
+        def gather(_: Array, __: list[Array]) -> list[Array]:
+            # In a loop again: what comes after it sees the same on any device count.
+            return [
+                one_sum.whole(total)
+                for one_sum, total in zip(sums, totals, strict=True)
+            ]
+
+        return treedef.unflatten(_loop(1, first, zero, gather, latest))
+
+
+class _OneShard(Collectives):
+    """What the function of rows is given: one virtual shard of all there are."""
+
+    num_shards = SHARDS
+
+    def __init__(self, shard: Array):
+        self.shard = shard
+
+    def row_ids(self, rows: int) -> Int[Array, " rows"]:
+        return self.shard * rows + jnp.arange(rows)
+
+
+class _Sum:
+    """A running sum over shards, of one array: in the order of the shards.
+
+    Of a large array every device sums its part of the elements, which moves no more
+    bytes than an all-reduce and holds no more than one more array.
+    """
+
+    def __init__(self, like: Any, devices: int):
+        self.like = like
+        self.devices = devices
+        self.size = math.prod(like.shape)
+        self.is_shared = self.size > _SMALL
+        self.part = -(-self.size // devices)
+
+    def zero(self) -> Array:
+        shape = (self.part,) if self.is_shared else self.like.shape
+        return jnp.zeros(shape, self.like.dtype)
+
+    def add(self, total: Array, found: Array, turn: Array) -> Array:
+        """`total` with what each device `found` in this turn, device by device."""
+        if self.is_shared:
+            missing = self.part * self.devices - self.size
+            parts = jnp.pad(found.ravel(), (0, missing)).reshape(self.devices, -1)
+            by_device = jax.lax.all_to_all(parts, _AXIS, 0, 0)
+        else:
+            by_device = jax.lax.all_gather(found, _AXIS)  # of one device: itself
+        for device in range(self.devices):
+            total = total + by_device[device]
+        return total
+
+    def whole(self, total: Array) -> Array:
+        if not self.is_shared:
+            return total
+        parts = jax.lax.all_gather(total, _AXIS, tiled=True)
+        return parts[: self.size].reshape(self.like.shape)
+
+
+class _Kept:
+    """The rows of all shards of a device, of one array, in the place of their sum."""
+
+    def __init__(self, like: Any, turns: int):
+        self.like, self.turns = like, turns
+
+    def zero(self) -> Array:
+        return jnp.zeros((self.turns, *self.like.shape), self.like.dtype)
+
+    def add(self, total: Array, found: Array, turn: Array) -> Array:
+        """`total` with what was found in this turn."""
+        return total.at[turn].set(found)
+
+    def whole(self, total: Array) -> Array:
+        return total
+
+
+def _of_rows(
+    function: Callable[[Any], Any], found: Any, results: Any, others: Any = None
+) -> Any:
+    """Results with a function applied to those that are values of rows.
+
+    The leaves of the rest stay as they are, or become `others` where that is given.
+    """
+
+    def one(part: Any, kind: str) -> Any:
+        if kind == "rows":
+            return jax.tree.map(function, part)
+        return part if others is None else jax.tree.map(lambda _: others, part)
+
+    if isinstance(results, str):
+        return one(found, results)
+    return tuple(map(one, found, results))
+
+
+def _joined(leaf: Array) -> Array:
+    return leaf.reshape(-1, *leaf.shape[2:])
+
+
+def _in_full(group: Group, everywhere: NamedSharding) -> Group:
+    """Returns a group that was cut as it came, on every device."""
+
+    def gather(leaf: Array) -> Array:
+        micros, turns, devices, rows, *rest = leaf.shape
+        leaf = leaf.reshape(micros, turns * devices * rows, *rest)
+        return jax.lax.with_sharding_constraint(leaf, everywhere)
+
+    return group._replace(batch=jax.tree.map(gather, group.batch))
+
+
+def _options_on(device: Any) -> dict[str, Any]:
+    """What XLA is told so that equal work has equal bits on a device."""
+    return _OPTIONS | (
+        {"xla_gpu_deterministic_ops": True} if device.platform == "gpu" else {}
+    )
+
+
+class _Merged(NamedTuple):
+    """A jitted step whose equal operations are one before XLA is given it.
+
+    What Shardy, which places the parts of programs for several devices, begins with. No
+    option keeps it from that, and it decides what XLA makes of the rest: a number that
+    two arrays are divided by is inverted first if it is one number, not two equal ones.
+    So the program for one device gets it too.
+    """
+
+    step: Any
+    arguments: tuple[Any, ...]
+    """As the step is given them, in the place of those that the trainer has."""
+    compiler_options: dict[str, Any]
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.step(*arguments)
+
+    def trace(self, *_: Any) -> "_MergedTrace":
+        return _MergedTrace(self.step.trace(*self.arguments))
+
+
+class _MergedTrace(NamedTuple):
+    traced: jax.stages.Traced
+
+    @property
+    def jaxpr(self) -> Any:
+        return self.traced.jaxpr
+
+    def lower(self) -> jax.stages.Lowered:
+        lowered = self.traced.lower()
+        module: Any = lowered.compiler_ir()
+        with module.context:
+            PassManager.parse("builtin.module(cse)").run(module.operation)
+        return lowered
+
+
+def _stack(leaf: Array) -> Array:
+    """`(micros, turns, rows, ...)` as `(turns + 1, micros, rows, ...)`."""
+    leaf = jnp.swapaxes(leaf, 0, 1)
+    return jnp.concatenate([leaf, leaf[:1]])
+
+
+def _loop(
+    times: int, start: Array, zero: Array, body: Callable[[Array, Any], Any], first: Any
+) -> Any:
+    """`body` so many times, from `start` on; `zero` is what the compiler can't know."""
+
+    def run(carry: Any) -> Any:
+        turn, value = carry
+        return turn + 1, body(turn, value)
+
+    stop = start + times + zero
+    with jax.named_scope(repeated(times)):  # for plans
+        return jax.lax.while_loop(lambda c: c[0] < stop, run, (start, first))[1]

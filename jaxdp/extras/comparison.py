@@ -1,0 +1,279 @@
+"""The same training steps under several strategies, and what differs between them."""
+
+import contextlib
+import itertools
+import statistics
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import numpy as np
+
+from ..basics.arguments import check_count
+from ..basics.console import columns
+from ..basics.tracebacks import UsersFramesFirst
+from ..basics.tree import leaf_path
+from ..checkpoint import plain
+from ..data import shown
+from ..engine import Engine
+from ..fit import checks
+from ..fit.feed import windows
+from ..step import Batch
+from ..strategies import DataParallel, SingleDevice
+
+if TYPE_CHECKING:
+    from jaxdp import Trainer
+
+_SHOWN = 20
+"""Leaves in a printed table; the rest is counted."""
+
+
+class Difference(NamedTuple):
+    """How far a value is from the reference's, over all steps."""
+
+    largest: float
+    """0.0 for equal bits; else the largest difference relative to the largest
+    magnitude in the array, of all steps. Infinite where one is finite and one is not,
+    or where integers differ."""
+    first_step: int | None
+    """The step, counted from 1, after which bits differ first; None if they never do.
+    """
+
+    @property
+    def is_equal(self) -> bool:
+        return self.first_step is None
+
+    def __str__(self) -> str:
+        if self.is_equal:
+            return "equal"
+        return f"{self.largest:.1e} from step {self.first_step}"
+
+
+class Run(NamedTuple):
+    """What the steps gave under one strategy."""
+
+    strategy: str
+    losses: list[float]
+    step_seconds: list[float]
+    """Of each step, waited for. The first ones warm up caches."""
+    compile_seconds: float
+    loss: Difference
+    leaves: dict[str, Difference]
+    """By name: `params: layers[0].weight`, then the model's state and the optimizer's.
+    """
+
+
+class Comparison:
+    """What `Trainer.compare` found; `print` it, or `assert_close` in a test.
+
+    Attributes:
+        reference: the run of the trainer's own strategy.
+        runs: those of the strategies asked for, compared with it, in their order.
+    """
+
+    def __init__(self, reference: Run, runs: Sequence[Run]):
+        self.reference = reference
+        self.runs = list(runs)
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether all strategies gave the same bits in every step."""
+        return all(difference.is_equal for _, _, difference in self._differences())
+
+    def assert_close(
+        self, rtol: float = 1e-5, leaves_rtol: float | None = None
+    ) -> None:
+        """Raises unless every strategy gave the reference's numbers.
+
+        Args:
+            rtol: largest relative difference of a step's loss.
+            leaves_rtol: the same for every leaf, if leaves are to be looked at; an
+                optimizer such as Adam makes much of tiny differences in gradients that
+                should be zero.
+
+        Raises:
+            AssertionError: naming the strategy, the value and the first step.
+        """
+        for run, name, difference in self._differences():
+            allowed = rtol if name == "loss" else leaves_rtol
+            assert allowed is None or difference.largest <= allowed, (
+                f"same numbers anywhere: {name} under {run.strategy} differs from"
+                f" that under {self.reference.strategy} by {difference.largest:.3g}"
+                f" relative, from step {difference.first_step} on; {allowed:g} is"
+                f" allowed\n{self}"
+            )
+
+    def assert_equal(self) -> None:
+        """Raises unless every strategy gave the reference's bits in every step."""
+        for run, name, difference in self._differences():
+            assert difference.is_equal, (
+                f"{name} has other bits under {run.strategy} than under"
+                f" {self.reference.strategy}: {difference}\n{self}"
+            )
+
+    def _differences(self) -> Iterator[tuple[Run, str, Difference]]:
+        for run in self.runs:
+            for name, difference in {"loss": run.loss, **run.leaves}.items():
+                yield run, name, difference
+
+    def __str__(self) -> str:
+        rows = [("strategy", "compiled in", "step", "last loss", "loss differs")]
+        rows += [
+            (
+                run.strategy,
+                f"{run.compile_seconds:.1f} s",
+                f"{statistics.median(run.step_seconds) * 1e3:.2f} ms",
+                f"{run.losses[-1]:.7g}",
+                "reference" if run is self.reference else str(run.loss),
+            )
+            for run in (self.reference, *self.runs)
+        ]
+        names = [
+            name
+            for name in self.reference.leaves
+            if not all(run.leaves[name].is_equal for run in self.runs)
+        ]
+        count = len(self.reference.leaves)
+        steps = len(self.reference.losses)
+        text = f"{steps} steps from the same start\n{_table(rows)}\n"
+        if not names:
+            return f"{text}\nall {count} leaves have equal bits after every step"
+        names.sort(key=lambda name: -max(run.leaves[name].largest for run in self.runs))
+        rows = [("leaf", *(run.strategy for run in self.runs))]
+        rows += [
+            (name, *(str(run.leaves[name]) for run in self.runs))
+            for name in names[:_SHOWN]
+        ]
+        hidden = len(names) - len(rows) + 1
+        more = f"\nand {hidden} more that differ less" if hidden else ""
+        equal = count - len(names)
+        return f"{text}\n{_table(rows)}{more}\n{equal} of {count} leaves are equal"
+
+    __repr__ = __str__
+
+
+@jax.disable_jit(False)
+def compare_strategies(
+    trainer: "Trainer",
+    loader: Iterable[Any],
+    strategies: tuple[DataParallel, ...],
+    steps: int,
+) -> Comparison:
+    """`Trainer.compare`: the same steps from the present state, under each strategy."""
+    run, recipe = trainer.run, trainer.run.recipe
+    check_count("steps", steps)
+    if run.processes.count > 1:
+        raise RuntimeError(
+            f"`compare` was called in a job of {run.processes.count} processes; it"
+            " compares strategies on the devices of one. Call it in a program that"
+            " runs alone, with as many faked devices if need be."
+        )
+    for strategy in strategies:
+        checks.check_strategy_argument(strategy)
+
+    with UsersFramesFirst():
+        source = run.open(loader, "loader", "train")
+        with contextlib.closing(source):
+            batches = map(shown, source.epoch())
+            all_windows = windows(batches, recipe.accumulate_grad_batches)
+            first = list(itertools.islice(all_windows, steps))
+        if not first:
+            raise ValueError(source.gave_nothing())
+
+        recipe.decide_loss(run.engine, first[0][0])
+        engine_here = run.settled_engine("`compare`")
+        start = engine_here.strategy.gather(engine_here.state)
+
+        def trace_under(strategy: DataParallel) -> Trace:
+            engine = recipe.new_engine(strategy, run.hooks)
+            engine.pure = engine_here.pure._replace(inside=())
+            engine.state = engine.place(start)
+            return trace(engine, strategy, first)
+
+        traces = [trace_under(other) for other in strategies or (SingleDevice(),)]
+        return compare(trace_under(recipe.strategy), traces)
+
+
+Trace = tuple[Run, list[dict[str, np.ndarray]]]
+"""A run not yet compared, and the loss and all of the state by name after each step."""
+
+
+def trace(engine: Engine, strategy: Any, windows: Iterable[Sequence[Batch]]) -> Trace:
+    """Takes a step for each of `windows`; fetches all of the state after each."""
+    run = Run(repr(strategy), [], [], 0.0, Difference(0.0, None), {})
+    values, compiling = [], 0.0
+    for window in windows:
+        start = time.perf_counter()
+        (dispatch,) = engine.dispatches([list(window)])
+        (dispatch,) = engine.prepare_training(dispatch)
+        prepared = time.perf_counter()
+        (metrics,) = engine.train(dispatch)
+        jax.block_until_ready(engine.state)  # waits for the device
+        compiling += prepared - start
+        run.step_seconds.append(time.perf_counter() - prepared)
+        run.losses.append(float(metrics["loss"]))  # on the host
+
+        parts = {
+            "params": engine.state.params,
+            "model state": engine.state.model_state,
+            "optimizer": engine.state.opt_state,
+        }
+        named = {
+            f"{part}: {leaf_path(path)}": np.asarray(plain(leaf))  # on the host
+            for part, tree in engine.strategy.gather(parts).items()
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        }
+        values.append({"loss": np.asarray(metrics["loss"]), **named})  # on the host
+    return run._replace(compile_seconds=compiling), values
+
+
+def compare(reference: Trace, others: Sequence[Trace]) -> Comparison:
+    """What differs between traces of the same steps."""
+    expected = reference[1]
+    runs = []
+    for run, traced in (reference, *others):
+        differences = {
+            name: _difference(
+                [values[name] for values in traced],
+                [values[name] for values in expected],
+            )
+            for name in expected[0]
+        }
+        loss = differences.pop("loss")
+        runs.append(run._replace(loss=loss, leaves=differences))
+    return Comparison(runs[0], runs[1:])
+
+
+def _difference(
+    found: Sequence[np.ndarray], expected: Sequence[np.ndarray]
+) -> Difference:
+    """How far two sequences of equally shaped arrays, one per step, are apart."""
+    first, largest = None, 0.0
+    for step, (ours, theirs) in enumerate(zip(found, expected, strict=True), 1):
+        if ours.tobytes() == theirs.tobytes():
+            continue
+        first = step if first is None else first
+        largest = max(largest, _relative(ours, theirs))
+    return Difference(largest, first)
+
+
+def _relative(values: np.ndarray, expected: np.ndarray) -> float:
+    if np.issubdtype(expected.dtype, np.integer) or expected.dtype == np.bool_:
+        return float("inf")
+    wide = np.complex128 if np.iscomplexobj(expected) else np.float64
+    values, expected = values.astype(wide), expected.astype(wide)
+    finite = np.isfinite(expected)
+    if not np.array_equal(finite, np.isfinite(values)):
+        return float("inf")
+    if not finite.any():
+        return 0.0
+    apart = np.abs(values[finite] - expected[finite]).max()
+    size = np.abs(expected[finite]).max()
+    return float(apart / size) if size else float(apart and np.inf)
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> str:
+    head, *others = columns(rows)
+    width = max(map(len, (head, *others)))
+    return "\n".join([head, "-" * width, *others])

@@ -1,0 +1,241 @@
+"""Finds a learning rate by trying many.
+
+The largest batch that fits is `trainer.plan(loader).largest_batch()`, from the compiled
+program.
+"""
+
+import contextlib
+import itertools
+import math
+import os
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import optax
+
+from ..basics.arguments import check_choice, check_count
+from ..basics.figures import Curve, draw
+from ..basics.files import save_figure
+from ..callbacks import Callback
+from ..callbacks.learning_rate_monitor import is_rate
+from ..data.random_states import set_states, states_of, torch_generators
+from ..engine import StepOptions
+from ..engine.state import hyperparams_in
+from ..fit import checks
+from ..trainer import Trainer
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_SMOOTHING: Final = 0.98
+"""Of the exponential mean of losses, as in Lightning: batches differ."""
+
+_LOST: Final = 5
+"""Losses in a row that are not finite, after which there is nothing to find."""
+
+
+class LRFinder:
+    """The losses of a learning-rate range test.
+
+    Attributes:
+        results: `{"lr": [...], "loss": [...]}`, with a float for each step: its rate,
+            and the loss before the step.
+    """
+
+    def __init__(self, rates: list[float], losses: list[float]):
+        self.results = {"lr": rates, "loss": losses}
+
+    def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
+        """The rate at which the smoothed loss falls fastest, or None if none does.
+
+        Args:
+            skip_begin: how many steps to leave out at the beginning.
+            skip_end: how many to leave out at the end.
+        """
+        losses = np.array(self._smoothed())  # on the host
+        last = len(losses) - skip_end
+        kept = slice(skip_begin, last if last > skip_begin else skip_begin)
+        rates, losses = np.array(self.results["lr"])[kept], losses[kept]  # on the host
+        fine = np.isfinite(losses)
+        rates, losses = rates[fine], losses[fine]
+        if len(losses) < 2:
+            return None
+        slopes = np.gradient(losses, np.log(rates))
+        steepest = int(np.argmin(slopes))
+        # A flat line falls, too, by what rounding makes of it.
+        falls = slopes[steepest] < -1e-6 * np.abs(losses).max()
+        return float(rates[steepest]) if falls else None
+
+    def plot(
+        self, path: str | os.PathLike[str] | None = None, suggest: bool = True
+    ) -> "Figure":
+        """Draws the loss over the rate.
+
+        Args:
+            path: where to save the picture too.
+            suggest: whether to mark the `suggestion`.
+        """
+        rates, losses = self.results["lr"], self.results["loss"]
+        curves = [
+            Curve("loss", list(zip(rates, losses, strict=True)), "0.8"),
+            Curve("smoothed", list(zip(rates, self._smoothed(), strict=True)), "C0"),
+        ]
+        figure = draw({"loss": curves}, "learning rate")
+        (axes,) = figure.axes
+        axes.set_xscale("log")
+        axes.set_yscale("linear")
+        finite = [loss for loss in losses if math.isfinite(loss)]
+        if finite:  # what explodes is left out, or all else would be a flat line
+            low, first = min(finite), finite[0]
+            margin = max(first - low, abs(first) * 0.05, 1e-12)
+            axes.set_ylim(low - 0.15 * margin, first + 1.5 * margin)
+        best = self.suggestion() if suggest else None
+        if best is not None:
+            label = f"suggestion {best:.2g}"
+            axes.axvline(best, color="C1", linestyle="--", label=label)
+            axes.legend(frameon=False)
+        if path is not None:
+            save_figure(figure, path)
+        return figure
+
+    def _smoothed(self) -> list[float]:
+        """Exponential means of the losses; NaN where one is not finite."""
+        total, weight, means = 0.0, 0.0, []
+        for loss in self.results["loss"]:
+            if not math.isfinite(loss):
+                means.append(math.nan)
+                continue
+            total = _SMOOTHING * total + (1 - _SMOOTHING) * loss
+            weight = _SMOOTHING * weight + (1 - _SMOOTHING)
+            means.append(total / weight)
+        return means
+
+
+def lr_find(
+    trainer: Trainer,
+    train_loader: Iterable[Any],
+    *,
+    min_lr: float = 1e-8,
+    max_lr: float = 1.0,
+    num_training: int = 100,
+    mode: str = "exponential",
+    early_stop_threshold: float | None = 4.0,
+    optimizer: Callable[[float], optax.GradientTransformation] | None = None,
+) -> LRFinder:
+    """A learning-rate range test (Smith, arXiv:1506.01186): the loss of steps whose
+    rate grows from `min_lr` to `max_lr`.
+
+        found = lr_find(trainer, loader, optimizer=optax.adam)
+        found.plot("lr.png")
+        trainer = Trainer(model, optax.adam(found.suggestion()))
+
+    The steps are taken by a copy of the trainer, from the weights that it has now and a
+    fresh optimizer: the trainer, its history and its callbacks stay as they are, and so
+    do generators of a torch loader. Updates that are not finite are left out.
+
+    Args:
+        trainer: with the model, loss, strategy and so on to try.
+        train_loader: as for `fit`; read from its start, again and again if it is short.
+        min_lr: the first rate.
+        max_lr: the last rate.
+        num_training: how many steps.
+        mode: "exponential" or "linear" growth.
+        early_stop_threshold: stops when the smoothed loss (over some 50 steps) is this
+            many times the best one, or after five losses in a row that are not finite;
+            None never stops.
+        optimizer: a function from a rate to an optimizer, such as `optax.adam`. By
+            default the trainer's own optimizer is used, which must be made by
+            `optax.inject_hyperparams`. (Updates must be proportional to the rate, as
+            in optax's optimizers.)
+    """
+    if not 0 < min_lr < max_lr:
+        raise ValueError(
+            f"`min_lr`={min_lr} and `max_lr`={max_lr} must be positive, and the first"
+            " less than the second."
+        )
+    check_count("num_training", num_training, 2)
+    check_choice("mode", mode, ("exponential", "linear"))
+
+    if checks.is_several(trainer.run.arguments["optimizer"]):
+        raise ValueError(
+            "`lr_find` works for one optimizer, but this trainer has a list of"
+            " parts. Make a Trainer for one part: its `loss_fn`, its optimizer"
+            " and a `filter_spec` of its leaves."
+        )
+    space = np.geomspace if mode == "exponential" else np.linspace
+    rates = space(min_lr, max_lr, num_training).tolist()
+
+    # A copy takes the steps; the trainer stays as it is.
+    twin = _twin(trainer, optimizer)
+    held = _rates_of(twin, only_added=optimizer is not None)
+    epochs = (twin.steps(train_loader) for _ in rates)
+    steps = itertools.chain.from_iterable(epochs)
+    losses: list[float] = []
+    finder = LRFinder(rates, losses)
+    best, lost = math.inf, 0
+    with contextlib.ExitStack() as stack:
+        # A torch loader's generators end as they were.
+        generators = torch_generators(train_loader)
+        stack.callback(set_states, generators, states_of(generators))
+        for rate in rates:
+            twin.set_hyperparams(**{name: like * rate for name, like in held.items()})
+            if (metrics := next(steps, None)) is None:
+                break  # an empty loader
+            # waits for the device: the next step may be the last
+            losses.append(float(metrics["loss"]))
+            smoothed = finder._smoothed()[-1]
+            lost = lost + 1 if math.isnan(smoothed) else 0
+            best = min(best, smoothed) if not lost else best
+            if early_stop_threshold is None:
+                continue
+            limit = best + (early_stop_threshold - 1) * abs(best)
+            if lost == _LOST or len(losses) > 10 and smoothed > limit:
+                break
+    finder.results["lr"] = rates[: len(losses)]
+    return finder
+
+
+class _Unspoilt(Callback):
+    """Leaves out updates that are not finite, after which all losses were NaN."""
+
+    def step_options(self, options: StepOptions) -> StepOptions:
+        return options._replace(skip_nonfinite=True)
+
+
+def _twin(trainer: Trainer, optimizer: Callable[[float], Any] | None) -> Trainer:
+    """A trainer of the same model, which shares nothing that changes."""
+    fresh = not trainer.run.has_engine
+    model = trainer.model if fresh else trainer.run.model_of(trainer.state)
+    changed = {
+        "model": model,
+        "state": trainer.model_state,
+        "callbacks": (_Unspoilt(),),
+        "enable_progress_bar": False,
+        "steps_per_execution": 1,
+    }
+    if optimizer is not None:  # at a rate of 1, whose updates are then scaled
+        scale = optax.inject_hyperparams(optax.scale)(step_size=1.0)
+        changed["optimizer"] = optax.chain(optimizer(1.0), scale)
+    return Trainer(**{**trainer.run.arguments, **changed})
+
+
+def _rates_of(trainer: Trainer, only_added: bool) -> dict[str, np.ndarray]:
+    """Ones, in the shapes of the rates to be set: all, or the one that was added."""
+    hyperparams_by_name = hyperparams_in(trainer.run.engine.state)
+    rates = {
+        name: hyperparam
+        for name, hyperparam in hyperparams_by_name.items()
+        if is_rate(name)
+    }
+    if only_added:  # at the end
+        rates = dict([max(rates.items(), key=lambda item: item[1].place)])
+    if not rates or any(rate.is_scheduled for rate in rates.values()):
+        raise ValueError(
+            "`lr_find`: the optimizer has no learning rate that can be set. Pass"
+            " a function from a rate to an optimizer, as in lr_find(...,"
+            " optimizer=optax.adam), or build the trainer's with"
+            " optax.inject_hyperparams and a number, as"
+            " optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)."
+        )
+    return {name: np.ones(hyperparam.leaf.shape) for name, hyperparam in rates.items()}

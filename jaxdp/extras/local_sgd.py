@@ -1,0 +1,332 @@
+"""A replica per device that trains by itself, and outer steps that bring them together.
+
+Local SGD and DiLoCo (arXiv:2311.08105). The state's `params` are the outer weights,
+which change with outer steps only. Replicas, and the states of their optimizers, are in
+the optimizer's state, each leaf with an axis of replicas in front.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, PyTree
+
+from ..basics.arguments import check_count
+from ..basics.tree import map_nodes, nodes_of
+from ..step import (
+    DATA,
+    AxisCollectives,
+    Collectives,
+    Group,
+    OnRows,
+    Results,
+    TrainState,
+    Weights,
+    init_each,
+    update_each,
+)
+from ..strategies.base import Layout, Rows, state_name
+from ..strategies.by_rows import ByRows
+from ..strategies.meshes import Devices, without_mesh
+from ..strategies.sharded import Sharded
+
+_SPLIT: Final = PartitionSpec(DATA)
+_STACK: Final = object()
+"""Stands for a leaf that has one entry for each replica."""
+
+
+class LocalState(NamedTuple):
+    """The state of an optimizer that `LocalSGD` has wrapped.
+
+    Leaves of `replicas` and `inner` are `(replicas, ...)`; scalars of `inner` that are
+    the same in all replicas, such as counts and learning rates, are there once.
+    """
+
+    replicas: PyTree
+    """The weights that gradients are taken at."""
+    inner: PyTree
+    outer: PyTree
+    """The outer optimizer's own state."""
+    count: Array
+    """int32 `()`. Steps since the first."""
+
+    def evaluated_params(self, params: PyTree) -> PyTree:
+        """Returns the means over all replicas, in the dtypes of `params`."""
+        return jax.tree.map(
+            lambda p, leaf: _mean(leaf).astype(p.dtype), params, self.replicas
+        )
+
+
+class LocalSGD(Sharded):
+    """A replica of the model per device; an outer step joins them every few steps.
+
+    Each replica takes `every` steps of the trainer's optimizer on its own rows. Then
+    the outer optimizer uses the mean of their changes as its gradient, and all replicas
+    continue from its result. Devices exchange `1/every` of the bytes of `Sharded`, and
+    the sums of the loss and metrics, a few bytes, at each step. For machines that are
+    far apart or badly connected. **It changes the numbers**: with more than one
+    device or step it is a different algorithm.
+
+    With the defaults it is DiLoCo, whose inner optimizer is AdamW; `every` is some
+    tens to hundreds there. `outer=optax.sgd(1.0)` is local SGD: the mean of the
+    replicas.
+
+    - `trainer.model`, validation and `predict` take the mean of the replicas, which
+      right after an outer step are the outer weights. So does `load_model` of a
+      checkpoint; `trainer.state.params` and `load_model(which="raw")` have the outer
+      weights, as of the last outer step.
+    - A replica's gradient is the sum over its real rows, divided by the mean number of
+      real rows per replica. So `every=1`, `outer=optax.sgd(1.0)` and plain SGD as the
+      optimizer give the numbers of `Sharded`, even with ragged batches.
+    - What is written for a batch, such as a `loss_fn`, is given a replica's rows.
+    - A run resumes on the number of replicas that it was saved with.
+    - `after_update` changes each replica after a step of its own, and after an outer
+      step the outer weights, which all continue from; arrays that are not trained must
+      stay as they are.
+    - Gradients are clipped in each replica; hooks of the step see the mean gradient.
+    - `WeightAveraging` averages the outer weights, step by step.
+
+    Memory per device: what `Sharded` needs, the outer weights, and the state of
+    `outer`. A model with an `eqx.nn.State`, as BatchNorm has, can't be used.
+
+    Args:
+        every: how many steps replicas take by themselves.
+        outer: the outer optimizer; by default
+            `optax.sgd(0.7, momentum=0.9, nesterov=True)`.
+        devices: how many, or which; all by default.
+    """
+
+    def __init__(
+        self,
+        every: int,
+        outer: optax.GradientTransformation | None = None,
+        devices: Devices = None,
+    ):
+        check_count("every", every, or_else=" (steps between two outer steps)")
+        if outer is None:
+            outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
+        elif not isinstance(outer, optax.GradientTransformation):
+            raise TypeError(
+                "`outer` must be an optax.GradientTransformation, for example"
+                f" optax.sgd(1.0); got {outer!r} of type {type(outer).__name__}."
+            )
+        super().__init__(devices)
+        self.every = int(every)
+        self.outer = outer
+
+    def wrap_optimizer(
+        self, optimizer: optax.GradientTransformation
+    ) -> optax.GradientTransformationExtraArgs:
+        inner = optax.with_extra_args_support(optimizer)
+
+        def init(params: PyTree) -> LocalState:
+            count = self.num_shards
+            replicas = jax.tree.map(
+                lambda leaf: jnp.broadcast_to(leaf, (count, *leaf.shape)), params
+            )
+            first, outer = init_each(inner, replicas), self.outer.init(params)
+            return LocalState(replicas, first, outer, jnp.int32(0))
+
+        def update(
+            updates: PyTree, state: Any, params: PyTree = None, **extra: Any
+        ) -> tuple[PyTree, LocalState]:
+            if _ndims(updates) == _ndims(params):  # of all rows: for each replica
+                updates = _for_each(updates, state.replicas)
+            value = extra.get("value", jnp.zeros(()))
+            updates, inner_state = update_each(inner, state.inner, value)(
+                updates, state.inner, state.replicas
+            )
+            replicas = eqx.apply_updates(state.replicas, updates)
+
+            def meet(outer_state: PyTree) -> tuple[PyTree, PyTree]:
+                changes = jax.tree.map(_change, params, replicas)
+                return self.outer.update(changes, outer_state, params)
+
+            def go_on(outer_state: PyTree) -> tuple[PyTree, PyTree]:
+                return jax.tree.map(jnp.zeros_like, params), outer_state
+
+            count = state.count + 1
+            is_due = count % self.every == 0
+            updates, outer_state = jax.lax.cond(is_due, meet, go_on, state.outer)
+
+            # Outside of the branch, as the step adds the updates: in it, XLA would fuse
+            # them with this sum, which rounds otherwise.
+            new = eqx.apply_updates(params, updates)
+            replicas = jax.tree.map(
+                lambda outer, own: jnp.where(is_due, outer[None], own), new, replicas
+            )
+            return updates, LocalState(replicas, inner_state, outer_state, count)
+
+        return optax.GradientTransformationExtraArgs(init, update)
+
+    def layouts(self, state: TrainState) -> dict[str, Layout]:
+        if jax.tree.leaves(state.model_state):
+            raise ValueError(
+                "`strategy`: LocalSGD trains replicas separately, so a model with"
+                " an eqx.nn.State, as in BatchNorm, would have a different state"
+                " in each. Use layers without a state, eqx.nn.LayerNorm or"
+                " GroupNorm for example, or the strategy Sharded()."
+            )
+        one_each = Layout(_SPLIT, "one for each replica")
+        marked = _map_stacks(lambda _: _STACK, state)
+        leaves = jax.tree_util.tree_flatten_with_path(marked)[0]
+        replicas = {state_name(p): one_each for p, leaf in leaves if leaf is _STACK}
+        return super().layouts(state) | replicas
+
+    def collectives(self, groups: Sequence[Group], rows: Rows) -> Collectives:
+        given = self.mesh, self.row_axes, self._held, self._updated
+        return _ByReplica(self.every, *given, rows=rows)
+
+    def __repr__(self) -> str:
+        return f"LocalSGD(every={self.every}, replicas={self.num_shards})"
+
+
+class _ByReplica(ByRows):
+    """Gradients of each replica at its own weights, in a step over global arrays.
+
+    Validation and prediction are those of `ByRows`.
+    """
+
+    def __init__(self, every: int, *given: Any, rows: Rows):
+        super().__init__(*given, apart=rows == "apart")
+        self.every, self._is_split = every, rows != "whole"
+
+    def weights(self, state: TrainState) -> Weights:
+        states = nodes_of(LocalState, state.opt_state)
+        if not states:  # `Trainer.compare` takes that of the trainer's own strategy
+            raise ValueError(
+                "`strategy`: LocalSGD needs a state with its replicas, and this one was"
+                " made under another strategy. Compare its losses with those of a fit"
+                " under the other strategy instead."
+            )
+        return state.weights._replace(params=states[0].replicas)
+
+    def mean_gradients(self, gradients: PyTree) -> PyTree:
+        return jax.tree.map(lambda leaf: leaf.mean(0), gradients)
+
+    def after_update(self, change: Callable[..., Any], state: Any, key: Any) -> Any:
+        """Changes the outer weights after an outer step, else each replica's."""
+        (local,) = nodes_of(LocalState, state.opt_state)
+
+        def changed(params: PyTree, key: Any) -> PyTree:
+            new, buffers = change(params, state.buffers, key)
+            pairs = zip(*map(jax.tree.leaves, (state.buffers, buffers)), strict=True)
+            if any(old is not new for old, new in pairs):
+                raise ValueError(
+                    "`after_update` changes arrays that are not trained, and the"
+                    " replicas of LocalSGD share those. Leave them as they are, or take"
+                    " another strategy."
+                )
+            return new
+
+        has_met = local.count % self.every == 0
+        keys = jax.random.split(key, self.mesh.shape[DATA])
+        replicas = jax.vmap(changed)(local.replicas, keys)
+        outer = jax.tree.map(
+            lambda new, old: jnp.where(has_met, new, old),
+            changed(state.params, key),
+            state.params,
+        )
+        replicas = jax.tree.map(
+            lambda own, all_: jnp.where(has_met, all_[None], own), replicas, outer
+        )
+
+        def with_replicas(local: LocalState) -> LocalState:
+            return local._replace(replicas=replicas)
+
+        opt_state = map_nodes(LocalState, with_replicas, state.opt_state)
+        return state._replace(params=outer, opt_state=opt_state)
+
+    def over_rows(
+        self, function: OnRows, inputs: Any, groups: Sequence[Group], results: Results
+    ) -> Any:
+        if "gradients" not in results:
+            return super().over_rows(function, inputs, groups, results)
+        num_shards = self.mesh.shape[DATA]
+        whole, rows = PartitionSpec(), PartitionSpec(None, DATA)
+
+        # If rows are not split, each replica is given all, and nothing is to be summed.
+        collectives = _Replica(DATA, num_shards) if self._is_split else Collectives()
+
+        def on_one_device(inputs: Any, groups: Sequence[Group]) -> tuple[Any, ...]:
+            values = function(collectives, _own_params(inputs), groups)
+            return tuple(
+                jax.tree.map(lambda leaf: leaf[None], part) if is_stack else part
+                for part, is_stack in zip(values, are_stacks, strict=True)
+            )
+
+        are_stacks = [role == "gradients" for role in results]
+        return jax.shard_map(
+            without_mesh(on_one_device),
+            mesh=self.mesh,
+            in_specs=(
+                _split_params(inputs),
+                [Group(rows if self._is_split else whole, whole, whole)] * len(groups),
+            ),
+            out_specs=tuple(_SPLIT if stack else whole for stack in are_stacks),
+            check_vma=False,
+        )(inputs, list(groups))
+
+
+class _Replica(AxisCollectives):
+    """What a device is given that trains a replica on its own rows."""
+
+    def sum_gradients(self, gradients: PyTree) -> PyTree:
+        """Gradients of sums over the replicas' mean number of rows: their mean over
+        replicas is the one over all rows."""
+        return jax.tree.map(lambda leaf: leaf * self.num_shards, gradients)
+
+
+def _change(outer: Array, replicas: Array) -> Array:
+    """What the outer optimizer takes for a gradient: the mean change, negated."""
+    mean = _mean(replicas)
+    return (outer.astype(mean.dtype) - mean).astype(outer.dtype)
+
+
+def _mean(replicas: Array) -> Array:
+    """The mean over replicas, computed in float32 or wider."""
+    return replicas.mean(0, dtype=jnp.promote_types(replicas.dtype, jnp.float32))
+
+
+def _for_each(tree: PyTree, like: PyTree) -> PyTree:
+    """The same for each replica, in the shapes of `like`."""
+    return jax.tree.map(lambda x, stack: jnp.broadcast_to(x, stack.shape), tree, like)
+
+
+def _ndims(tree: PyTree) -> list[int]:
+    return [leaf.ndim for leaf in jax.tree.leaves(tree)]
+
+
+def _map_stacks(function: Callable[[Any], Any], state: TrainState) -> TrainState:
+    """`state` with `function` of those leaves that have one entry for each replica."""
+
+    def of_stack(leaf: Any) -> Any:
+        return function(leaf) if leaf.ndim else leaf
+
+    def mapped(local: LocalState) -> LocalState:
+        replicas, inner = jax.tree.map(of_stack, (local.replicas, local.inner))
+        return local._replace(replicas=replicas, inner=inner)
+
+    return state._replace(opt_state=map_nodes(LocalState, mapped, state.opt_state))
+
+
+def _split_params(inputs: Any) -> Any:
+    """How the inputs of a step's gradients are split: weights by replicas."""
+
+    whole = PartitionSpec()
+    by_replica = Weights(_SPLIT, whole, whole, whole, whole)
+    return map_nodes(Weights, lambda _: by_replica, inputs, others=lambda _: whole)
+
+
+def _own_params(inputs: Any) -> Any:
+    """The inputs as a replica takes them, where a device is shown a stack of one."""
+
+    def own(weights: Weights) -> Weights:
+        params = jax.tree.map(lambda leaf: leaf[0], weights.params)
+        return weights._replace(params=params)
+
+    return map_nodes(Weights, own, inputs)

@@ -1,0 +1,249 @@
+"""Layers split over the devices in stages, which work on parts of a batch in turn."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, PRNGKeyArray, PyTree
+
+from ..basics.arguments import check_count
+from ..basics.tree import map_nodes
+from ..step import DATA, Collectives, Group, TrainState
+from ..strategies.base import Layout, Rows
+from ..strategies.fsdp import split_axis
+from ..strategies.meshes import Devices, find_devices, wired_mesh
+from ..strategies.sharded import Sharded
+from ..strategies.stack import Stack, in_turn, stacks_in
+
+_STAGE = "stage"
+
+
+class Pipeline(Sharded):
+    """Splits the blocks of a `jaxdp.Stack` over stages of devices, as GPipe does.
+
+    A batch is cut into micro-batches, which go through the stages one after the other:
+    while the second stage works on the first micro-batch, the first stage works on the
+    second one. The blocks of a stage, with their gradients and optimizer state, are
+    only on its devices; the rest of the model is replicated. The outputs of blocks are
+    sent to the next stage, and their gradients back; parameters are never sent.
+
+    Stages wait for a share of the time in the blocks, the `bubble`: (stages - 1) /
+    (microbatches + stages - 1). The numbers are those of one device.
+
+    Args:
+        stages: into how many parts the blocks are split. Devices beyond that split the
+            rows: eight devices in four stages are two pipelines.
+        microbatches: into how many parts each pipeline's rows are cut. If it does not
+            divide them, some rows are computed twice and counted once.
+        devices: how many, or which; all by default.
+        fsdp: whether the devices of a stage, one of each pipeline, also share the
+            parameters, gradients and optimizer state of its blocks, as under
+            `FSDP(gather="once")`: they are gathered once a step. (A block that was
+            gathered when it is called would be sent for each micro-batch anew.)
+    """
+
+    def __init__(
+        self,
+        stages: int,
+        microbatches: int,
+        devices: Devices = None,
+        *,
+        fsdp: bool = False,
+    ):
+        in_order = find_devices(devices)
+        for name, value in {"stages": stages, "microbatches": microbatches}.items():
+            check_count(name, value)
+        if len(in_order) % stages:
+            raise ValueError(
+                f"`stages`: {stages} do not divide the {len(in_order)} devices. Take a"
+                " number that does, or pass `devices=...`."
+            )
+        shape = {DATA: len(in_order) // stages, _STAGE: stages}
+        super().__init__(mesh=wired_mesh(in_order, shape))
+        self.stages = stages
+        self.microbatches = microbatches
+        self.fsdp = fsdp
+        self.bubble = (stages - 1) / (microbatches + stages - 1)
+        self._stacks: tuple[str, ...] = ()
+
+    def check(self, arguments: Mapping[str, Any]) -> None:
+        if arguments["ensemble"] is not None:
+            raise ValueError(
+                "`ensemble`: Pipeline splits the first axis of a Stack's arrays, which"
+                " are its blocks and, in an ensemble, the members. Use Members() or"
+                " Sharded()."
+            )
+
+    def param_spec(self, path: str, leaf: Array) -> PartitionSpec:
+        if not path.startswith(self._stacks):
+            return PartitionSpec()
+        return _spec_of_blocks(leaf, self._sharers)
+
+    def reason(self, path: str, leaf: Array) -> str:
+        stage, *others = self.param_spec(path, leaf) or [None]
+        if stage is None:
+            return "replicated"
+        if DATA not in others:
+            return "split by blocks"
+        axis = 1 + others.index(DATA)
+        return f"split by blocks, and along axis {axis}, gathered before the step"
+
+    @property
+    def _sharers(self) -> int:
+        """How many devices share the blocks of a stage."""
+        return self.mesh.shape[DATA] if self.fsdp else 1
+
+    def layouts(self, state: TrainState) -> dict[str, Layout]:
+        # The blocks' arrays may be trained, or frozen, or both.
+        blocks = stacks_in(eqx.combine(state.params, state.buffers))
+        if not blocks:
+            raise ValueError(
+                f"`strategy`: {self!r} splits the blocks of a jaxdp.Stack, but the"
+                " model has none. Make its equal layers one: Stack([Block(key)"
+                " for key in keys])."
+            )
+        for path, (_, number) in blocks.items():
+            if number % self.stages:
+                raise ValueError(
+                    f"`strategy`: the {self.stages} stages of {self!r} do not divide"
+                    f" the {number} blocks of {path or 'the model'}."
+                )
+        self._stacks = tuple(f"{path}.stacked".lstrip(".") for path in blocks)
+        return super().layouts(state)
+
+    def collectives(self, groups: Sequence[Group], rows: Rows) -> Collectives:
+        return _Stages(self.mesh, self.microbatches, self._sharers)
+
+    def __repr__(self) -> str:
+        fsdp = ", fsdp=True" if self.fsdp else ""
+        rows = f", devices={self.mesh.size}{fsdp}"
+        return f"Pipeline({self.stages}, {self.microbatches}{rows})"
+
+
+def _spec_of_blocks(leaf: Any, sharers: int) -> PartitionSpec:
+    """How an array of blocks is split, over stages and the devices of each."""
+    axis, _ = split_axis(leaf, sharers, 1, PartitionSpec(_STAGE))
+    between = [None] * ((axis or 1) - 1)
+    return PartitionSpec(_STAGE, *between, *([] if axis is None else [DATA]))
+
+
+class _Stages(Collectives):
+    """Global arrays, as `Sharded` has them, and stacks that run in stages."""
+
+    def __init__(self, mesh: Mesh, microbatches: int, sharers: int):
+        self.mesh = mesh
+        self.microbatches = microbatches
+        self.sharers = sharers
+
+    def arrange(self, model: PyTree) -> PyTree:
+        def staged(stack: Stack) -> _Staged:
+            return _Staged(stack, self.mesh, self.microbatches, self.sharers)
+
+        return map_nodes(Stack, staged, model)
+
+
+class _Staged(eqx.Module):
+    """A stack that takes a whole batch through the stages, once vmapped over one."""
+
+    stack: Stack
+    mesh: Mesh = eqx.field(static=True)
+    microbatches: int = eqx.field(static=True)
+    sharers: int = eqx.field(static=True)
+    """Devices that share the blocks of a stage."""
+
+    def __call__(
+        self,
+        x: PyTree,
+        *,
+        key: PRNGKeyArray | None = None,
+        training: bool | None = None,
+    ) -> PyTree:
+        arrays, rest = eqx.partition(self.stack.stacked, eqx.is_array)
+        blocks = functools.partial(in_turn, rest, training)
+        row = jax.custom_batching.custom_vmap(blocks)
+
+        @row.def_vmap
+        def rows(size: int, batched: Any, arrays: Any, x: Any, keys: Any) -> Any:
+            def repeated(leaf: Array, is_batched: bool) -> Array:
+                return leaf if is_batched else jnp.repeat(leaf[None], size, axis=0)
+
+            if any(jax.tree.leaves(batched[0])):
+                axes = jax.tree.map(lambda each: 0 if each else None, batched)
+                values = jax.vmap(blocks, axes)(arrays, x, keys)
+            else:
+                of_rows = jax.tree.map(repeated, (x, keys), tuple(batched[1:]))
+                values = self._in_stages(blocks, size, arrays, *of_rows)
+            return values, jax.tree.map(lambda _: True, values)
+
+        return row(arrays, x, self.stack.keys(key))
+
+    def _in_stages(
+        self, blocks: Any, size: int, arrays: PyTree, x: PyTree, keys: Any
+    ) -> PyTree:
+        """What all blocks make of the rows of `x`; keys are `(rows, blocks)`."""
+        data = None if size % self.mesh.shape[DATA] else DATA
+        specs = jax.tree.map(lambda leaf: _spec_of_blocks(leaf, self.sharers), arrays)
+
+        def stage(arrays: PyTree, x: PyTree, keys: Any) -> PyTree:
+            with jax.named_scope("parameters"):
+                whole = jax.tree.map(_gathered, arrays, specs)
+            return self._stage(blocks, whole, x, keys)
+
+        in_stages = jax.shard_map(
+            stage,
+            mesh=self.mesh,
+            in_specs=(specs, PartitionSpec(data), PartitionSpec(data, _STAGE)),
+            out_specs=PartitionSpec(data),
+            check_vma=False,
+        )
+        return in_stages(arrays, x, keys)
+
+    def _stage(self, blocks: Any, arrays: PyTree, x: PyTree, keys: Any) -> PyTree:
+        """What one device does: its blocks, for one micro-batch after the other.
+
+        Before the first arrives and after the last has left, it works on some rows all
+        the same, and nothing becomes of them. They are real ones: zeros might have
+        gradients that are not finite.
+        """
+        stages, parts = self.mesh.shape[_STAGE], self.microbatches
+        stage = jax.lax.axis_index(_STAGE)
+        rows = len(jax.tree.leaves(x)[0])
+        per_part = -(-rows // parts)
+
+        def cut(leaf: Array) -> Array:
+            again = jnp.concatenate([leaf] * -(-parts * per_part // rows))
+            return again[: parts * per_part].reshape(parts, per_part, *leaf.shape[1:])
+
+        micro, micro_keys = jax.tree.map(cut, (x, keys))
+        forwards = [(i, i + 1) for i in range(stages - 1)]
+
+        def turn(arrived: PyTree, number: Array) -> tuple[PyTree, PyTree]:
+            part = jnp.clip(number - stage, 0, parts - 1)
+            choose = functools.partial(jnp.where, stage == 0)
+            mine = jax.tree.map(lambda x, sent: choose(x[part], sent), micro, arrived)
+            block_keys = jax.tree.map(lambda leaf: leaf[part], micro_keys)
+            values = jax.vmap(functools.partial(blocks, arrays))(mine, block_keys)
+            # Nobody sends to the first stage, whose zeros are never looked at.
+            return jax.lax.ppermute(values, _STAGE, forwards), values
+
+        first = jax.tree.map(lambda batch: batch[0], micro)
+        numbers = jnp.arange(parts + stages - 1)
+        values = jax.lax.scan(turn, first, numbers)[1]
+
+        def whole(leaf: Array) -> Array:
+            last = leaf[stages - 1 :].reshape(-1, *leaf.shape[2:])[:rows]
+            last = jnp.where(stage == stages - 1, last, jnp.zeros_like(last))
+            return jax.lax.psum(last, _STAGE)
+
+        return jax.tree.map(whole, values)
+
+
+def _gathered(leaf: Array, spec: PartitionSpec) -> Array:
+    """What the devices of a stage have shards of."""
+    if DATA not in spec:
+        return leaf
+    return jax.lax.all_gather(leaf, DATA, axis=spec.index(DATA), tiled=True)

@@ -1,0 +1,23 @@
+"""What a step costs, read from the compiled program before it runs."""
+
+from ...step import repeated
+from . import hlo
+from .hardware import Hardware, hardware_of
+from .parts import Bound, Estimate, Memory, Traffic
+from .plan import Plan, Scaling
+from .planning import plan_running_step, plan_step
+
+__all__ = [
+    "Bound",
+    "Estimate",
+    "Hardware",
+    "Memory",
+    "Plan",
+    "Scaling",
+    "Traffic",
+    "hardware_of",
+    "hlo",
+    "plan_running_step",
+    "plan_step",
+    "repeated",
+]

@@ -1,0 +1,497 @@
+"""What a compiled program communicates and overwrites, read from its text.
+
+    program = read(compiled.as_text())
+    for collective in program.collectives:
+        print(collective.kind, collective.times, collective.wire_bytes)
+
+XLA has no interface for this. Its text is written alike for CPU, GPU and TPU, but for
+how collectives that run beside computation are spelled; `read` knows those spellings:
+`-start` and `-done` pairs, TPU's `all-reduce-scatter` fusions, and TPU's chains of
+`async_collective_fusion`s, in which one collective is printed once per link.
+"""
+
+import functools
+import math
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from ...step import times_of
+from .hlo_text import Array, Instruction, Module, arrays_in, groups_in
+
+KINDS: Final = (
+    "all-reduce",
+    "reduce-scatter",
+    "all-gather",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+"""The opcodes that move data between devices, without `-start`."""
+
+_NOT_PLAIN: Final = re.compile(
+    "|".join(KINDS) + r"| (while|conditional|call|fusion)\(|-start\("
+)
+"""What a computation has in its text that moves data, or calls one that may."""
+
+_PRODUCT_CALL: Final = re.compile(r'custom_call_target="[^"]*(gemm|matmul|conv)')
+"""A product that a library computes (`__cublas$gemm`, `__cudnn$convForward`)."""
+_PRODUCT: Final = re.compile(r"\b(dot|convolution|fusion|while|call|custom-call)\(")
+"""What a computation has in its text that multiplies matrices, or may call one that
+does."""
+
+
+_TRIP_COUNT: Final = re.compile(r'known_trip_count\\?":\s*\{\\?"n\\?":\\?"(\d+)')
+"""What a compiler may say of how often a loop turns."""
+
+_AS_IT_WAS: Final = {
+    "bitcast",
+    "convert",
+    "copy",
+    "copy-done",
+    "copy-start",
+    "optimization-barrier",
+    "reshape",
+}
+"""Operations whose result is their first operand, where that is one number."""
+
+_ARITHMETIC: Final[dict[str, Callable[..., Any]]] = {
+    "add": operator.add,
+    "subtract": operator.sub,
+    "multiply": operator.mul,
+    "negate": operator.neg,
+    "not": operator.not_,
+    "LT": operator.lt,
+    "LE": operator.le,
+    "GT": operator.gt,
+    "GE": operator.ge,
+    "EQ": operator.eq,
+    "NE": operator.ne,
+}
+"""What is computed of numbers, comparisons by their direction."""
+
+_MOST_TURNS: Final = 2**16
+"""A loop that counts further is one of unknown length."""
+
+Given = Callable[..., int | None]
+"""What a computation is called with, as far as that is known before the program runs:
+a number, by the parameter and, where that is a tuple, the element."""
+
+
+class Operand(NamedTuple):
+    """One of the arrays that a collective takes."""
+
+    name: str
+    """Of the instruction that makes it."""
+    array: Array
+    paths: tuple[str, ...]
+    """Where in the user's program it is computed, as JAX writes it:
+    `"jit(step)/transpose(jvp(eqx.nn.Linear))/dot_general"`. Several places, if the
+    compiler has joined what comes from there."""
+
+
+class Collective(NamedTuple):
+    """One instruction that moves data between devices. Bytes are per device and run."""
+
+    kind: str
+    """One of `KINDS`."""
+    name: str
+    computation: str
+    """Name of the computation that it stands in."""
+    operands: tuple[Operand, ...]
+    operand_bytes: int
+    result_bytes: int
+    groups: tuple[tuple[int, ...], ...]
+    """Which partitions exchange data with one another. For a permutation, the sets of
+    partitions that are connected by it."""
+    times: int | None
+    """How often a run of the program executes it; None inside a loop whose length the
+    program does not tell."""
+    optional: bool
+    """Whether it stands in a branch, and so may not be executed at all."""
+    overlapped: bool
+    """Whether it is split into a start and an end, so that computation may run in
+    between."""
+    hidden: bool
+    """Whether matrix products or convolutions do run in between, by the order in which
+    the compiler has put the instructions."""
+    path: str
+    """Where in the user's program it comes from; may be empty."""
+
+    @property
+    def dtype(self) -> str:
+        """The dtypes of the operands; several are joined by `+`."""
+        return "+".join(dict.fromkeys(operand.array.dtype for operand in self.operands))
+
+    @property
+    def group_size(self) -> int:
+        """How many devices take part in one exchange."""
+        return max(map(len, self.groups), default=1)
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that one device sends in one execution; see `ring_bytes`."""
+        return ring_bytes(
+            self.kind, self.group_size, self.operand_bytes, self.result_bytes
+        )
+
+    def axes(self, mesh_shape: Mapping[str, int]) -> tuple[str, ...] | None:
+        """The axes of the mesh along which the groups lie.
+
+        Args:
+            mesh_shape: sizes of the axes by name, in the mesh's order.
+
+        Returns:
+            Their names, or None if the groups are not all devices along some axes.
+            Of a permutation, the axes along which data moves.
+        """
+        sizes = tuple(mesh_shape.values())
+        along: set[str] = set()
+        for group in self.groups:
+            if max(group, default=0) >= math.prod(sizes):
+                return None
+            places = np.unravel_index(np.asarray(group), sizes)  # on the host
+            for name, row in zip(mesh_shape, places, strict=True):
+                if len(set(row.tolist())) > 1:
+                    along.add(name)
+        product = math.prod(mesh_shape[name] for name in along)
+        if any(len(group) > 1 and len(group) != product for group in self.groups):
+            return None
+        return tuple(name for name in mesh_shape if name in along)
+
+
+class Program(NamedTuple):
+    """What `read` found."""
+
+    collectives: tuple[Collective, ...]
+    aliased: dict[int, str]
+    """Inputs that a result overwrites: the number of the program's parameter, and
+    which result, as an index path such as `"3"` or `"0,2"`; `""` is the only one."""
+
+
+def read(text: str) -> Program:
+    """Reads a compiled program, as `compiled.as_text()` prints it.
+
+    Raises:
+        ValueError: if the text does not come from a compiled program.
+    """
+    module = Module(text)
+    collectives = _collectives(module, module.entry, _nothing)
+    return Program(tuple(collectives), module.aliased)
+
+
+def ring_bytes(
+    kind: str, group_size: int, operand_bytes: int, result_bytes: int
+) -> float:
+    """Bytes that each device sends when `group_size` devices form a ring.
+
+    That is the least possible for the first four kinds, and so what other algorithms
+    are measured against. An all-reduce is a reduce-scatter and an all-gather.
+
+    Args:
+        kind: one of `KINDS`.
+        group_size: how many devices take part.
+        operand_bytes: what a device puts in.
+        result_bytes: what a device gets out.
+    """
+    share = (group_size - 1) / group_size
+    if kind == "all-reduce":
+        return 2 * share * operand_bytes
+    if kind in ("reduce-scatter", "all-to-all", "ragged-all-to-all"):
+        return share * operand_bytes
+    if kind == "all-gather":
+        return share * result_bytes
+    if kind in ("collective-permute", "collective-broadcast"):
+        return float(operand_bytes) if group_size > 1 else 0.0
+    raise ValueError(f"`kind` must be one of {', '.join(KINDS)}; got {kind!r}.")
+
+
+def _collectives(
+    module: Module, computation: str, given: Given
+) -> Iterator[Collective]:
+    """The collectives of a computation and of what it calls, in their order."""
+    for instruction in module[computation].values():
+        if _kind(instruction) in KINDS:
+            if not _is_later_link(module[computation], instruction):
+                yield _collective(module, computation, instruction)
+        elif instruction.opcode == "while":
+            yield from _in_loop(module, computation, instruction, given)
+        elif scatter := _all_reduce_scatter(module, computation, instruction):
+            yield scatter
+        elif not instruction.opcode.endswith(("-done", "-update")):
+            inputs = _inputs(module, computation, instruction, given)
+            is_branch = instruction.opcode == "conditional"
+            for called in instruction.called:
+                for collective in _inside(module, called, inputs):
+                    optional = is_branch or collective.optional
+                    yield collective._replace(optional=optional)
+
+
+def _in_loop(
+    module: Module, computation: str, loop: Instruction, given: Given
+) -> Iterator[Collective]:
+    kept = _kept(module, loop, _inputs(module, computation, loop, given))
+    in_body = [*_inside(module, loop.body, kept)]
+    in_test = [*_inside(module, loop.condition, kept)]
+    if not in_body + in_test:
+        return
+    turns = trip_count(module, computation, loop, given)
+    # The condition is asked once more than the body runs.
+    for collectives, more in (in_body, 0), (in_test, 1):
+        for collective in collectives:
+            times = collective.times
+            if turns is None or times is None:
+                yield collective._replace(times=None)
+            else:
+                yield collective._replace(times=times * (turns + more))
+
+
+def _inside(module: Module, called: str, given: Given) -> Iterator[Collective]:
+    # Most are fusions of plain arithmetic, which need not even be parsed.
+    if _NOT_PLAIN.search(module.texts[called]):
+        yield from _collectives(module, called, given)
+
+
+def _nothing(place: int, element: int | None) -> None:
+    """What is known of the arguments of a program."""
+
+
+def trip_count(
+    module: Module, computation: str, loop: Instruction, given: Given = _nothing
+) -> int | None:
+    """How often a loop turns: as the compiler says, or the name of its scope, or as its
+    counter tells; None if nothing does."""
+    if match := _TRIP_COUNT.search(loop.attributes):
+        return int(match[1])
+    if (named := times_of(loop.path)) is not None:
+        return named
+    return _run(module, loop, _inputs(module, computation, loop, given))[0]
+
+
+# A counter is a number that each turn makes of the last one, until the condition does
+# not hold: so `scan` and `fori_loop` are written. Compilers hide it: they fuse the
+# comparison, take the first and last turns out, and hand constants in through the carry
+# of a loop outside, or through calls. So the numbers that a condition asks for, and
+# nothing else of a loop, are computed here as the program does it.
+
+
+def _run(module: Module, loop: Instruction, start: Given) -> tuple[int | None, Given]:
+    """How often a loop turns by its counter, and the numbers that it ends with."""
+    kept = _kept(module, loop, start)
+    numbers: dict[Any, int | None] = {}
+
+    def first(*place: Any) -> int | None:
+        return numbers.setdefault(place, start(*place))
+
+    def now(*place: Any) -> int | None:
+        return numbers[place] if place in numbers else kept(*place)
+
+    goes_on = _root(module, loop.condition, first)
+    for turns in range(_MOST_TURNS):
+        if not goes_on:
+            return (None if goes_on is None else turns), now
+        after = {place: _root(module, loop.body, now, place[1]) for place in numbers}
+        if after == numbers:
+            break  # it turns for ever
+        numbers.update(after)
+        goes_on = _root(module, loop.condition, now)
+    return None, kept
+
+
+def _kept(module: Module, loop: Instruction, start: Given) -> Given:
+    """The numbers that each turn of a loop begins with."""
+
+    @functools.cache
+    def kept(*place: Any) -> int | None:
+        number = start(*place)
+        alone = lambda *other: number if other == place else None  # noqa: E731
+        return number if _root(module, loop.body, alone, place[1]) == number else None
+
+    return kept
+
+
+def _inputs(
+    module: Module, computation: str, caller: Instruction, given: Given
+) -> Given:
+    """What an instruction calls a computation with; a branch, with nothing known."""
+
+    def inputs(place: int, element: int | None) -> int | None:
+        if caller.opcode == "conditional":
+            return None
+        return _number(module, computation, caller.operands[place], given, element)
+
+    return inputs
+
+
+def _root(
+    module: Module, computation: str, given: Given, element: int | None = None
+) -> int | None:
+    """What a computation gives."""
+    name = module.root(computation).name
+    return _number(module, computation, name, given, element)
+
+
+def _number(
+    module: Module,
+    computation: str,
+    name: str,
+    given: Given,
+    element: int | None = None,
+) -> int | None:
+    """A number, or that element of a tuple; None if it is not known."""
+    maker = module[computation][name]
+    opcode, operands = maker.opcode, maker.operands
+    of = functools.partial(_number, module, computation, given=given)
+    if opcode == "parameter":
+        return given(int(maker.literal), element)
+    if opcode == "constant":
+        is_integer = re.match(r"[su]\d+\[\]", maker.shape)
+        return int(maker.literal) if is_integer else None
+    if opcode in _AS_IT_WAS:
+        return of(operands[0], element=element)
+    if opcode == "get-tuple-element" and element is None:
+        return of(operands[0], element=maker.index)
+    if opcode == "tuple" and element is not None:
+        return of(operands[element])
+    if opcode in ("fusion", "call", "while"):
+        inputs = _inputs(module, computation, maker, given)
+        if opcode == "while":
+            return _run(module, maker, inputs)[1](0, element)
+        return _root(module, maker.called[0], inputs, element)
+    if function := _ARITHMETIC.get(maker.direction or opcode):
+        terms = [of(operand) for operand in operands]
+        return None if None in terms else function(*terms)
+    return None
+
+
+def _collective(module: Module, computation: str, start: Instruction) -> Collective:
+    kind = _kind(start)
+    operands = _operands(module[computation], start)
+    groups = groups_in(start.attributes, module.num_devices)
+    size = max(map(len, groups), default=1)
+
+    # The result of a start has the operands in it too, and so is no measure.
+    operand_bytes = result_bytes = sum(operand.array.bytes for operand in operands)
+    if kind == "all-gather":
+        result_bytes = operand_bytes * size
+    elif kind == "reduce-scatter":
+        result_bytes = operand_bytes // size
+    elif kind == "ragged-all-to-all":
+        operand_bytes, result_bytes = (operand.array.bytes for operand in operands[:2])
+
+    is_sync = '"is_sync":true' in start.attributes
+    overlapped = start.opcode.endswith("-start") and not is_sync
+    for name in ("async_collective_name=", "chain_id="):
+        overlapped |= name in start.attributes
+    return Collective(
+        kind,
+        start.name,
+        computation,
+        operands,
+        operand_bytes,
+        result_bytes,
+        groups,
+        1,
+        False,
+        overlapped,
+        overlapped and _is_hidden(module, computation, start),
+        start.path,
+    )
+
+
+def _is_hidden(module: Module, computation: str, start: Instruction) -> bool:
+    """Whether matrix products stand between a collective's start and its end."""
+    if not start.opcode.endswith("-start"):
+        # Of a TPU, which fuses the links of a chain with the products they run beside.
+        return "chain_id=" in start.attributes
+    has_started = False
+    for instruction in module[computation].values():
+        if instruction.name == start.name:
+            has_started = True
+        elif has_started and instruction.opcode.endswith("-done"):
+            if start.name in instruction.operands:
+                return False
+        elif has_started and _multiplies(module, instruction):
+            return True
+    return False
+
+
+def _multiplies(module: Module, each: Instruction) -> bool:
+    """Whether an instruction, or what it calls, is a matrix product or convolution."""
+    if each.opcode in ("dot", "convolution"):
+        return True
+    if each.opcode == "custom-call":
+        return _PRODUCT_CALL.search(each.attributes) is not None
+    return any(
+        _PRODUCT.search(module.texts[called])
+        and any(_multiplies(module, inner) for inner in module[called].values())
+        for called in each.called
+    )
+
+
+def _operands(
+    known: Mapping[str, Instruction], each: Instruction
+) -> tuple[Operand, ...]:
+    return tuple(
+        Operand(name, array, _paths(known, name))
+        for name in each.operands
+        if name in known
+        for array in arrays_in(known[name].shape)
+    )
+
+
+def _all_reduce_scatter(
+    module: Module, computation: str, fusion: Instruction
+) -> Collective | None:
+    """TPU's reduce-scatter: a fusion of an all-reduce and the slices of it."""
+    if fusion.opcode != "fusion" or "%all-reduce-scatter" not in fusion.attributes:
+        return None
+    (called,) = fusion.called
+    inside = [
+        _collective(module, called, instruction)
+        for instruction in module[called].values()
+        if _kind(instruction) == "all-reduce"
+    ]
+    if len(inside) != 1:
+        return None
+    (reduction,) = inside
+    return reduction._replace(
+        kind="reduce-scatter",
+        name=fusion.name,
+        computation=computation,
+        operands=_operands(module[computation], fusion) or reduction.operands,
+        result_bytes=reduction.operand_bytes // reduction.group_size,
+        path=fusion.path or reduction.path,
+    )
+
+
+def _is_later_link(known: Mapping[str, Instruction], each: Instruction) -> bool:
+    """Whether this is a collective of TPU that an earlier fusion has started."""
+    return "chain_id=" in each.attributes and not any(
+        "AsyncCollectiveStart" in other.attributes and each.name in other.operands
+        for other in known.values()
+    )
+
+
+def _kind(each: Instruction) -> str:
+    """One of `KINDS`, if it moves data between devices."""
+    return each.opcode.removesuffix("-start")
+
+
+def _paths(known: Mapping[str, Instruction], name: str) -> tuple[str, ...]:
+    """Where an array is computed: the nearest instructions of which the text tells."""
+    paths, waiting, seen = [], [name], set()
+    while waiting:
+        instruction = known.get(waiting.pop(0))
+        if instruction is None or instruction.name in seen:
+            continue
+        seen.add(instruction.name)
+        if instruction.path:
+            paths.append(instruction.path)
+        else:
+            waiting += instruction.operands
+    return tuple(dict.fromkeys(paths))

@@ -1,0 +1,409 @@
+"""What a run will cost, read from its compiled train step before any of it runs."""
+
+import dataclasses
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+import jax
+
+from ...basics.arguments import check_choice
+from ...basics.console import columns, say
+from ...basics.environment import import_extra
+from ...basics.files import save_figure
+from ...basics.units import in_bytes, in_seconds, in_short
+from .parts import GROUPS, Bound, Estimate, Leaf, Memory, Row, Traffic
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Plan:
+    """What a train step takes: memory, communication, operations, per device.
+
+    `str(plan)` is the report for people, `to_dict()` the same for programs;
+    `trainer.report(path, plan)` puts it on the page of a run.
+
+    Attributes:
+        device: the devices it is for: `"8 x cpu"`.
+        platform: whose compiler: `"cpu"`, `"gpu"` or `"tpu"`.
+        num_devices: how many there are.
+        num_hosts: how many hosts have them. Each process counts as a host.
+        mesh: sizes of the mesh's axes by name.
+        strategy: its `repr`.
+        rows: rows of the global batch that a step computes, padding included.
+        micro_batches: how many batches a step takes.
+        steps: how many steps the program takes per call. The batch is that of all of
+            them; operations and collectives are counted per step.
+        memory: bytes per device.
+        flops: operations in the matrix products and convolutions of a step, summed over
+            all devices, as traced; None if the strategy hides the traced step.
+        products: the same by what they are computed in: `"bfloat16"`, `"TF32 (JAX's
+            default for float32)"`.
+        bubble: the share of the time in split layers that devices spend waiting for
+            each other, by the strategy's schedule; `flops` counts it as work.
+        traffic: the collectives, those with the most bytes first.
+        leaves: every leaf of the state and of the batch.
+        bounds: lower bounds, each with the value that was found.
+        not_overwritten: paths of leaves that were donated but are copied anyway.
+        estimate: the time of a step in seconds, if the hardware is known.
+        trace_seconds: time to trace the step; None if `compile_seconds` includes it.
+        compile_seconds: time to compile it.
+        notes: what is exact, what is an estimate and what is unknown.
+        planner: compiles for other devices; None for the step in use.
+    """
+
+    device: str
+    platform: str
+    num_devices: int
+    num_hosts: int
+    mesh: dict[str, int]
+    strategy: str
+    rows: int
+    micro_batches: int
+    steps: int
+    memory: Memory
+    flops: float | None
+    products: dict[str, float] | None
+    bubble: float
+    traffic: tuple[Traffic, ...]
+    leaves: tuple[Leaf, ...]
+    bounds: tuple[Bound, ...]
+    not_overwritten: tuple[str, ...]
+    estimate: Estimate | None
+    trace_seconds: float | None
+    compile_seconds: float
+    notes: dict[str, list[str]]
+    planner: Any = None
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that a device sends per step."""
+        return sum(traffic.wire_bytes for traffic in self.traffic)
+
+    def scaling(
+        self,
+        counts: Sequence[int] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024),
+        *,
+        keep: str = "rows_per_device",
+    ) -> "Scaling":
+        """Plans the same step for other numbers of devices.
+
+        Args:
+            counts: numbers of devices; each means one compilation.
+            keep: what stays as in this plan: `"rows_per_device"` (the global batch
+                grows with the number of devices) or `"rows"`, the global batch.
+        """
+        check_choice("keep", keep, ("rows_per_device", "rows"))
+        planner = self._compiling()
+        per_shard = math.ceil(self._batch / planner.num_shards(self.num_devices))
+        lines = []
+        for count in counts:
+            rows = (
+                self._batch if keep == "rows" else per_shard * planner.num_shards(count)
+            )
+            plan = planner.plan(count, rows)
+            row = Row(count, plan.rows, plan.memory.peak, plan.wire_bytes)
+            if (estimate := plan.estimate) is not None:
+                row = row._replace(
+                    step=estimate.worst,
+                    rows_per_second=plan.rows / estimate.worst,
+                    efficiency=estimate.efficiency,
+                )
+            lines.append(row)
+        return Scaling(tuple(lines))
+
+    def largest_batch(self, memory: int | float | None = None) -> int:
+        """Finds the largest global batch that fits into memory, without running it.
+
+        Compiles six to ten programs, and says how much memory each of them needs.
+
+        Args:
+            memory: bytes per device that may be used. Default: the memory that JAX
+                takes of the device or of the plan's hardware (three quarters of a GPU,
+                or XLA_CLIENT_MEM_FRACTION), less a tenth as a reserve.
+
+        Returns:
+            The number of rows; 0 if not even one row per shard fits.
+        """
+        planner = self._compiling()
+        limit = planner.limit(memory)
+        shards = planner.num_shards(self.num_devices)
+
+        def peak(per_shard: int) -> float:
+            try:
+                plan = planner.plan(self.num_devices, per_shard * shards)
+            except jax.errors.JaxRuntimeError as error:
+                # TPU's compiler refuses what the chip's memory does not hold.
+                if "RESOURCE_EXHAUSTED" in str(error):
+                    return math.inf
+                raise
+            say(f"{plan.rows} rows in a step need {in_bytes(plan.memory.peak)}")
+            return plan.memory.peak
+
+        return largest(peak, limit, math.ceil(self._batch / shards)) * shards
+
+    @property
+    def _batch(self) -> int:
+        return self.rows // self.micro_batches
+
+    def _compiling(self) -> Any:
+        if self.planner is None:
+            raise RuntimeError(
+                "this plan was read from the running step, so it has no answer"
+                " for other devices or batches; make one with"
+                " `trainer.plan(loader)`."
+            )
+        return self.planner
+
+    def to_dict(self) -> dict[str, Any]:
+        """The whole plan as JSON values."""
+        names = [field.name for field in dataclasses.fields(self)]
+        values = {name: _plain(getattr(self, name)) for name in names[:-1]}
+        for plain, bound in zip(values["bounds"], self.bounds, strict=True):
+            plain["ratio"] = bound.ratio
+        return values | {"wire_bytes": self.wire_bytes}
+
+    def __str__(self) -> str:
+        parts = [f"Plan for {self.device}: {headline(self)}"]
+        for title, lines in sections(self):
+            parts.append("\n".join([title, *(f"  {line}" for line in lines)]))
+        return "\n\n".join(parts)
+
+    def __repr__(self) -> str:
+        return f"Plan({self.device}, peak {self.memory.peak:,} bytes per device)"
+
+
+class Scaling(NamedTuple):
+    """A plan for each number of devices; `str` makes a table of it."""
+
+    rows: tuple[Row, ...]
+
+    def __str__(self) -> str:
+        names = "devices rows peak/device sent/device step rows/s efficiency"
+        rows = [names.split(), *map(_scaling_row, self.rows)]
+        return "\n".join(columns(rows, right=range(len(rows[0]))))
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        """A dict for each number of devices."""
+        return [row._asdict() for row in self.rows]
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Plots memory, communication and speed against the number of devices.
+
+        Args:
+            path: where to save the picture; the suffix decides the format.
+        """
+        matplotlib = import_extra("matplotlib.figure", "`Scaling.plot`", "plots")
+        figure = matplotlib.Figure(figsize=(9, 6), layout="constrained")
+        counts = [row.devices for row in self.rows]
+        for place, (field, title) in enumerate(_PANELS, 1):
+            values = [getattr(row, field) for row in self.rows]
+            if None in values:
+                continue  # speed needs a profile
+            axes = figure.add_subplot(2, 2, place)
+            axes.plot(counts, values, marker="o")
+            axes.set_title(title, fontsize=10)
+            axes.set_xlabel("devices")
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(counts, [str(count) for count in counts], fontsize=8)
+            if 0 < 50 * min(values) < max(values):
+                axes.set_yscale("log")
+            else:
+                axes.set_ylim(0, 1.06 * max(values) or 1)
+            axes.grid(alpha=0.3)
+        save_figure(figure, path)
+
+
+_PANELS: Final = (
+    ("peak", "peak per device, bytes"),
+    ("wire_bytes", "sent per device and step, bytes"),
+    ("rows_per_second", "rows per second, estimated"),
+    ("efficiency", "efficiency"),
+)
+
+
+def largest(peak: Callable[[int], float], limit: int, start: int = 1) -> int:
+    """The largest number whose peak is within the limit, if peaks grow with it.
+
+    A peak is nearly a constant and a part in proportion, so the line through two of
+    them leads close, and a few more compilations decide.
+    """
+    known: dict[int, float] = {}
+    low, high, number = 0, 1 << 40, start
+    while high - low > 1:
+        known[number] = peak(number)
+        low, high = (number, high) if known[number] <= limit else (low, number)
+
+        number = (low + high) // 2 if high in known else 2 * low
+        nearest = sorted(known.items(), key=lambda each: abs(each[1] - limit))[:2]
+        if len(nearest) == 2 and len(known) <= 8:
+            (x, y), (u, v) = nearest
+            slope = (v - y) / (u - x)
+            if 0 < slope < math.inf:
+                guess = max(low + 1, int(x + (limit - y) / slope))
+                # Never 16 times as many at once, lest a program takes long to compile.
+                number = min(guess, high - 1 if high in known else 16 * low)
+    return low
+
+
+def _plain(value: Any) -> Any:
+    """A part of a plan as JSON takes it."""
+    if hasattr(value, "_asdict"):
+        return _plain(value._asdict())
+    if isinstance(value, dict):
+        return {key: _plain(part) for key, part in value.items()}
+    return list(map(_plain, value)) if isinstance(value, list | tuple) else value
+
+
+_LABELS: Final = GROUPS | {"other": "step, key, sums"}
+_NOTES: Final = {"exact": "Exact", "indicative": "Indicative", "unknown": "Not known"}
+
+_MOST: Final = 10
+"""How many leaves a section lists."""
+
+
+def headline(plan: Any) -> str:
+    """What is planned, in one line."""
+    hosts = f" on {plan.num_hosts} hosts" if plan.num_hosts > 1 else ""
+    batches = f" in {plan.micro_batches} batches" if plan.micro_batches > 1 else ""
+    steps = f", {plan.steps} steps at a time" if plan.steps > 1 else ""
+    return f"{plan.strategy}{hosts}, {plan.rows} rows per step{batches}{steps}"
+
+
+def sections(plan: Any) -> Iterator[tuple[str, list[str]]]:
+    """All that a plan has to say, the most important first: titles, and lines."""
+    # What it holds, sends and copies.
+    yield "Memory per device", _memory(plan.memory)
+    sent = f"a device sends {in_bytes(plan.wire_bytes)} per step"
+    traffic = columns(map(_traffic, plan.traffic)) or ["Nothing is sent."]
+    yield f"Communication: {sent}", traffic
+    bounds = [
+        (
+            f"{entry.ratio:.3f} x",
+            in_bytes(entry.found),
+            f"of {in_bytes(entry.least)}",
+            entry.what,
+        )
+        for entry in plan.bounds
+    ]
+    yield "Lower bounds of this layout", columns(bounds)
+    yield "Donation", [_donation(plan)]
+
+    # What it computes, and how long that takes.
+    yield "Operations", _operations(plan)
+    if (estimate := plan.estimate) is not None:
+        yield f"Time on {estimate.hardware} at its peaks", _estimate(plan)
+    traced, took = plan.trace_seconds, f"compiled in {plan.compile_seconds:.1f} s."
+    begin = "Traced and " if traced is None else f"Traced in {traced:.1f} s, "
+    yield "Compilation", [begin + took]
+    for kind, notes in plan.notes.items():
+        if notes:
+            yield _NOTES[kind], [f"- {note}" for note in notes]
+
+
+def _memory(memory: Memory) -> list[str]:
+    """What the peak is made of; alignment goes to the smallest of what is held."""
+    held = {label: getattr(memory, name) for name, label in _LABELS.items()}
+    held[_LABELS["other"]] += memory.arguments - sum(held.values())
+    held["new results"] = memory.results - memory.overwritten
+    held["temporary"] = memory.temporary
+    held["batches that wait"] = memory.in_flight
+    shown = {label: size for label, size in held.items() if size}
+    shown["peak"] = memory.peak
+    moved = []
+    if memory.host:
+        shown["optimizer state on the host"] = memory.host
+        moved = [
+            "Each step moves it to the device and back. The compiler moves it as"
+            " early as the device's memory allows; it then counts as temporary."
+        ]
+    rows = [(label, in_bytes(size), f"{size:,}") for label, size in shown.items()]
+    return [
+        *columns(rows),
+        f"All gradients together take {in_bytes(memory.gradients)}. The compiler"
+        " decides how many of them exist at a time; the peak includes them.",
+        *moved,
+    ]
+
+
+def _traffic(each: Traffic) -> tuple[str, ...]:
+    axes = "other groups" if each.axes is None else ", ".join(each.axes) or "-"
+    times = f"{each.count} x ?" if each.times is None else str(each.count * each.times)
+    extras = {
+        "between hosts": each.crosses,
+        "behind matrix products": each.hidden,
+        "beside computation": each.overlapped and not each.hidden,
+        "in a branch": each.optional,
+        "in a loop of unknown length": each.times is None,
+    }
+    remarks = ", ".join(words for words, is_so in extras.items() if is_so)
+    return (
+        each.kind,
+        f"{axes} ({each.group_size})",
+        each.dtype,
+        f"{times} x",
+        in_bytes(each.operand_bytes),
+        in_bytes(each.wire_bytes),
+        each.part + (f" ({remarks})" if remarks else ""),
+    )
+
+
+def _donation(plan: Any) -> str:
+    state = [leaf for leaf in plan.leaves if leaf.group != "batch" and leaf.bytes]
+    over = [leaf for leaf in state if leaf.overwritten]
+    size = in_bytes(sum(leaf.bytes_per_device for leaf in over))
+    sentence = (
+        f"{len(over)} of {len(state)} leaves of the state are overwritten, {size}."
+    )
+    if plan.not_overwritten:
+        listed = ", ".join(plan.not_overwritten[:_MOST])
+        more = len(plan.not_overwritten) - _MOST
+        listed += f" and {more} more" if more > 0 else ""
+        sentence += f" Donated but copied anyway: {listed}."
+    elif not over:
+        sentence += " Nothing is donated, so a step needs the memory of two states."
+    return sentence
+
+
+def _operations(plan: Any) -> list[str]:
+    count, lines = plan.flops, []
+    if count is not None:
+        lines += [
+            f"{in_short(count)}FLOP per step in matrix products and convolutions, as"
+            f" traced: {in_short(count / plan.num_devices)}FLOP per device,"
+            f" {in_short(count / plan.rows)}FLOP per row."
+        ]
+        shares = [
+            f"{number / count:.0%} in {name}"
+            for name, number in plan.products.items()
+            if number
+        ]
+        lines += [f"Computed {', '.join(shares)}."] * bool(shares)
+    if plan.bubble:
+        lines += [f"Stages wait for {plan.bubble:.1%} of the blocks' time."]
+    return lines or ["Not known for this strategy."]
+
+
+def _estimate(plan: Any) -> list[str]:
+    estimate = plan.estimate
+    fits = "fits" if estimate.fits else "does NOT fit"
+    return [
+        f"{in_seconds(estimate.best)} to {in_seconds(estimate.worst)} per step,"
+        f" {in_short(plan.rows / estimate.worst)} rows/s: computing"
+        f" {in_seconds(estimate.compute)}, memory {in_seconds(estimate.memory)},"
+        f" communication {in_seconds(estimate.communication)}; efficiency"
+        f" {estimate.efficiency:.0%} or more of one device.",
+        f"The peak {fits} into what JAX takes of its memory.",
+    ]
+
+
+def _scaling_row(row: Row) -> tuple[str, ...]:
+    return (
+        str(row.devices),
+        str(row.rows),
+        in_bytes(row.peak),
+        in_bytes(row.wire_bytes),
+        "-" if row.step is None else in_seconds(row.step),
+        "-" if row.rows_per_second is None else in_short(row.rows_per_second),
+        "-" if row.efficiency is None else f"{row.efficiency:.0%}",
+    )

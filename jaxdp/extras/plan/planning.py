@@ -1,0 +1,74 @@
+"""Plans of a trainer's step: of one that would run, and of the one that runs."""
+
+import contextlib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from ...basics.arguments import check_count
+from ...basics.tracebacks import UsersFramesFirst
+from ...data import NO_LOADER, open_loader, rows_of
+from ...engine import Engine
+from ...strategies import DataParallel
+from .plan import Plan
+from .planner import Planner, of_running
+
+if TYPE_CHECKING:
+    from jaxdp import Trainer
+
+
+@jax.disable_jit(False)
+def plan_step(
+    trainer: "Trainer",
+    loader: Iterable[Any] | None,
+    devices: int | None,
+    topology: str | None,
+    hardware: Any,
+    hosts: int | None,
+) -> Plan:
+    """`Trainer.plan`: the step compiled on shapes, maybe for devices elsewhere."""
+    for name, count in (("devices", devices), ("hosts", hosts)):
+        if count is not None:
+            check_count(name, count)
+            if topology is not None:
+                raise ValueError(
+                    f"`{name}`={count} and `topology`={topology!r} were both given; a"
+                    f" topology has its own {name}."
+                )
+
+    run, recipe = trainer.run, trainer.run.recipe
+    source = open_loader(
+        NO_LOADER if loader is None else loader,
+        "loader",
+        recipe.seed,
+        devices=jax.local_devices,
+    )
+    with contextlib.closing(source):
+        batch = source.peek()
+    run.renew_hooks(trainer.callbacks)
+    options = run.hooks.step_options()
+    known = run.engine.pure.objective if run.has_engine else None
+    objective = known or recipe.objective_for(batch)
+
+    def engine_on(strategy: DataParallel) -> Engine:
+        engine = recipe.new_engine(strategy, run.hooks, abstract=True)
+        engine.set(objective=objective)
+        engine.set_options(options)
+        return engine
+
+    with UsersFramesFirst():
+        window = [batch] * recipe.accumulate_grad_batches
+        planner = Planner(engine_on, recipe.strategy, window, topology, hardware)
+        if hosts is not None:
+            planner.spread(devices, hosts)
+
+        rows = None
+        if recipe.data == "local" and run.processes.count > 1:
+            rows = rows_of(batch) * run.processes.count  # each has other ones
+        return planner.plan(devices, rows)
+
+
+def plan_running_step(trainer: "Trainer") -> Plan | None:
+    """`Trainer.running_plan`, read from the compiled step."""
+    return of_running(trainer.run.engine) if trainer.run.has_engine else None

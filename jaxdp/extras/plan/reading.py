@@ -1,0 +1,464 @@
+"""A compiled train step, put into words: memory, collectives, lower bounds, time."""
+
+import functools
+import math
+import re
+from collections.abc import Collection, Sequence
+from typing import Any, Final
+
+import jax
+
+from ...basics.donation import overwritten_by
+from ...basics.host_memory import HOST
+from ...basics.tree import leaf_path, nbytes
+from ...basics.units import in_bytes
+from ...engine import num_in_flight
+from ...step import LONG_IN_FLIGHT, TABLE
+from ..local_sgd import LocalSGD
+from . import hlo
+from .hardware import Hardware, usable_memory
+from .parts import GROUPS, Bound, Estimate, Leaf, Memory, Traffic
+
+_MOST: Final = 3
+"""How many places a collective names that moves arrays from several."""
+
+_UNNAMED: Final = re.compile(
+    r"vmap|jvp|transpose|shard_map|while|body|cond|closed_call|branch_\d+_fun"
+    r"|checkpoint|remat\w*|custom_\w+|eval_jaxpr|own_loop|runs_\d+_times|"
+)
+"""What transformations, control flow and our own loops put into a path."""
+
+
+class Reading:
+    """A compiled step beside the shapes that it was compiled for.
+
+    Args:
+        engine: that has compiled it.
+        hosts: the number of the host that each device is on, in the mesh's order.
+        memory: bytes that an accelerator has, 0 if that is not known; None of CPUs, to
+            which batches come in the call.
+    """
+
+    def __init__(self, engine: Any, hosts: Sequence[int], memory: int | None = None):
+        strategy, runs = engine.strategy, engine.train_program()
+        mesh = getattr(strategy, "mesh", None)
+        self.mesh: dict[str, int] = {} if mesh is None else dict(mesh.shape)
+        self.hosts = hosts
+        rows = strategy.row_axes
+        self.batch_axes: tuple[str, ...] = getattr(strategy, "batch_axes", rows)
+        self.num_shards: int = strategy.num_shards
+        self.branch_every = strategy.every if isinstance(strategy, LocalSGD) else 1
+        if set(self.batch_axes) <= set(self.mesh):
+            self.num_shards = math.prod(self.mesh[axis] for axis in self.batch_axes)
+
+        # What it was compiled for.
+        self.written_for_example: bool = engine.pure.is_per_example("train")
+        self.has_state: bool = engine.pure.has_state
+        self.steps: int = runs.steps
+        self.rows = runs.rows // runs.steps
+        self.micro_batches = runs.micro_batches // runs.steps
+        self.donated: bool = runs.donated
+        counted = runs.products
+        self.products: dict[str, float] | None = None
+        if counted is not None:
+            self.products = {name: n / runs.steps for name, n in counted.items()}
+
+        # What the compiler made of it.
+        self.program = hlo.read(runs.compiled.as_text())
+        self.analysis = runs.compiled.memory_analysis()
+        self.results = runs.compiled.out_info
+        state = engine.held.shapes()
+        self.state, self.batch = leaves_of(state, runs.compiled, self.program.aliased)
+        self.leaves = self.state + self.batch
+        self.params = [leaf for leaf in self.state if leaf.group == "parameters"]
+        self.gathered = self._gathered_in_calls(state, strategy)
+        self.in_flight = 0 if memory is None else self._in_flight(memory)
+
+    def memory(self) -> Memory:
+        """What a device holds while it takes a step."""
+        held, host = dict.fromkeys(GROUPS.values(), 0), 0
+        for leaf in self.leaves:
+            if leaf.on_host:
+                host += leaf.bytes_per_device
+            else:
+                held[leaf.group] += leaf.bytes_per_device
+
+        sizes = self.analysis
+        arguments, results = sizes.argument_size_in_bytes, sizes.output_size_in_bytes
+        overwritten, temporary = sizes.alias_size_in_bytes, sizes.temp_size_in_bytes
+        if not sizes.host_argument_size_in_bytes:  # to a CPU it is one memory
+            arguments, results = arguments - host, results - host
+            overwritten -= sum(
+                leaf.bytes_per_device * (leaf.on_host and leaf.overwritten)
+                for leaf in self.leaves
+            )
+        return Memory(
+            **{field: held[group] for field, group in GROUPS.items()},
+            gradients=int(sum(map(self._gradient_bytes, self.params))),
+            temporary=temporary,
+            arguments=arguments,
+            results=results,
+            overwritten=overwritten,
+            program=sizes.generated_code_size_in_bytes,
+            in_flight=self.in_flight,
+            peak=arguments + results - overwritten + temporary + self.in_flight,
+            host=host,
+        )
+
+    def _in_flight(self, memory: int) -> int:
+        """Bytes of batches that wait on a device for their steps: those of the steps
+        that are launched, but for the one that runs, and the next one."""
+        nbytes = sum(
+            leaf.bytes_per_device
+            for leaf in self.batch
+            if leaf.path != "counts" and f"whole.{TABLE}" not in leaf.path
+        )
+        launched = num_in_flight(nbytes, memory)
+        return nbytes * (min(launched, LONG_IN_FLIGHT) if self.steps > 1 else launched)
+
+    @functools.cached_property
+    def traffic(self) -> tuple[Traffic, ...]:
+        """Collectives alike in everything but their bytes, together."""
+        by_kind: dict[Traffic, list[hlo.Collective]] = {}
+        for collective in self.program.collectives:
+            if collective.group_size > 1:
+                alike = Traffic(
+                    collective.kind,
+                    collective.axes(self.mesh),
+                    collective.group_size,
+                    collective.dtype,
+                    place_of(collective),
+                    times=collective.times,
+                    overlapped=collective.overlapped,
+                    hidden=collective.hidden,
+                    optional=collective.optional,
+                    crosses=any(
+                        len({self.hosts[place] for place in group}) > 1
+                        for group in collective.groups
+                    ),
+                )
+                by_kind.setdefault(alike, []).append(collective)
+
+        # Bytes of a step, of which a dispatch may have several.
+        traffic = []
+        for alike, listed in by_kind.items():
+            times, steps = alike.times or 1, self.steps
+            steps *= self.branch_every if alike.optional else 1
+            held = sum(collective.operand_bytes for collective in listed)
+            sent = sum(collective.wire_bytes for collective in listed)
+            total = alike._replace(
+                count=len(listed),
+                times=alike.times and math.ceil(alike.times / steps),
+                operand_bytes=held * times // steps,
+                wire_bytes=sent * times / steps,
+            )
+            traffic.append(total)
+        return tuple(sorted(traffic, key=lambda row: -row.wire_bytes))
+
+    @property
+    def not_overwritten(self) -> tuple[str, ...]:
+        """Leaves that were donated and are copied all the same."""
+        return tuple(
+            f"{leaf.group}: {leaf.path}"
+            for leaf in self.state
+            if self.donated and leaf.bytes and not leaf.overwritten
+        )
+
+    def bounds(self) -> tuple[Bound, ...]:
+        """Lower bounds of this layout, beside what the program does."""
+        shards = self.num_shards
+        gradients = sum(map(self._gathered_bytes, self.params))
+        state, batch = (
+            sum(item.bytes_per_device for item in leaves if not item.on_host)
+            for leaves in (self.state, self.batch)
+        )
+
+        metrics = sum(nbytes(leaf) for leaf in jax.tree.leaves(self.results[1]))
+        # A program returns a table with a pointer to each result.
+        metrics += 8 * len(jax.tree.leaves(self.results))
+
+        memory = self.memory()
+        return (
+            Bound(
+                "bytes sent per device: 2(n-1)/n of every gradient, to sum it"
+                " over the devices that share the batch"
+                + (f", every {self.branch_every} steps" * (self.branch_every > 1)),
+                2 * (shards - 1) / shards * gradients / self.branch_every,
+                sum(item.wire_bytes for item in self.traffic),
+            ),
+            Bound(
+                "bytes of arguments: the state and the batch, once",
+                state + batch,
+                memory.arguments,
+            ),
+            Bound(
+                "bytes of new results: metrics, and a pointer per result",
+                metrics if self.donated else metrics + state,
+                memory.results - memory.overwritten,
+            ),
+        )
+
+    def saved_per_example(self) -> tuple[float, float] | None:
+        """Bytes sent per device and step, and those of a loss of one example.
+
+        None if that would save less than a tenth, or is not known.
+        """
+        is_apart = self.written_for_example or {*self.mesh} != {*self.batch_axes}
+        if is_apart or self.has_state or self.branch_every > 1:
+            return None
+        ring = (self.num_shards - 1) / self.num_shards
+        least = 0.0
+        for leaf in self.params:
+            passes = 3 * self.micro_batches if leaf.path in self.gathered else 2
+            least += passes * ring * self._gathered_bytes(leaf)
+        sent = sum(item.wire_bytes for item in self.traffic)
+        return (sent, least) if least < 0.9 * sent else None
+
+    def _gathered_in_calls(self, state: Any, strategy: Any) -> frozenset[str]:
+        """The parameters that modules gather when they are called, and not the step.
+
+        Of a strategy that has such modules a step may gather all at once nevertheless,
+        where it works on rows one by one say. Then nothing is gathered in a pass of the
+        model.
+        """
+        gatherers = getattr(strategy, "gatherers", None)
+        places = [_place(moved.path) for moved in self.program.collectives]
+        in_calls = any(
+            ": " in place and place.endswith("parameters") for place in places
+        )
+        if gatherers is None or not in_calls:
+            return frozenset()
+        named = jax.tree_util.tree_leaves_with_path(state.params)
+        return frozenset(
+            leaf_path(path)
+            for path, leaf in named
+            if gatherers.gather(leaf_path(path), leaf.sharding.spec, self.batch_axes)
+        )
+
+    def _gradient_bytes(self, leaf: Leaf) -> float:
+        """Bytes of a leaf's gradient: it is summed straight into shares, or whole."""
+        if leaf.path in self.gathered:
+            return leaf.bytes_per_device
+        return self._gathered_bytes(leaf)
+
+    def _gathered_bytes(self, leaf: Leaf) -> float:
+        """Bytes of a leaf, less what axes split it into that don't split the batch."""
+        others = [name for name in self.mesh if name not in self.batch_axes]
+        parts = [self.mesh[name] for name in others if f"'{name}'" in leaf.spec]
+        return leaf.bytes / math.prod(parts)
+
+
+def estimate(profile: Hardware, reading: Reading) -> Estimate:
+    """A roofline.
+
+    Args:
+        profile: what one device can do.
+        reading: of the step.
+    """
+    memory = reading.memory()
+    counted = (reading.products or {}).items()
+    compute = sum(n / profile.rate(name) for name, n in counted) / len(reading.hosts)
+    least = memory.arguments + memory.results + 2 * memory.temporary
+    touched = least / profile.memory_bandwidth
+
+    communication = 0.0
+    for traffic in reading.traffic:
+        near = profile.domain is None or traffic.group_size <= profile.domain
+        speed = profile.link_bandwidth if near else profile.far_bandwidth
+        if not near and profile.domain:
+            # Of a ring over nodes, one device per node sends to the next node; each
+            # part of the data crosses once, over as many adapters as a node has.
+            speed = min(profile.link_bandwidth, profile.far_bandwidth * profile.domain)
+        communication += traffic.wire_bytes / speed
+
+    busy = max(compute, touched)
+    worst = busy + communication
+    return Estimate(
+        profile.name,
+        compute,
+        touched,
+        communication,
+        max(busy, communication),
+        worst,
+        busy / worst if worst else 1.0,
+        memory.peak <= usable_memory(profile),
+    )
+
+
+def place_of(each: hlo.Collective) -> str:
+    """Where in a step a collective stands: itself, or the arrays that it moves.
+
+    Told by the paths that JAX gives operations, of which this is in the backward pass,
+    in two scopes; the library's steps and `jax.named_scope` name more:
+
+        jit(train_all)/shard_map/transpose(jvp(vmap(eqx.nn.MLP)))/eqx.nn.Linear/dot
+    """
+    own_place = _place(each.path)
+    if _scopes(each.path):
+        return own_place
+    moved = [_place(path) for operand in each.operands for path in operand.paths]
+    places = [place for place in dict.fromkeys(moved) if place]
+    if len(places) > _MOST:
+        places[_MOST:] = [f"{len(places) - _MOST} more"]
+    return ", ".join(places) or own_place or "other arrays"
+
+
+def _place(path: str) -> str:
+    """`"backward: eqx.nn.MLP/eqx.nn.Linear"`; empty if the path tells nothing."""
+    phase = "forward" if "jvp(" in path else ""
+    phase = "backward" if "transpose(" in path else phase
+    return ": ".join(filter(None, (phase, _scopes(path))))
+
+
+def _scopes(path: str) -> str:
+    """The named scopes around an operation, from the outermost in."""
+    if ":" in path:
+        return ""  # Several operations that the compiler has joined.
+    path = re.sub(r"\bp?jit\([^()]*\)", "", path)
+    *around, _ = path.split("/")
+    names = re.split(r"[/()]+", "/".join(around))
+    return "/".join(name for name in names if not _UNNAMED.fullmatch(name))
+
+
+_GROUPS: Final = {
+    "params": "parameters",
+    "buffers": "frozen leaves",
+    "model_state": "model state",
+    "opt_state": "optimizer state",
+}
+
+
+def leaves_of(
+    state: Any, compiled: Any, aliased: Collection[int]
+) -> tuple[list[Leaf], list[Leaf]]:
+    """The leaves of the state, and those of the batch.
+
+    Args:
+        state: of shapes.
+        compiled: the step.
+        aliased: which of the program's inputs it overwrites.
+    """
+    named = [
+        (_GROUPS.get(field, "other"), leaf_path(path) or field, leaf)
+        for field, tree in state._asdict().items()
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    ]
+    (_, groups), _ = compiled.args_info
+    paths = jax.tree_util.tree_leaves_with_path(groups)
+    batch = [
+        ("batch", leaf_path(path[1:] if len(groups) == 1 else path), leaf)
+        for path, leaf in paths
+    ]
+
+    # Of a leaf that nothing depends on JAX does not say how it is split: as others.
+    (_, split), _ = compiled.input_shardings
+    usual = [*jax.tree.leaves(split), named[0][2].sharding][0]
+    of_batch = [
+        sharding or (split[0].counts if path[1].name == "whole" else usual)
+        for sharding, (path, _) in zip(
+            jax.tree.structure(groups).flatten_up_to(split), paths, strict=True
+        )
+    ]
+
+    overwritten = overwritten_by(compiled, aliased)
+    of_state = [
+        _leaf(*entry, entry[2].sharding, place in overwritten)
+        for place, entry in enumerate(named)
+    ]
+    return of_state, [
+        _leaf(*entry, sharding, place in overwritten)
+        for place, (entry, sharding) in enumerate(
+            zip(batch, of_batch, strict=True), len(named)
+        )
+    ]
+
+
+def _leaf(group: str, path: str, leaf: Any, sharding: Any, overwritten: bool) -> Leaf:
+    shard = tuple(sharding.shard_shape(leaf.shape))
+    spec = getattr(sharding, "spec", ())
+    split = any(part is not None and part != () for part in spec)
+    parts = math.prod(
+        math.ceil(whole / part) if part else 1
+        for whole, part in zip(leaf.shape, shard, strict=True)
+    )
+    return Leaf(
+        group,
+        path,
+        tuple(leaf.shape),
+        str(leaf.dtype),
+        str(tuple(spec)) if split else "replicated",
+        parts,
+        shard,
+        nbytes(leaf),
+        nbytes(leaf, shard),
+        overwritten,
+        sharding.memory_kind == HOST,
+    )
+
+
+def notes_on(
+    reading: Reading, platform: str, are_here: bool, profile: Hardware | None
+) -> dict[str, list[str]]:
+    """What of a plan is exact, what indicative and what not known."""
+    batch = [leaf for leaf in reading.batch if leaf.path != "counts"]
+    shapes = ", ".join(map(_shape, batch[:4]))
+    exact = [
+        "bytes of every leaf per device; arguments, results, temporary memory and peak,"
+        " as this compiler laid them out; which inputs are overwritten; every"
+        " collective of the compiled program; matrix operations as traced"
+    ]
+    indicative = [
+        f"this is the step for the shape of the first batch, {shapes}; other"
+        " shapes have programs of their own"
+    ]
+    kept = [leaf.bytes_per_device for leaf in batch if f"whole.{TABLE}" in leaf.path]
+    if kept:
+        exact.append(f"{in_bytes(sum(kept))} of the batch are arrays (`jaxdp.Arrays`)")
+        exact[-1] += " that each device keeps; steps take their rows there"
+    unknown = ["memory of the program itself, of collectives' libraries and of JAX"]
+
+    # What the compiler of other devices can't tell.
+    if platform == "cpu" and not are_here:
+        indicative.append(
+            "temporary memory and collectives come from XLA's CPU compiler. GPU"
+            " and TPU compilers fuse more, and turn an all-reduce of which a part"
+            " is used into a reduce-scatter, which the CPU compiler never does:"
+            " plan with `topology`"
+        )
+    if (saved := reading.saved_per_example()) is not None:
+        sent, least = map(in_bytes, saved)
+        indicative.append(
+            f"the loss is written for a batch, and XLA sends {sent} for it. If it is"
+            f" a mean over examples, jaxdp.per_example(fn) sends about {least}"
+        )
+    if any(leaf.on_host for leaf in reading.leaves):
+        unknown.append("the time to move optimizer state between host and device")
+    if reading.products is None:
+        unknown.append("operations: this strategy hides the traced step")
+    if any(traffic.times is None for traffic in reading.traffic):
+        unknown.append("how often some loops run: collectives in them count once")
+
+    # What its profile says.
+    if profile is None:
+        unknown.append("time: pass the hardware, such as hardware='h100'")
+        return {"exact": exact, "indicative": indicative, "unknown": unknown}
+    indicative.append(
+        f"seconds, from the peaks of {profile.name} and ring algorithms at full"
+        " bandwidth: real steps reach 30 to 60 % of peaks"
+    )
+    usable = usable_memory(profile)
+    if usable < profile.memory:
+        exact.append(
+            f"memory of {profile.name}: {in_bytes(usable)} of its"
+            f" {in_bytes(profile.memory)}, the share that JAX takes of a GPU;"
+            " set XLA_CLIENT_MEM_FRACTION to more, such as .9, before it starts"
+        )
+    return {"exact": exact, "indicative": indicative, "unknown": unknown}
+
+
+def _shape(leaf: Leaf) -> str:
+    """A leaf of the batch, and what a device has of it if more than rows are split."""
+    shape = f"{leaf.path} {leaf.shape[1:]}"
+    if leaf.shape[2:] != leaf.shard[2:]:
+        shape += f" (each device has {leaf.shard[1:]})"
+    return shape

@@ -1,0 +1,345 @@
+"""The reader of compiled programs, on programs whose collectives are known."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxdp.extras.plan import hlo
+from jaxdp.extras.plan.hlo_text import parse_groups
+
+MESH_SHAPE = {"data": 4, "model": 2}
+
+
+def mesh():
+    devices = np.array(jax.devices()).reshape(4, 2)
+    return Mesh(devices, tuple(MESH_SHAPE), axis_types=(AxisType.Auto,) * 2)
+
+
+def compiled(function, *arguments, donate=()):
+    """`function` as every device runs it, on whole arguments."""
+    mapped = jax.shard_map(
+        function,
+        mesh=mesh(),
+        in_specs=(P(),) * len(arguments),
+        out_specs=P(),
+        check_vma=False,
+    )
+    everywhere = NamedSharding(mesh(), P())
+    structs = [
+        jax.ShapeDtypeStruct(np.shape(a), np.asarray(a).dtype, sharding=everywhere)
+        for a in arguments
+    ]
+    program = jax.jit(mapped, donate_argnums=donate, out_shardings=everywhere)
+    return program.trace(*structs).lower().compile()
+
+
+def read(function, *arguments, donate=()):
+    return hlo.read(compiled(function, *arguments, donate=donate).as_text())
+
+
+def f32(*shape):
+    return np.zeros(shape, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("axes", "size"), [("data", 4), ("model", 2), (("data", "model"), 8)]
+)
+def test_an_all_reduce_is_found_with_its_axes(axes, size):
+    (found,) = read(lambda x: lax.psum(x, axes), f32(10, 7)).collectives
+    assert found.kind == "all-reduce"
+    assert found.dtype == "float32"
+    assert found.operand_bytes == found.result_bytes == 280
+    assert found.group_size == size
+    assert found.axes(MESH_SHAPE) == ((axes,) if isinstance(axes, str) else axes)
+    assert found.times == 1
+    assert found.path.endswith("/psum")
+    assert found.wire_bytes == 2 * (size - 1) / size * 280
+
+
+def test_an_all_gather_is_found():
+    (found,) = read(
+        lambda x: lax.all_gather(x, "data", axis=0, tiled=True), f32(3, 5)
+    ).collectives
+    assert found.kind == "all-gather"
+    assert (found.operand_bytes, found.result_bytes) == (60, 240)
+    assert found.axes(MESH_SHAPE) == ("data",)
+    assert found.wire_bytes == 3 / 4 * 240
+
+
+def test_a_reduce_scatter_is_found():
+    (found,) = read(
+        lambda x: lax.psum_scatter(x, "model", scatter_dimension=0, tiled=True),
+        f32(8, 5),
+    ).collectives
+    assert found.kind == "reduce-scatter"
+    assert (found.operand_bytes, found.result_bytes) == (160, 80)
+    assert found.axes(MESH_SHAPE) == ("model",)
+    assert found.wire_bytes == 1 / 2 * 160
+
+
+def test_an_all_to_all_is_found():
+    (found,) = read(
+        lambda x: lax.all_to_all(x, "data", 0, 0, tiled=True), f32(8, 5)
+    ).collectives
+    assert found.kind == "all-to-all"
+    assert found.operand_bytes == found.result_bytes == 160
+    assert found.axes(MESH_SHAPE) == ("data",)
+    assert found.wire_bytes == 3 / 4 * 160
+
+
+def test_a_permutation_is_found():
+    ring = [(i, (i + 1) % 4) for i in range(4)]
+    (found,) = read(lambda x: lax.ppermute(x, "data", ring), f32(8, 5)).collectives
+    assert found.kind == "collective-permute"
+    assert found.axes(MESH_SHAPE) == ("data",)
+    assert found.wire_bytes == 160
+
+
+def test_a_program_without_collectives_has_none():
+    assert read(lambda x: x + 1, f32(4)).collectives == ()
+
+
+def test_combined_operands_are_kept_apart():
+    def function(x, y):
+        return lax.psum((x * 2, y.astype(jnp.int32)), "data")
+
+    found = read(function, f32(10), np.zeros(3, np.int8)).collectives
+    assert sum(each.operand_bytes for each in found) == 40 + 12
+    operands = [operand for each in found for operand in each.operands]
+    assert sorted((o.array.dtype, o.array.shape) for o in operands) == [
+        ("float32", (10,)),
+        ("int32", (3,)),
+    ]
+
+
+def test_branches_are_marked():
+    def function(x):
+        return lax.cond(
+            x[0] > 0, lambda x: lax.psum(x, "data"), lambda x: x * 2, lax.sin(x)
+        )
+
+    (found,) = read(function, f32(6)).collectives
+    assert found.optional
+    assert found.times == 1
+
+
+def test_donated_inputs_are_found():
+    def function(x, y, z):
+        return y + 1, x * 2, z.sum()
+
+    program = read(function, f32(3), f32(4, 4), f32(7), donate=(0, 1))
+    assert program.aliased == {0: "1", 1: "0"}
+
+
+GROUPS = {
+    "{{0,1},{2,3}}, more={{7}}": ((0, 1), (2, 3)),
+    "{}": (tuple(range(8)),),
+    "[2,4]<=[8]": ((0, 1, 2, 3), (4, 5, 6, 7)),
+    "[4,2]<=[2,4]T(1,0)": ((0, 4), (1, 5), (2, 6), (3, 7)),
+    "[1,8]<=[8], dimensions={0}": (tuple(range(8)),),
+    "mesh['a'=4,'b'=2] {'a'}, x": ((0, 2, 4, 6), (1, 3, 5, 7)),
+    "mesh['a'=4,'b'=1,'c'=2] {'c'}": ((0, 1), (2, 3), (4, 5), (6, 7)),
+    "mesh['a'=8] {'a'}": (tuple(range(8)),),
+    "mesh['a'=4,'b'=2] {'b','a'}": ((0, 2, 4, 6, 1, 3, 5, 7),),
+    "mesh['a'=8] {'a':(1)2}": ((0, 4), (1, 5), (2, 6), (3, 7)),
+    "mesh['a'=8] {'a':(2)4}": ((0, 1, 2, 3), (4, 5, 6, 7)),
+    "mesh['a'=8] {'a':(2)2}": ((0, 2), (1, 3), (4, 6), (5, 7)),
+    "mesh['a'=2,'b'=2], device_ids=(3,2,1,0) {'b'}": ((3, 2), (1, 0)),
+    "mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}": ((0, 1, 2, 3), (4, 5, 6, 7)),
+    "mesh['a'=2,'b'=4], device_ids=([2,4]T(1,0)) {'b'}": ((0, 4, 1, 5), (2, 6, 3, 7)),
+}
+
+
+@pytest.mark.parametrize("text", GROUPS)
+def test_groups_are_read_in_every_spelling(text):
+    assert parse_groups(text, 8) == GROUPS[text]
+
+
+def test_groups_along_no_axes_have_none():
+    facts = {"times": 1, "optional": False, "overlapped": False, "hidden": False}
+    moved = {"operands": (), "operand_bytes": 0, "result_bytes": 0, "groups": ()}
+    each = hlo.Collective("all-gather", "", "", **moved, **facts, path="")
+    half = each._replace(groups=((0, 1, 2, 3),))
+    assert half.axes({"data": 4, "model": 2}) is None
+    assert each._replace(groups=((0,), (1,))).axes({"data": 2}) == ()
+
+
+HEADER = "HloModule jit_step, is_scheduled=true, num_partitions=8\n\n"
+ADD = """%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %sum = f32[] add(%x, %y)
+}
+
+"""
+
+
+def test_starts_and_ends_are_one_collective():
+    # As the GPU compiler writes them: the tuple of a start has the operands in it.
+    text = (
+        HEADER
+        + ADD
+        + """ENTRY %main (p: f32[16,4], q: f32[8]) -> (f32[2,4], f32[64], f32[8]) {
+  %p = f32[16,4]{1,0} parameter(0), metadata={op_name="x"}
+  %q = f32[8]{0} parameter(1), metadata={op_name="w"}
+  %rs = ((f32[16,4]{1,0}), f32[2,4]{1,0}) reduce-scatter-start(%p), channel_id=1,"""
+        """ replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}, to_apply=%add,"""
+        """ backend_config={"collective_backend_config":{"is_sync":true}}
+  %rsd = f32[2,4]{1,0} reduce-scatter-done(%rs)
+  %ag = (f32[8]{0}, f32[64]{0}) all-gather-start(%q), channel_id=2,"""
+        """ replica_groups=[1,8]<=[8], dimensions={0}, use_global_device_ids=true
+  %agd = f32[64]{0} all-gather-done(%ag)
+  %ar = f32[8]{0} all-reduce-start(%q), channel_id=3,"""
+        """ replica_groups=mesh['axis_0'=4,'axis_1'=2] {'axis_1'}, to_apply=%add
+  %ard = f32[8]{0} all-reduce-done(%ar)
+  ROOT %t = (f32[2,4]{1,0}, f32[64]{0}, f32[8]{0}) tuple(%rsd, %agd, /*index=2*/%ard)
+}
+"""
+    )
+    scatter, gather, reduce = hlo.read(text).collectives
+    assert (scatter.operand_bytes, scatter.result_bytes) == (256, 32)
+    assert (gather.operand_bytes, gather.result_bytes) == (32, 256)
+    assert (reduce.operand_bytes, reduce.group_size) == (32, 2)
+    assert [scatter.overlapped, gather.overlapped, reduce.overlapped] == [
+        False,
+        True,
+        True,
+    ]
+    assert gather.operands[0].paths == ("w",)
+
+
+def test_what_matrix_products_hide_is_told_from_what_they_could():
+    text = (
+        HEADER + ADD + """%gemm (a: f32[8,8]) -> f32[8,8] {
+  %a = f32[8,8]{1,0} parameter(0)
+  ROOT %dot = f32[8,8]{1,0} dot(%a, %a), lhs_contracting_dims={1},"""
+        """ rhs_contracting_dims={0}
+}
+
+%plain (b: f32[8,8]) -> f32[8,8] {
+  %b = f32[8,8]{1,0} parameter(0)
+  ROOT %sum = f32[8,8]{1,0} add(%b, %b)
+}
+
+ENTRY %main (p: f32[8,8]) -> f32[8,8] {
+  %p = f32[8,8]{1,0} parameter(0)
+  %one = f32[8,8]{1,0} all-reduce-start(%p), channel_id=1,"""
+        """ replica_groups={{0,1}}, to_apply=%add
+  %x = f32[8,8]{1,0} fusion(%p), kind=kCustom, calls=%gemm
+  %one.done = f32[8,8]{1,0} all-reduce-done(%one)
+  %two = f32[8,8]{1,0} all-reduce-start(%x), channel_id=2,"""
+        """ replica_groups={{0,1}}, to_apply=%add
+  %y = f32[8,8]{1,0} fusion(%p), kind=kLoop, calls=%plain
+  %two.done = f32[8,8]{1,0} all-reduce-done(%two)
+  %three = f32[8,8]{1,0} all-reduce-start(%y), channel_id=3,"""
+        """ replica_groups={{0,1}}, to_apply=%add
+  %z = f32[8,8]{1,0} custom-call(%p, %p), custom_call_target="__cublas$gemm"
+  %three.done = f32[8,8]{1,0} all-reduce-done(%three)
+  %four = f32[8,8]{1,0} all-reduce(%z), channel_id=4, replica_groups={{0,1}},"""
+        """ to_apply=%add
+  ROOT %last = f32[8,8]{1,0} dot(%four, %two.done), lhs_contracting_dims={1},"""
+        """ rhs_contracting_dims={0}
+}
+"""
+    )
+    found = hlo.read(text).collectives
+    assert [each.overlapped for each in found] == [True, True, True, False]
+    assert [each.hidden for each in found] == [True, False, True, False]
+
+
+def test_async_computations_are_looked_into():
+    text = (
+        HEADER + ADD + """%wrapped (p: f32[16]) -> f32[16] {
+  %p.1 = f32[16]{0} parameter(0)
+  ROOT %all = f32[16]{0} all-reduce(%p.1), channel_id=1, replica_groups={{0,1}},"""
+        """ to_apply=%add
+}
+
+ENTRY %main (p: f32[16]) -> f32[16] {
+  %p = f32[16]{0} parameter(0)
+  %start = ((f32[16]{0}), f32[16]{0}, u32[]) async-start(%p), calls=%wrapped
+  %update = ((f32[16]{0}), f32[16]{0}, u32[]) async-update(%start), calls=%wrapped
+  ROOT %done = f32[16]{0} async-done(%update), calls=%wrapped
+}
+"""
+    )
+    assert len(hlo.read(text).collectives) == 1
+
+
+def test_tpu_fusions_are_what_they_do():
+    # A reduce-scatter is a fusion around an all-reduce; an all-gather that runs beside
+    # computation is printed in each of the fusions it runs through.
+    layout = "{1,0:T(8,128)(2,1)S(1)}"
+    gather = (
+        "channel_id=3, replica_groups=mesh['axis_0'=8] {'axis_0'}, dimensions={0},"
+        ' frontend_attributes={chain_id="0"}'
+    )
+    text = (
+        HEADER + ADD + f"""%all-reduce-scatter.3 (i: f32[16,4]) -> f32[2,4] {{
+  %i = f32[16,4]{layout} parameter(0)
+  %ar = f32[16,4]{layout} all-reduce(%i), channel_id=1,"""
+        f""" replica_groups={{{{0,1,2,3,4,5,6,7}}}}, to_apply=%add
+  %zero = u32[] constant(0)
+  ROOT %ds = f32[2,4]{layout} dynamic-slice(%ar, %zero, %zero)
+}}
+
+%fused_computation.1 (a: bf16[2,4]) -> (bf16[2,4], bf16[16,4]) {{
+  %a = bf16[2,4]{layout} parameter(0)
+  %ag.1 = bf16[16,4]{layout} all-gather(%a), {gather}
+  ROOT %cc = (bf16[2,4]{layout}, bf16[16,4]{layout}) custom-call(%ag.1),"""
+        f""" custom_call_target="AsyncCollectiveStart"
+}}
+
+%async_collective_fusion.2 (b: bf16[2,4], c: bf16[16,4]) -> bf16[16,4] {{
+  %b = bf16[2,4]{layout} parameter(0)
+  %c = bf16[16,4]{layout} parameter(1)
+  ROOT %ag.2 = bf16[16,4]{layout} all-gather(%b), {gather}
+}}
+
+%fused_computation.3 (d: bf16[2,4], e: bf16[16,4]) -> bf16[16,4] {{
+  %d = bf16[2,4]{layout} parameter(0)
+  %e = bf16[16,4]{layout} parameter(1)
+  %ag.3 = bf16[16,4]{layout} all-gather(%d), {gather}
+  ROOT %dd = bf16[16,4]{layout} custom-call(%d, %e, %ag.3),"""
+        f""" custom_call_target="AsyncCollectiveDone"
+}}
+
+ENTRY %main (p: f32[16,4], q: bf16[2,4]) -> (f32[2,4], bf16[16,4]) {{
+  %p = f32[16,4]{layout} parameter(0)
+  %q = bf16[2,4]{layout} parameter(1)
+  %rs = f32[2,4]{layout} fusion(%p), kind=kCustom, calls=%all-reduce-scatter.3,"""
+        f""" metadata={{op_name="jit(step)/transpose(jvp())/dot_general"}}
+  %s = (bf16[2,4]{layout}, bf16[16,4]{layout}) fusion(%q), kind=kCustom,"""
+        f""" calls=%fused_computation.1
+  %s0 = bf16[2,4]{layout} get-tuple-element(%s), index=0
+  %s1 = bf16[16,4]{layout} get-tuple-element(%s), index=1
+  %m = bf16[16,4]{layout} fusion(%s0, %s1), calls=%async_collective_fusion.2
+  %f = bf16[16,4]{layout} fusion(%s0, %m), calls=%fused_computation.3
+  ROOT %t = (f32[2,4]{layout}, bf16[16,4]{layout}) tuple(%rs, %f)
+}}
+"""
+    )
+    scatter, gathered = hlo.read(text).collectives
+    assert scatter.kind == "reduce-scatter"
+    assert (scatter.operand_bytes, scatter.result_bytes) == (256, 32)
+    assert scatter.path == "jit(step)/transpose(jvp())/dot_general"
+    assert gathered.kind == "all-gather"
+    assert (gathered.dtype, gathered.result_bytes) == ("bfloat16", 128)
+    assert gathered.overlapped
+
+
+def test_a_collective_of_a_tpu_by_itself_is_not_hidden():
+    """It has the name of an asynchronous one, and no fusion that it is a link of."""
+    text = """HloModule m, is_scheduled=true, num_partitions=8
+
+ENTRY %main (a: f32[8]) -> f32[64] {
+  %a = f32[8] parameter(0)
+  ROOT %g = f32[64] all-gather(%a), channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}, use_global_device_ids=true, frontend_attributes={async_collective_name="all-gather-start.1"}
+}
+"""  # noqa: E501
+    (found,) = hlo.read(text).collectives
+    assert found.kind == "all-gather" and not found.hidden

@@ -1,0 +1,335 @@
+"""What a compiled step is read to take, against live arrays and arithmetic."""
+
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from planned import PARAMS, Split, batch, comparable, trainer, whole_plan
+from toys import NormNet
+
+from jaxdp import (
+    FSDP,
+    Bitwise,
+    Pmap,
+    Sharded,
+    SingleDevice,
+    Stack,
+    Trainer,
+    ZeRO,
+    per_example,
+)
+from jaxdp.callbacks import DonateBuffers, NanGuard
+from jaxdp.extras.plan import Hardware
+from jaxdp.extras.plan.reading import Reading
+from jaxdp.step.collectives import Collectives
+
+STRATEGIES = {
+    "Sharded(8)": lambda: Sharded(8),
+    "Sharded(2)": lambda: Sharded(2),
+    "Sharded(1)": lambda: Sharded(1),
+    "Pmap(4)": lambda: Pmap(4),
+    "SingleDevice()": SingleDevice,
+    "Split(8)": lambda: Split(8),
+}
+
+
+@pytest.mark.slow_cases("Sharded(2)", "Pmap(4)", "SingleDevice()")
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_bytes_are_those_of_the_program_that_fit_runs_and_of_live_arrays(name):
+    trained = trainer(STRATEGIES[name]())
+    plan = trained.plan([batch()])
+    trained.fit([batch()], max_epochs=1)
+    found = trained.compiled_train_step().memory_analysis()
+    memory = plan.memory
+    assert memory.arguments == found.argument_size_in_bytes
+    assert memory.results == found.output_size_in_bytes
+    assert memory.overwritten == found.alias_size_in_bytes
+    assert memory.temporary == found.temp_size_in_bytes
+    assert memory.peak == (
+        found.argument_size_in_bytes
+        + found.output_size_in_bytes
+        - found.alias_size_in_bytes
+        + found.temp_size_in_bytes
+    )
+
+    def live(tree):
+        return sum(leaf.addressable_data(0).nbytes for leaf in jax.tree.leaves(tree))
+
+    state = trained.state
+    assert memory.parameters == live(state.params)
+    assert memory.optimizer == live(state.opt_state)
+    assert memory.other == live((state.key, state.step, state.totals))
+    batch_bytes = memory.arguments - live(state)
+    assert memory.batch == batch_bytes
+    assert memory.batch == 64 // trained.strategy.num_shards * (16 + 1) * 4 + 4
+    assert all(leaf.overwritten for leaf in plan.leaves if leaf.group != "batch")
+
+
+@pytest.mark.parametrize(
+    ("memory", "waiting"), [(None, 0), (0, 2), (10**9, 8), (4 * 17 * 64 * 100, 5)]
+)
+def test_batches_that_wait_on_accelerators_are_part_of_the_peak(memory, waiting):
+    trained = trainer(SingleDevice())
+    trained.fit([batch()], max_epochs=1)
+    found = Reading(trained.run.engine, [0], memory).memory()
+    nbytes = 64 * (16 + 1) * 4
+    assert found.in_flight == waiting * nbytes
+    without = Reading(trained.run.engine, [0]).memory()
+    assert found.peak == without.peak + found.in_flight and not without.in_flight
+
+
+@pytest.mark.parametrize("name", ["Sharded(8)", "Pmap(4)", "Split(8)"])
+def test_the_step_that_runs_has_its_plan_without_another_compilation(name, monkeypatch):
+    trained = trainer(STRATEGIES[name]())
+    assert trained.running_plan() is None
+    plan = trained.plan([batch()])
+    trained.fit([batch()] * 2, max_epochs=1)
+    monkeypatch.setattr(jax.stages.Lowered, "compile", None)
+    running = trained.running_plan()
+    assert running.memory == plan.memory
+    assert running.leaves == plan.leaves
+    assert (running.rows, running.steps) == (plan.rows, 1)
+    assert running.wire_bytes == plan.wire_bytes
+    sent = [
+        sorted((each.kind, each.axes, each.wire_bytes) for each in found.traffic)
+        for found in (plan, running)
+    ]
+    assert sent[0] == sent[1]
+    assert [each.ratio for each in running.bounds[1:]] == [1, 1]
+    with pytest.raises(RuntimeError, match="make one with `trainer.plan"):
+        running.largest_batch(1e9)
+
+
+def test_a_program_of_several_steps_is_told_by_the_step():
+    trained = trainer(Sharded(4), steps_per_execution=4, accumulate_grad_batches=2)
+    trained.fit([batch()] * 8, max_epochs=1)
+    plan, running = trained.plan([batch()]), trained.running_plan()
+    assert (running.steps, running.rows, running.micro_batches) == (4, 128, 2)
+    assert running.wire_bytes == plan.wire_bytes
+    (each,) = running.traffic
+    assert each.times == 1 and each.operand_bytes == plan.traffic[0].operand_bytes
+    assert running.memory.batch == 4 * plan.memory.batch
+    found = trained.compiled_train_step().memory_analysis()
+    assert running.memory.temporary == found.temp_size_in_bytes
+    assert "128 rows per step in 2 batches, 4 steps at a time" in str(running)
+
+
+def test_rows_that_interact_are_planned_at_their_true_size():
+    def loss_fn(model, x, y):
+        return jnp.mean((jax.vmap(model)(x)[:, 0] - y) ** 2)
+
+    trained = trainer(Sharded(4), loss=None, loss_fn=loss_fn)
+    trained.fit([batch(30)])
+    assert trained.running_plan().rows == 30
+
+
+def test_what_is_not_donated_costs_a_second_state():
+    kept = trainer(callbacks=[DonateBuffers("none")]).plan([batch()])
+    donated = whole_plan()
+    state = donated.memory.overwritten
+    assert state == 3 * PARAMS + 4 + kept.memory.other  # Adam's count is one number
+    assert kept.memory.overwritten == 0
+    assert kept.memory.results == donated.memory.results
+    assert not any(leaf.overwritten for leaf in kept.leaves)
+    assert "memory of two states" in str(kept)
+    assert kept.not_overwritten == donated.not_overwritten == ()
+
+
+def test_a_leaf_that_is_donated_and_copied_is_named():
+    class Widening(Sharded):
+        """Hands back its state in another layout than it takes it in."""
+
+        def compile(self, step, arguments, roles, results, *, donate=(), rows="apart"):
+            def whole(collectives, leaves, *rest):
+                new, metrics = step(collectives, leaves, *rest)
+                return [*new[:2], jnp.tile(new[2], 2), *new[3:]], metrics
+
+            everywhere = jax.sharding.NamedSharding(self.mesh, P())
+            return jax.jit(
+                lambda *arguments: whole(Collectives(), *arguments),
+                out_shardings=everywhere,
+                donate_argnums=donate,
+            )
+
+    # The third leaf is the weights in the middle.
+    model = eqx.nn.MLP(16, 8, 64, 2, key=jax.random.key(0))
+    plan = trainer(Widening(2), model).plan([batch()])
+    # Which of the equally large leaves goes without is the compiler's choice.
+    (name,) = plan.not_overwritten
+    assert name.endswith("layers[1].weight")
+    assert f"copied anyway: {name}" in str(plan)
+
+
+def test_nan_guards_are_planned_with():
+    plain, guarded = trainer(), trainer(callbacks=[NanGuard()])
+    plan = guarded.plan([batch()])
+    guarded.fit([batch()])
+    found = guarded.compiled_train_step().memory_analysis()
+    assert plan.memory.temporary == found.temp_size_in_bytes
+    assert plan.memory.results > plain.plan([batch()]).memory.results
+
+
+def test_micro_batches_are_counted():
+    accumulated = trainer(Pmap(4), accumulate_grad_batches=3).plan([batch(64)])
+    single = trainer(Pmap(4)).plan([batch(64)])
+    assert (accumulated.micro_batches, accumulated.rows) == (3, 192)
+    assert accumulated.flops == 3 * single.flops
+    # Summed once, after the last of them.
+    assert accumulated.wire_bytes == single.wire_bytes
+
+
+def test_models_with_state_and_interacting_rows():
+    model, state = eqx.nn.make_with_state(NormNet)(jax.random.key(0))
+    x = np.ones((24, 4), np.float32), np.zeros(24, np.int32)
+    planned = trainer(model=model, state=state)
+    plan = planned.plan([x])
+    planned.fit([x])
+    assert plan.memory.model_state == sum(
+        leaf.addressable_data(0).nbytes
+        for leaf in jax.tree.leaves(planned.state.model_state)
+    )
+    found = planned.compiled_train_step().memory_analysis()
+    assert plan.memory.temporary == found.temp_size_in_bytes
+
+
+def test_frozen_leaves_and_odd_ones_are_shown():
+    class Odd(eqx.Module):
+        linear: eqx.nn.Linear
+        table: jax.Array
+        key: jax.Array
+
+        def __call__(self, x):
+            return self.linear(x) + self.table[:8]
+
+    model = Odd(
+        eqx.nn.Linear(16, 8, key=jax.random.key(0)),
+        jnp.zeros(5000),
+        jax.random.key(1),
+    )
+    spec = jax.tree.map(lambda leaf: False, eqx.filter(model, eqx.is_inexact_array))
+    spec = eqx.tree_at(lambda m: m.linear.weight, spec, True)
+    plan = trainer(model=model, filter_spec=spec).plan([batch()])
+    assert plan.memory.parameters == 16 * 8 * 4
+    assert plan.memory.frozen == 5000 * 4 + 8 * 4 + 8
+    assert str(plan)
+
+
+@pytest.mark.slow_cases("2")
+@pytest.mark.parametrize("devices", [2, 8])
+def test_the_bitwise_step_is_planned_with_its_turns(devices):
+    trained = trainer(Bitwise(Sharded(devices)))
+    plan = trained.plan([batch()])
+    trained.fit([batch()])
+    found = trained.compiled_train_step().memory_analysis()
+    assert plan.memory.temporary == found.temp_size_in_bytes
+    assert plan.memory.arguments == found.argument_size_in_bytes
+    assert plan.rows == 64
+    plain = trainer(Sharded(devices)).plan([batch()])
+    assert plan.flops == plain.flops
+    assert plan.memory.batch == plain.memory.batch
+    # In each turn every device sends what it found, all of it small, to every other.
+    turns = 8 // devices
+    gradients = turns * (devices - 1) * PARAMS
+    assert 0 < plan.wire_bytes - gradients <= turns * (devices - 1) * 64
+    assert plan.notes["unknown"] == plain.notes["unknown"]
+    assert trained.running_plan().wire_bytes == plan.wire_bytes
+    predicted = trainer(Bitwise(Sharded(8))).plan([batch()], devices=devices)
+    assert comparable(predicted.to_dict()) == comparable(plan.to_dict())
+    with pytest.raises(ValueError, match="Use 1, 2, 4 or 8 devices"):
+        trained.plan([batch()], devices=16)
+
+
+@pytest.mark.parametrize("strategy", [SingleDevice(), Sharded()], ids=["one", "all"])
+def test_a_leaf_of_the_batch_may_be_for_nothing(strategy):
+    numbers, x = np.arange(8), np.ones((8, 4), np.float32)
+    trainer = Trainer(
+        eqx.nn.Linear(4, 3, key=jax.random.key(0)),
+        loss_fn=lambda model, numbers, x: jax.vmap(model)(x).sum(axis=1),
+        strategy=strategy,
+    )
+    plan = trainer.plan([(numbers, x)])
+    alone = Trainer(
+        trainer.model,
+        loss_fn=lambda model, x: jax.vmap(model)(x).sum(axis=1),
+        strategy=strategy,
+    ).plan([x])
+    assert plan.memory.batch - alone.memory.batch == 4 * 8 / strategy.num_shards
+
+
+class Deep(eqx.Module):
+    blocks: Stack
+    last: eqx.nn.Linear
+
+    def __init__(self):
+        keys = jax.random.split(jax.random.key(0), 4)
+        self.blocks = Stack([eqx.nn.Linear(16, 16, key=key) for key in keys])
+        self.last = eqx.nn.Linear(16, 8, key=keys[0])
+
+    def __call__(self, x):
+        return self.last(self.blocks(x))
+
+
+IN_BLOCKS, OUTSIDE = 4 * 4 * 17 * 16, 4 * 17 * 8
+"""Bytes of the model."""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "parts"), [(FSDP(), 8), (FSDP(groups=2), 4), (FSDP(gather="once"), 1)]
+)
+def test_gradients_of_what_blocks_gather_are_shares(strategy, parts):
+    plan = trainer(strategy, Deep()).plan([batch()])
+    assert plan.memory.gradients == IN_BLOCKS // parts + OUTSIDE
+    assert plan.bounds[0].least == 2 * 7 / 8 * (IN_BLOCKS + OUTSIDE)
+
+
+def of_batch(model, x, y):
+    return jnp.mean((jax.vmap(model)(x)[:, 0] - y) ** 2)
+
+
+@pytest.mark.parametrize(("gather", "parts"), [("auto", 8), ("once", 1)])
+def test_gradients_are_full_where_all_is_gathered_before_the_step(gather, parts):
+    strategy = FSDP(gather=gather)
+    plan = trainer(strategy, Deep(), loss=None, loss_fn=of_batch).plan([batch()])
+    assert plan.memory.gradients == IN_BLOCKS // parts + OUTSIDE
+
+
+@pytest.mark.parametrize("strategy", [Sharded, ZeRO, FSDP])
+def test_a_plan_says_what_per_example_would_save(strategy):
+    def of_one(model, x, y):
+        return (model(x)[0] - y) ** 2
+
+    def planned(loss_fn):
+        arguments = {"loss": None, "loss_fn": loss_fn, "accumulate_grad_batches": 2}
+        plan = trainer(strategy(), Deep(), **arguments).plan([batch()] * 2)
+        notes = [note for note in plan.notes["indicative"] if "per_example" in note]
+        return plan.wire_bytes / 1e3, notes
+
+    sent, (note,) = planned(of_batch)
+    least, none = planned(per_example(of_one))
+    found = re.search(r"XLA sends ([\d.]+) kB.* sends about ([\d.]+) kB", note)
+    assert [*map(float, found.groups())] == pytest.approx([sent, least], rel=0.03)
+    assert not none
+
+
+def test_time_is_the_roofline():
+    slow = Hardware("slow", 1e9, 1e8, 10**6, 1e12, 1e5, 2, 1e4)
+    plan = trainer(Sharded(8)).plan([batch(64)], hardware=slow)
+    found = plan.estimate
+    memory = plan.memory  # not what this compiler counts, which others do otherwise
+    least = memory.arguments + memory.results + 2 * memory.temporary
+    assert found.memory == least / 1e12
+    assert found.compute == plan.flops / 8 / 1e8
+    # A group of 8 in domains of 2: two adapters of 1e4 each.
+    assert found.communication == plan.wire_bytes / 2e4
+    assert found.best == max(found.compute, found.memory, found.communication)
+    assert found.worst == max(found.compute, found.memory) + found.communication
+    assert found.fits
+    near = trainer(Sharded(2)).plan([batch(64)], hardware=slow)
+    assert near.estimate.communication == near.wire_bytes / 1e5
+    small = slow._replace(memory=1000)
+    assert not trainer().plan([batch(64)], hardware=small).estimate.fits
+    assert whole_plan().estimate is None

@@ -1,0 +1,132 @@
+"""Collectives of a step: bytes, axes, hosts and places."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+from planned import HALVES, PARAMS, batch, trainer
+from toys import Apart
+
+from jaxdp import Pmap, Sharded, TensorParallel
+from jaxdp.extras.plan import hlo
+from jaxdp.extras.plan.reading import place_of
+from jaxdp.step.jaxprs import repeated, times_of
+
+
+@pytest.mark.slow_cases("2")
+@pytest.mark.parametrize("shards", [2, 8])
+def test_data_parallelism_sends_its_lower_bound(shards):
+    for strategy in (Sharded(shards), Pmap(shards)):
+        plan = trainer(strategy).plan([batch()])
+        (traffic,) = plan.traffic
+        assert traffic.kind == "all-reduce"
+        assert traffic.axes == ("data",)
+        assert traffic.group_size == shards
+        # The gradients, and the sum of the loss.
+        assert traffic.operand_bytes == PARAMS + 4
+        assert plan.wire_bytes == 2 * (shards - 1) / shards * (PARAMS + 4)
+        assert plan.bounds[0].least == 2 * (shards - 1) / shards * PARAMS
+        assert plan.bounds[0].ratio == pytest.approx(1 + 4 / PARAMS)
+        assert plan.bounds[1].ratio == plan.bounds[2].ratio == 1
+
+
+def test_a_batch_may_be_split_over_more_axes_than_its_rows():
+    class ByColumns(Sharded):
+        batch_axes = "data", "columns"
+
+        def batch_spec(self, leaf):
+            return P(*self.batch_axes[: len(leaf.shape)])
+
+    mesh = jax.make_mesh((4, 2), ByColumns.batch_axes)
+    plan = trainer(ByColumns(mesh=mesh)).plan([batch()])
+    assert plan.bounds[0].least == 2 * 7 / 8 * PARAMS
+
+
+def test_collectives_between_hosts_are_told_from_those_inside():
+    planned = trainer(TensorParallel({"data": 4, "model": 2}, HALVES))
+    alone = planned.plan([batch()])
+    assert alone.num_hosts == 1
+    assert not any(each.crosses for each in alone.traffic)
+    assert "hosts" not in str(alone)
+    plan = planned.plan([batch()], hosts=4)
+    assert plan.num_hosts == 4
+    assert {each.crosses for each in plan.traffic} == {True, False}
+    along = [each for each in plan.traffic if each.axes is not None]
+    assert [each.crosses for each in along] == ["data" in each.axes for each in along]
+    faked = trainer().plan([batch()], devices=64, hosts=8)
+    assert all(each.crosses for each in faked.traffic)
+    assert faked.to_dict()["num_hosts"] == faked.num_hosts == 8
+    assert "on 8 hosts, 64 rows" in str(faked)
+    assert "(between hosts)" in str(faked)
+
+
+def test_loops_multiply_what_is_sent():
+    def loss_fn(model, x, y):
+        def layer(x, _):
+            return jax.lax.pmean(jnp.tanh(x), "data"), None
+
+        x = jax.lax.scan(layer, x, None, length=5)[0]
+        prediction = jax.vmap(model)(x)
+        return optax.softmax_cross_entropy_with_integer_labels(prediction, y).mean()
+
+    plan = trainer(Apart(4), loss=None, loss_fn=loss_fn).plan([batch(64)])
+    inside = [each for each in plan.traffic if each.times == 5]
+    assert sum(each.operand_bytes for each in inside) == 5 * 16 * 16 * 4
+    assert sum(each.wire_bytes for each in inside) == 5 * 16 * 16 * 4 * 2 * 3 / 4
+
+
+def test_a_loop_of_unknown_length_may_say_how_often_it_runs():
+    def loss_fn(model, x, y):
+        def turn(carry):
+            index, x = carry
+            return index + 1, jax.lax.pmean(jnp.tanh(x), "data")
+
+        with jax.named_scope(repeated(5)):
+            bound = 5 + jnp.minimum(0, y.sum())  # nobody knows that this is 5
+            x = jax.lax.while_loop(lambda c: c[0] < bound, turn, (0, x))[1]
+        prediction = jax.vmap(model)(jax.lax.stop_gradient(x))
+        return optax.softmax_cross_entropy_with_integer_labels(prediction, y).mean()
+
+    plan = trainer(Apart(4), loss=None, loss_fn=loss_fn).plan([batch(64)])
+    (inside,) = (each for each in plan.traffic if each.times == 5)
+    assert inside.operand_bytes == 5 * 16 * 16 * 4
+    assert times_of("jit(f)/runs_2_times/while/body/add") is None
+
+
+MLP = "eqx.nn.MLP/eqx.nn.Linear"
+PLACES = {
+    "jit(train_all)/shard_map/transpose(jvp(vmap(eqx.nn.MLP)))/eqx.nn.Linear/dot": (
+        f"backward: {MLP}"
+    ),
+    "jit(train_all)/jvp(vmap(eqx.nn.MLP))/eqx.nn.Linear/jit(relu)/max": (
+        f"forward: {MLP}"
+    ),
+    "jit(train_all)/shard_map/own_loop/while/body/closed_call/jvp()/sum": "forward",
+    "jit(train_all)/gradients/shard_map/psum": "gradients",
+    "jit(program)/shard_map/runs_8_times/while/body/all_to_all": "other arrays",
+    "jit(train_all)/while/body/blocks/attention/checkpoint/add": "blocks/attention",
+    "arrays[0]": "other arrays",
+    "": "other arrays",
+}
+CALLED = """HloModule jit_step, num_partitions=8
+
+ENTRY %main (p: f32[8], q: f32[8]) -> f32[64] {{
+  %p = f32[8] parameter(0)
+  %sum = f32[8] add(%p, %p){moved}
+  %joined = f32[8] fusion(%sum), kind=kLoop
+  ROOT %all = f32[64] all-gather(%joined), replica_groups={{}}, dimensions={{0}}{own}
+}}
+"""
+
+
+def named(path):
+    return f', metadata={{op_name="{path}"}}' if path else ""
+
+
+@pytest.mark.parametrize("path", PLACES)
+def test_the_place_of_a_collective_is_its_own_or_that_of_what_it_moves(path):
+    (own,) = hlo.read(CALLED.format(own=named(path), moved="")).collectives
+    assert place_of(own) == PLACES[path]
+    (moved,) = hlo.read(CALLED.format(own="", moved=named(path))).collectives
+    assert place_of(moved) == PLACES[path]

@@ -1,0 +1,255 @@
+"""The HTML page of a run: what is in it, and that it opens anywhere."""
+
+import html.parser
+import json
+import os
+import re
+from html import escape
+from pathlib import Path
+
+import jax
+import pytest
+from jax.sharding import PartitionSpec as P
+from toys import batches, mlp_trainer
+
+from jaxdp import Sharded
+from jaxdp.basics.stopwatch import PHASES
+from jaxdp.basics.units import in_seconds
+from jaxdp.callbacks import (
+    CSVLogger,
+    GradientMonitor,
+    ModelCheckpoint,
+    ThroughputMonitor,
+)
+from jaxdp.extras.reports.runs import (
+    Run,
+    comparison,
+    differences,
+    in_percent,
+    in_words,
+    metric_charts,
+    other_charts,
+    read_run,
+    throughput_charts,
+    throughput_of,
+    write_comparison,
+    write_report,
+)
+
+
+class Split(Sharded):
+    def param_spec(self, path, leaf):
+        return P("data") if leaf.ndim == 2 and leaf.shape[0] % 8 == 0 else P()
+
+
+class Page(html.parser.HTMLParser):
+    """The text of a page, its elements, and whatever would be loaded from elsewhere."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.loaded, self.text, self.tags = [], "", []
+        self.source = Path(path).read_text()
+        self.feed(self.source)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        attrs = dict(attrs)
+        links = [attrs[k] for k in ("src", "href", "xlink:href") if k in attrs]
+        links += re.findall(r"url\(([^)]*)\)", " ".join(map(str, attrs.values())))
+        self.loaded += [link for link in links if not link.startswith("#")]
+
+    def handle_data(self, data):
+        self.text += data + " "
+
+
+def curves(charts):
+    """The points of every curve that has some, by chart and label."""
+    return {
+        name: {curve.label: list(curve.points) for curve in found if curve.points}
+        for name, found in charts.items()
+    }
+
+
+def test_the_page_has_the_curves_and_what_the_run_was_made_of(tmp_path):
+    callbacks = [CSVLogger(tmp_path), ThroughputMonitor(), GradientMonitor()]
+    trainer = mlp_trainer(*callbacks, strategy=Split())
+    history = trainer.fit(batches(*[8] * 6), batches(8), max_epochs=3)
+    path = trainer.report(tmp_path)
+    assert path == str(tmp_path / "report.html")
+
+    run = read_run(tmp_path)
+    steps, training, validation = curves(metric_charts([run]))["loss"].values()
+    assert [x for x, _ in steps] == list(range(1, 19))
+    assert [y for _, y in training] == history["loss"]
+    assert validation == list(zip([6, 12, 18], history["val_loss"], strict=True))
+    assert {"examples/s", "share of the time"} <= set(throughput_charts(run))
+    by_layer = curves(other_charts(run))["grad_norm by layer"]
+    assert list(by_layer) == ["layers[0]", "layers[1]", "layers[2]"]
+
+    page = Page(path)
+    for name in ("loss", "accuracy", "steps, smoothed", "grad norm by layer"):
+        assert f" {name} " in page.text
+    assert "scale_by_adam(b1=0.9" in page.text and jax.__version__ in page.text
+    assert re.search(r" \d{4}-\d\d-\d\d \d\d:\d\d UTC \| finished ", page.text)
+    assert "Memory per device" in page.source
+    assert page.loaded == [] and "@import" not in page.source
+    assert page.tags.count("svg") == 3 and "script" not in page.tags
+
+
+def test_terminal_page_and_comparison_count_throughput_in_one_way(tmp_path, capsys):
+    # The saver waits for the disk after the others' turn, and yet is in the sums.
+    monitor = ThroughputMonitor(peak_flops_per_device=1e9)
+    saver = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=3)
+    trainer = mlp_trainer(CSVLogger(tmp_path), monitor, saver)
+    trainer.log_every_n_steps = 4
+    trainer.fit(batches(*[8] * 10, 5), batches(8), max_epochs=2)
+    summary, run = monitor.summary, read_run(tmp_path)
+    found = throughput_of(run)
+    assert {*PHASES, "examples", "seconds", "examples_per_s", "mfu"} == set(found)
+    assert found == pytest.approx({name: summary[name] for name in found}, rel=1e-4)
+    assert found["examples"] == 170  # of steps that no row of steps has, too
+    assert found["examples_per_s"] * found["seconds"] == pytest.approx(170)
+    assert sum(found[phase] for phase in PHASES) == pytest.approx(1, rel=1e-4)
+
+    said = capsys.readouterr().err
+    page = Page(trainer.report(tmp_path))
+    rows = {name: value for name, value in comparison([run])[1:]}
+    rate = summary["examples_per_s"]
+    assert f"170 examples in {in_seconds(summary['seconds'])}" in said
+    assert f"{in_words(rate)} examples/s" in said
+    assert f"checkpoints {summary['checkpoints']:.0%}" in said
+    assert f"170 examples in {in_seconds(found['seconds'])}:" in page.text
+    assert f"{in_words(found['examples_per_s'])} per second" in page.text
+    assert rows["examples_per_s"] == in_words(found["examples_per_s"])
+    assert f"checkpoints {found['checkpoints']:.1%}" in page.text
+    assert rows["mfu"] == in_percent(found["mfu"])
+    assert f" mfu {rows['mfu']} " in page.text and f"MFU {rows['mfu']}" in said
+    assert rows["time: checkpoints"] == f"{found['checkpoints']:.1%}"
+
+
+def test_tables_without_seconds_have_no_throughput_of_the_run(tmp_path):
+    table = "epoch,step,loss,throughput/examples_per_s\n0,1,0.5,7000\n0,2,0.4,6000\n"
+    (tmp_path / "metrics.csv").write_text(table)
+    run = read_run(tmp_path)
+    assert throughput_of(run) == {}
+    assert list(throughput_charts(run)) == ["examples/s"]
+    assert " examples/s " in Page(write_report(run, tmp_path / "a.html")).text
+
+
+def test_a_trainer_without_a_table_reports_its_epochs(tmp_path):
+    trainer = mlp_trainer()
+    history = trainer.fit(batches(8, 8), batches(8), max_epochs=2)
+    trainer.report(tmp_path / "deep" / "page.html")
+    page = Page(tmp_path / "deep" / "page.html")
+    assert " epoch " in page.text and f" {history['loss'][1]:.4g} " in page.text
+
+
+def test_texts_cannot_break_the_page(tmp_path):
+    name = "<script>alert('x')</script>\"--><b>$title"
+    columns = {f"epoch_{name}": [(1.0, 0.5)], f"val_{name}": [(1.0, 0.25)], name: []}
+    made = {"hyperparameters": {name: name}, "status": name}
+    run = Run(name, made, columns)
+    one = write_report(run, tmp_path / "a.html")
+    two = write_comparison([run, run._replace(name="b")], tmp_path / "b.html")
+    for page in (Page(one), Page(two)):
+        assert not {"script", "b"} & set(page.tags)
+        assert page.text.count("alert('x')") >= 3
+
+
+def test_numbers_are_written_in_short():
+    values = (0.001, 12, 4869, 13130, 4.2e6, 1e-7, 0, float("nan"))
+    texts = ["0.001", "12", "4.869 k", "13.13 k", "4.2 M", "1e-07", "0", "-"]
+    assert [in_words(value) for value in values] == texts
+    shares = {0.4321: "43.2%", 0.000259: "0.0259%", float("nan"): "-"}
+    assert [in_percent(share) for share in shares] == [*shares.values()]
+
+
+def test_runs_are_compared(tmp_path):
+    for name, seed in (("a", 0), ("b", 1)):
+        logger = CSVLogger(tmp_path / name, hyperparameters={"mine": name})
+        trainer = mlp_trainer(logger, seed=seed)
+        trainer.fit(batches(*[8] * 4), batches(8), max_epochs=1 + seed)
+    runs = [read_run(tmp_path / "a"), read_run(str(tmp_path / "b" / "metrics.csv"))]
+    rows = {row[0]: row[1:] for row in comparison(runs)}
+    assert rows["steps"] == ["4", "8"] and rows["epochs"] == ["1", "2"]
+    assert rows["status"] == ["finished"] * 2
+    best = [run.best("val_loss")[0] for run in runs]
+    marked = [text.endswith(" *") for text in rows["val_loss, best"]]
+    assert marked == [value == min(best) for value in best]
+    accuracy = [run.last("epoch_accuracy") for run in runs]
+    marked = [text.endswith(" *") for text in rows["accuracy, last epoch"]]
+    assert marked == [value == max(accuracy) for value in accuracy]
+    differ = {row[0]: row[1:] for row in differences(runs)}
+    assert differ["mine"] == ["a", "b"] and differ["seed"] == ["0", "1"]
+    assert "model" not in differ
+    loss = curves(metric_charts(runs))["loss"]
+    assert {label: len(points) for label, points in loss.items()} == {
+        "a, validation": 1,
+        "b/metrics, validation": 2,
+    }
+    page = Page(write_comparison(runs, tmp_path / "c.html"))
+    assert " a, validation " in page.text and " mine " in page.text
+
+
+def test_runs_are_named_by_what_tells_them_apart(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = ["runs/a/", str(tmp_path / "runs" / "deep" / "b"), "runs/c"]
+    heads = comparison([Run(name, {}, {}) for name in names])[0]
+    assert heads == ["", "a", os.path.join("deep", "b"), "c"]
+    twice = comparison([Run("runs/a", {}, {}), Run("runs/a", {}, {})])[0]
+    assert twice == ["", "runs/a", "runs/a"]
+
+
+def test_what_is_no_run_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="is not a run: a run is a folder"):
+        read_run(tmp_path)
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "metrics.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match="no columns `epoch` and `step`"):
+        read_run(tmp_path / "sub")
+
+
+def test_a_table_that_is_being_written_can_be_read(tmp_path):
+    (tmp_path / "metrics.csv").write_text("epoch,step,loss\n0,1,0.5\n0,2,\n")
+    run = read_run(tmp_path)
+    assert run.columns["loss"] == [(1.0, 0.5)] and run.record == {}
+    write_report(run, tmp_path / "report.html")
+
+
+@pytest.mark.parametrize(
+    ("record", "told"),
+    [
+        ("[" * 600_000, "nested too deep"),
+        ("[]", "must be an object"),
+        ('{"hyperparameters": "x"}', "`record.hyperparameters` is 'x'"),
+        (None, "1,099,511,627,776 bytes"),
+    ],
+)
+def test_a_record_that_is_none_is_named(tmp_path, record, told):
+    (tmp_path / "metrics.csv").write_text("epoch,step,loss\n0,1,2.0\n")
+    with (tmp_path / "metrics.json").open("w") as file:
+        file.truncate(2**40) if record is None else file.write(record)
+    with pytest.raises(ValueError, match=f"metrics.json` is not what.*{told}"):
+        read_run(tmp_path)
+
+
+def test_records_that_say_little_are_shown(tmp_path):
+    (tmp_path / "metrics.csv").write_text("epoch,step,loss\n0,1,2.0\n")
+    record = {"hyperparameters": {"parameters": "many"}, "hardware": {"cpu": 1}}
+    (tmp_path / "metrics.json").write_text(json.dumps(record))
+    assert write_report(read_run(tmp_path), tmp_path / "page.html").exists()
+
+
+def test_times_read_as_people_write_them():
+    told = {0.0123: "12.3 ms", 3.2: "3.2 s", 59.7: "1 min 0 s", 125: "2 min 5 s"}
+    assert {each: in_seconds(each) for each in told} == told
+    assert in_seconds(2 * 3600 + 125) == "2 h 2 min"
+
+
+def test_a_report_shows_the_plan_that_it_is_given(tmp_path):
+    trainer, data = mlp_trainer(), batches(8, 8)
+    trainer.fit(data)
+    plan = trainer.plan(data)
+    page = Path(trainer.report(tmp_path, plan=plan)).read_text()
+    assert f"<pre>{escape(str(plan))}</pre>" in page

@@ -1,0 +1,349 @@
+"""`Bitwise`: hashes on 1, 2, 4 and 8 devices."""
+
+import hashlib
+import types
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from toys import Mlp, NormNet, Recorder, batches, cross_entropy
+
+from jaxdp import Bitwise, Pmap, Sharded, SingleDevice, Trainer, per_example
+from jaxdp.extras.bitwise import _options_on
+
+pytestmark = pytest.mark.bits
+
+EVERYWHERE = [lambda: SingleDevice(), lambda: Sharded(2), lambda: Pmap(4), Sharded]
+
+
+class ConvNet(eqx.Module):
+    conv1: eqx.nn.Conv2d
+    conv2: eqx.nn.Conv2d
+    dropout: eqx.nn.Dropout
+    last: eqx.nn.Linear
+
+    def __init__(self, key):
+        keys = jax.random.split(key, 3)
+        self.conv1 = eqx.nn.Conv2d(1, 8, 3, padding=1, key=keys[0])
+        self.conv2 = eqx.nn.Conv2d(8, 16, 3, padding=1, key=keys[1])
+        self.dropout = eqx.nn.Dropout(0.2)
+        self.last = eqx.nn.Linear(16 * 4, 10, key=keys[2])
+
+    def __call__(self, x, *, key=None):
+        pool = eqx.nn.MaxPool2d(2, 2)
+        x = pool(jax.nn.gelu(self.conv1(x)))
+        x = pool(jax.nn.silu(self.conv2(x)))
+        return self.last(self.dropout(x.ravel(), key=key))
+
+
+class Transformer(eqx.Module):
+    embedding: eqx.nn.Embedding
+    norm: eqx.nn.LayerNorm
+    attention: eqx.nn.MultiheadAttention
+    mlp: eqx.nn.MLP
+    last: eqx.nn.Linear
+
+    def __init__(self, key):
+        keys = jax.random.split(key, 4)
+        self.embedding = eqx.nn.Embedding(32, 64, key=keys[0])
+        self.norm = eqx.nn.LayerNorm(64)
+        self.attention = eqx.nn.MultiheadAttention(4, 64, dropout_p=0.1, key=keys[1])
+        self.mlp = eqx.nn.MLP(64, 64, 128, 1, key=keys[2])
+        self.last = eqx.nn.Linear(64, 10, key=keys[3])
+
+    def __call__(self, tokens, *, key=None):
+        x = jax.vmap(self.embedding)(tokens)
+        h = jax.vmap(self.norm)(x)
+        x = x + self.attention(h, h, h, key=key)
+        x = x + jax.vmap(self.mlp)(jax.vmap(self.norm)(x))
+        return self.last(x.mean(axis=0))
+
+
+class Scaled(eqx.Module):
+    """Two arrays divided by the same number, in a loop and outside of one."""
+
+    scale: jax.Array
+    shift: jax.Array
+    first: eqx.nn.Linear
+    last: eqx.nn.Linear
+
+    def __init__(self, key):
+        keys = jax.random.split(key)
+        self.scale, self.shift = jnp.array(1.37), jnp.array(-0.3)
+        self.first = eqx.nn.Linear(4, 16, key=keys[0])
+        self.last = eqx.nn.Linear(16, 3, key=keys[1])
+
+    def __call__(self, x):
+        def divided(h, _=None):
+            by = lambda: jnp.where(self.scale > 0, self.scale, self.shift)  # noqa: E731
+            return jnp.tanh(h) / by() + jnp.sin(h) / by(), None
+
+        h, _ = divided(self.first(x))
+        return self.last(jax.lax.scan(divided, h, length=3)[0])
+
+
+def images(*sizes):
+    generator = np.random.default_rng(0)
+    return [
+        (
+            generator.normal(size=(size, 1, 8, 8)).astype(np.float32),
+            generator.integers(0, 10, size),
+        )
+        for size in sizes
+    ]
+
+
+def words(*sizes):
+    generator = np.random.default_rng(0)
+    return [
+        (generator.integers(0, 32, (size, 12)), generator.integers(0, 10, size))
+        for size in sizes
+    ]
+
+
+def digest(tree):
+    """A hash of all bits of a tree's arrays."""
+    found = hashlib.sha256()
+    for leaf in jax.tree.leaves(eqx.filter(tree, eqx.is_array)):
+        found.update(np.asarray(leaf).tobytes())
+    return found.hexdigest()
+
+
+def make(model, strategy, **options):
+    recorder = Recorder()
+    if "loss_fn" not in options:
+        options.setdefault("loss", "cross_entropy")
+    optimizer = options.pop("optimizer", optax.adam(1e-2))
+    trainer = Trainer(
+        model, optimizer, strategy=Bitwise(strategy),
+        callbacks=[recorder], enable_progress_bar=False, **options,
+    )  # fmt: skip
+    return trainer, recorder
+
+
+def train(model, strategy, data, *, epochs=1, **options):
+    """Hashes of what a training leaves, and of all that it says on the way."""
+    trainer, recorder = make(model, strategy, **options)
+    history = trainer.fit(data, data[-2:], max_epochs=epochs)
+    return {
+        "state": digest(trainer.state),
+        "losses": recorder.losses,
+        "history": dict(history),
+        "predictions": digest(jnp.asarray(trainer.predict(data))),
+    }
+
+
+# Ragged batches: the last is padded to the size of the others.
+CASES = {
+    "dropout": (lambda: Mlp(jax.random.key(0)), batches(32, 32, 13), {}),
+    "division": (lambda: Scaled(jax.random.key(0)), batches(16, 5), {}),
+    "adafactor": (
+        lambda: eqx.nn.MLP(4, 3, 256, 2, key=jax.random.key(0)),
+        batches(32, 5),
+        {"optimizer": optax.adafactor(1e-2)},
+    ),
+    "conv": (lambda: ConvNet(jax.random.key(0)), images(32, 13), {}),
+    "transformer": (
+        lambda: Transformer(jax.random.key(0)),
+        words(32, 13),
+        {"gradient_clip_val": 0.5, "optimizer": optax.adamw(1e-2)},
+    ),
+    "bf16": (
+        lambda: Transformer(jax.random.key(0)),
+        words(32, 13),
+        {"precision": "bf16-mixed", "remat": ["attention", "mlp"]},
+    ),
+    "accumulation": (
+        lambda: ConvNet(jax.random.key(0)),
+        images(16, 16, 5, 16, 7),
+        {"accumulate_grad_batches": 2, "optimizer": optax.sgd(1e-2, momentum=0.9)},
+    ),
+}
+
+
+SLOW = "bf16", "transformer", "adafactor"
+
+
+@pytest.mark.slow_cases("accumulation", "division", "conv")
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.slow] if case in SLOW else [])
+        for case in CASES
+    ],
+)
+def test_every_device_count_gives_the_same_bits(case):
+    make_model, data, options = CASES[case]
+    expected = train(make_model(), EVERYWHERE[0](), data, **options)
+    assert np.isfinite(expected["losses"]).all()
+    counts = EVERYWHERE[1:] if case == "dropout" else EVERYWHERE[1::2]
+    for strategy in counts:
+        found = train(make_model(), strategy(), data, **options)
+        assert found == expected, strategy()
+
+
+@pytest.mark.slow
+def test_the_bits_are_those_of_the_plain_steps_up_to_rounding():
+    data = batches(32, 32, 13)
+    found, recorder = make(Mlp(jax.random.key(0)), Sharded(4))
+    found.fit(data, max_epochs=3)
+    expected = Recorder()
+    plain = Trainer(
+        Mlp(jax.random.key(0)), optax.adam(1e-2), loss="cross_entropy",
+        strategy=SingleDevice(), callbacks=[expected], enable_progress_bar=False,
+    )  # fmt: skip
+    plain.fit(data, max_epochs=3)
+    np.testing.assert_allclose(recorder.losses, expected.losses, rtol=1e-5)
+    np.testing.assert_allclose(found.predict(data), plain.predict(data), rtol=1e-4)
+    assert found.validate(data) == pytest.approx(plain.validate(data), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_on_another_count_gives_the_same_bits(tmp_path):
+    """Stopped after three batches of an epoch of four; dropout is drawn on."""
+    data = batches(16, 16, 16, 5)
+    whole, _ = make(Mlp(jax.random.key(0)), Sharded(8))
+    whole.fit(data, max_steps=7)
+    expected = digest(whole.state)
+    stopped, _ = make(Mlp(jax.random.key(0)), Sharded(4))
+    stopped.fit(data, max_steps=3)
+    # What comes next is the short batch, padded as it would have been.
+    resumed, _ = make(Mlp(jax.random.key(1)), Pmap(2))
+    resumed.load(stopped.save(tmp_path / "stopped"))
+    resumed.fit(data, max_steps=7)
+    assert digest(resumed.state) == expected
+
+
+@pytest.mark.slow
+def test_what_is_written_for_a_batch_is_computed_by_every_device(caplog):
+    caplog.set_level("INFO", logger="jaxdp")
+    model, state = eqx.nn.make_with_state(NormNet)(jax.random.key(0))
+    norms = [
+        train(model, strategy(), batches(16, 5), state=state) for strategy in EVERYWHERE
+    ]
+    assert all(found == norms[0] for found in norms)
+    assert "so every device computes the whole batch" in caplog.text
+
+    def loss(prediction, target):
+        values = optax.softmax_cross_entropy_with_integer_labels(prediction, target)
+        return values.mean()
+
+    scalars = []
+    for strategy in EVERYWHERE[::3]:
+        trainer, recorder = make(
+            eqx.nn.MLP(4, 3, 32, 1, key=jax.random.key(0)), strategy(), loss=loss
+        )
+        trainer.fit(batches(16, 16, 5))
+        scalars.append((digest(trainer.state), recorder.losses))
+    assert all(found == scalars[0] for found in scalars)
+
+
+def test_batch_norm_that_keeps_constants_in_its_state_is_computed_too():
+    """Its mode "ema" notes that the first batch has been."""
+    model, state = eqx.nn.make_with_state(NormNet)(jax.random.key(0), mode="ema")
+    trainer, recorder = make(model, Sharded(2), state=state)
+    trainer.fit(batches(16))
+    assert np.isfinite(recorder.losses).all()
+
+
+@pytest.mark.slow
+def test_a_loss_of_one_example_has_the_same_bits_and_key_on_any_count():
+    @per_example
+    def loss_fn(model, x, y, key):
+        noise = 0.1 * jax.random.normal(key, x.shape)
+        logits = model(x + noise)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y)
+
+    found = []
+    for strategy in (SingleDevice(), Pmap()):
+        trainer, recorder = make(
+            eqx.nn.MLP(4, 3, 32, 1, key=jax.random.key(0)), strategy, loss_fn=loss_fn
+        )
+        trainer.fit(batches(16, 16, 5), max_epochs=2)
+        found.append((digest(trainer.state), recorder.losses))
+    assert found[0] == found[1]
+
+
+def test_the_step_is_traced_once():
+    traces = []
+
+    @per_example
+    def loss_fn(model, x, y, key):
+        traces.append(1)
+        logits = model(x, key=key)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y)
+
+    trainer, _ = make(Mlp(jax.random.key(0)), Sharded(), loss_fn=loss_fn)
+    trainer.fit(batches(16, 16, 5), max_epochs=2)
+    assert len(traces) == 1
+
+
+def test_a_loss_of_a_batch_is_refused():
+    with pytest.raises(ValueError, match="Bitwise works on.*loss_fn=jaxdp.per_example"):
+        make(Mlp(jax.random.key(0)), Sharded(), loss_fn=cross_entropy)
+
+
+def test_gradients_are_summed_by_shares_of_them():
+    """No more bytes than an all-reduce on eight devices, and no more arrays held."""
+    from jaxdp.extras.plan import hlo
+
+    model = eqx.nn.MLP(64, 64, 256, 2, key=jax.random.key(0))
+    x = np.ones((16, 64), np.float32)
+    trainer, _ = make(model, Sharded(), loss="mse", optimizer=optax.sgd(1e-2))
+    trainer.fit([(x, x)])
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(eqx.filter(model, eqx.is_array)))
+    plain = Trainer(
+        model, optax.sgd(1e-2), loss="mse", strategy=Sharded(),
+        enable_progress_bar=False,
+    )  # fmt: skip
+    plain.fit([(x, x)])
+    program, other = (t.compiled_train_step() for t in (trainer, plain))
+    names = {c.kind for c in hlo.read(program.as_text()).collectives}
+    assert names == {"all-gather", "all-to-all"}
+    ours = program.memory_analysis().temp_size_in_bytes
+    theirs = other.memory_analysis().temp_size_in_bytes
+    assert ours < theirs + 5 * size
+
+
+def test_the_losses_that_are_reported_have_the_same_bits_for_any_number_of_rows():
+    """XLA may turn a division by 5 into a product with 1/5, in some programs only."""
+
+    def losses(strategy):
+        recorder = Recorder()
+        Trainer(
+            Mlp(jax.random.key(0)),
+            loss="cross_entropy",
+            metrics=["accuracy"],
+            strategy=Bitwise(strategy),
+            callbacks=[recorder],
+            enable_progress_bar=False,
+        ).fit(batches(16, 5, 7, 3, 11, 13, 9, 15, 6, 10, 12, 14))
+        return recorder.losses
+
+    assert losses(SingleDevice()) == losses(Sharded(2))
+
+
+def test_gpus_are_told_to_be_deterministic():
+    own, cpus = (
+        _options_on(types.SimpleNamespace(platform=name)) for name in ("gpu", "cpu")
+    )
+    assert own == cpus | {"xla_gpu_deterministic_ops": True}
+    jax.jit(lambda: 0).lower().compile(own)  # a name that this XLA knows
+
+
+def test_a_run_that_is_to_repeat_itself_is_compiled_so():
+    trainer = Trainer(
+        Mlp(jax.random.key(0)),
+        loss="cross_entropy",
+        reproducible="run",
+        compiler_options={"xla_gpu_autotune_level": 0},
+        enable_progress_bar=False,
+    )
+    trainer.fit(batches(8))
+    assert trainer.run.recipe.compiler_options == {
+        "xla_gpu_deterministic_ops": True,
+        "xla_gpu_autotune_level": 0,
+    }

@@ -1,0 +1,237 @@
+"""The commands, as a shell runs them, and what the doctor finds."""
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from toys import batches, mlp_trainer
+
+from jaxdp.callbacks import CSVLogger
+from jaxdp.extras import cli, doctor
+
+
+def run(capsys, *arguments):
+    code = cli.main([str(argument) for argument in arguments])
+    return code, *capsys.readouterr()
+
+
+@pytest.fixture
+def runs(tmp_path):
+    for name, seed in (("a", 0), ("b", 1)):
+        logger = CSVLogger(tmp_path / name, hyperparameters={"mine": name})
+        trainer = mlp_trainer(logger, seed=seed)
+        trainer.fit(batches(*[8] * 4), batches(8), max_epochs=1 + seed)
+    return tmp_path / "a", tmp_path / "b"
+
+
+def test_help_names_every_command(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        run(capsys, "--help")
+    shown = capsys.readouterr().out
+    for command in ("doctor", "plan", "report", "compare", "export"):
+        assert f"\n    {command} " in shown
+
+
+def test_no_command_shows_the_help(capsys):
+    code, out, _ = run(capsys)
+    assert code == 2 and "usage: jaxdp" in out
+
+
+def test_report_writes_a_page_into_the_run(capsys, runs):
+    code, out, _ = run(capsys, "report", runs[0])
+    assert code == 0 and out.strip() == str(runs[0] / "report.html")
+    assert "<svg" in (runs[0] / "report.html").read_text()
+    code, out, _ = run(capsys, "report", runs[1] / "metrics.csv", "-o", runs[0] / "x")
+    assert (runs[0] / "x").exists()
+
+
+def test_compare_prints_what_is_best_and_what_differs(capsys, runs):
+    code, out, _ = run(capsys, "compare", *runs, "-o", runs[0] / "c.html")
+    assert code == 0
+    lines = {line.split("  ")[0]: line for line in out.splitlines() if line}
+    assert lines["val_loss, best"].count("*") == 1
+    assert lines["mine"].split() == ["mine", "a", "b"]
+    assert lines["seed"].split() == ["seed", "0", "1"]
+    assert (runs[0] / "c.html").exists()
+
+
+def test_errors_are_one_line(capsys, tmp_path, monkeypatch):
+    code, out, err = run(capsys, "report", tmp_path)
+    assert code == 1 and out == ""
+    assert err.startswith("jaxdp: `") and "is not a run: a run is" in err
+    assert err.count("\n") == 1
+    monkeypatch.setenv("JAXDP_TRACEBACK", "1")
+    with pytest.raises(FileNotFoundError, match="is not a run"):
+        run(capsys, "report", tmp_path)
+
+
+SCRIPT = """
+import sys
+import equinox as eqx, jax, numpy as np
+from jaxdp import Sharded, Trainer
+from neighbour import WIDTH
+
+assert sys.argv[1:] == ["--fast", "1"], sys.argv
+assert __name__ == "__main__"
+model = eqx.nn.MLP(4, 3, WIDTH, 1, key=jax.random.key(0))
+trainer = Trainer(model, loss="cross_entropy", strategy=Sharded(2))
+x, y = np.zeros((16, 4), np.float32), np.zeros(16, np.int32)
+try:
+    list(trainer.{call}([(x, y)]))
+except ValueError:
+    pass
+raise AssertionError("it trained")
+"""
+
+
+@pytest.mark.parametrize("command", ["--help", "doctor"])
+def test_a_reader_that_goes_away_ends_a_command_quietly(command):
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxdp", *command.split()],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(writer)
+    assert done.stderr == ""
+    assert done.returncode == (0 if command == "--help" else 141)
+
+
+@pytest.mark.slow_cases("fit")
+@pytest.mark.parametrize("call", ["fit", "steps"])
+def test_plan_stops_a_script_where_it_would_train(capsys, tmp_path, call):
+    (tmp_path / "neighbour.py").write_text("WIDTH = 16\n")
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.replace("{call}", call))
+    before = list(sys.argv), list(sys.path)
+    sys.modules.pop("neighbour", None)
+    options = ["plan", "--devices", 4, "--json", tmp_path / "p.json"]
+    code, out, _ = run(capsys, *options, script, "--fast", "1")
+    assert code == 0 and "4" in out
+    plan = json.loads((tmp_path / "p.json").read_text())
+    assert plan
+    assert (list(sys.argv), list(sys.path)) == before
+    mlp_trainer().fit(batches(8))  # `fit` is itself again
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("print(1)", "without a call of `Trainer.fit`"), ("exit(3)", "exit code 3")],
+)
+def test_a_script_that_does_not_train_is_told(capsys, tmp_path, text, message):
+    (tmp_path / "a.py").write_text(text)
+    code, _, err = run(capsys, "plan", tmp_path / "a.py")
+    assert code == 1 and message in err
+    code, _, err = run(capsys, "plan", tmp_path / "missing.py")
+    assert code == 1 and "there is no such file" in err
+    code, _, err = run(capsys, "report", tmp_path / "missing")
+    assert code == 1 and "is not a run" in err
+
+
+def test_what_is_not_the_plans_own_is_the_scripts(capsys, tmp_path):
+    script = tmp_path / "a.py"
+    script.write_text("import sys; print(sys.argv[1:])")
+    own = ["--dev", "1", "b"], ["--devices", "8"]
+    _, out, _ = run(capsys, "plan", script, *own[0], "--devices", 4, "--", *own[1])
+    assert out.strip() == str(own[0] + own[1])
+    with pytest.raises(SystemExit, match="2"):
+        run(capsys, "doctor", "--slow")
+    assert "unrecognized arguments: --slow" in capsys.readouterr().err
+
+
+def test_export_writes_the_arrays_of_a_checkpoint(capsys, tmp_path):
+    trainer = mlp_trainer()
+    trainer.fit(batches(8, 8))
+    trainer.save(str(tmp_path / "saved"))
+    code, out, _ = run(capsys, "export", tmp_path / "saved", tmp_path / "w.npz")
+    assert code == 0 and "6 arrays" in out
+    with np.load(tmp_path / "w.npz") as file:
+        model = trainer.model
+        np.testing.assert_array_equal(file["layers[1].weight"], model.layers[1].weight)
+        assert len(file.files) == 6
+    code, _, err = run(capsys, "export", tmp_path / "saved", tmp_path / "w.pt")
+    assert code == 1 and "must end with .safetensors or .npz" in err
+    code, _, err = run(capsys, "export", tmp_path / "nothing", tmp_path / "w.npz")
+    assert code == 1
+    safetensors = pytest.importorskip("safetensors.numpy")
+    from jaxdp import load_model
+
+    run(capsys, "export", tmp_path / "saved", tmp_path / "w.safetensors")
+    arrays = safetensors.load_file(tmp_path / "w.safetensors")
+    assert len(arrays) == 6
+    for place, layer in enumerate(model.layers):
+        for name in ("weight", "bias"):
+            array = arrays[f"layers[{place}].{name}"]
+            np.testing.assert_array_equal(array, getattr(layer, name), strict=True)
+    loaded = load_model(tmp_path / "w.safetensors", model)
+    np.testing.assert_array_equal(loaded.layers[0].bias, model.layers[0].bias)
+
+
+def test_the_doctor_finds_this_machine_able(capsys):
+    code, out, _ = run(capsys, "doctor")
+    assert code == 0 and "PROBLEM" not in out
+    for what in (
+        f"jax {jax.__version__}",
+        "(cpu)",
+        "a product agrees with NumPy's",
+        "random numbers are finite",
+        "overwritten rightly, swapped",
+        "a scatter-add of 40,960 rows takes",
+        "arrays are computed in float32",
+        "pinned_host memory and back",
+    ):
+        assert what in out
+
+
+def test_the_doctor_says_what_to_do(monkeypatch):
+    monkeypatch.setattr("glob.glob", lambda _: ["/dev/nvidia0"])
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    *_, unused = doctor._devices()
+    assert unused.state == "PROBLEM" and "unset JAX_PLATFORMS" in unused.remedy
+    monkeypatch.delenv("JAX_PLATFORMS")
+    assert "docs/install.md" in list(doctor._devices())[-1].remedy
+
+
+def test_the_doctor_tells_wrong_numbers_and_errors(monkeypatch, capsys):
+    def fails():
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(jax, "devices", fails)
+    monkeypatch.setattr(jnp, "isfinite", jnp.isnan)
+    doctor.check()
+    lines = capsys.readouterr().out.splitlines()
+    failing, comparing = (line for line in lines if line.startswith("PROBLEM"))
+    assert failing.endswith("  looking for devices: MemoryError: no room")
+    assert comparing.endswith("  not so: random numbers are finite")
+    assert any("-> wrong numbers" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        ("print('# b'); raise ValueError('no')", "b failed: ValueError: no"),
+        ("import os; os._exit(7)", "jaxdp failed: it ended with exit code 7"),
+        ("import time; time.sleep(60)", "jaxdp failed: no answer within 120 seconds"),
+    ],
+)
+def test_what_aborts_or_hangs_is_a_problem(monkeypatch, code, text):
+    def run(command, timeout, **options):
+        command = [sys.executable, "-c", code]
+        return subprocess_run(command, timeout=timeout / 60, **options)
+
+    subprocess_run = subprocess.run
+    monkeypatch.setattr(subprocess, "run", run)
+    assert doctor.examine()[-1].startswith(f"PROBLEM  {text}\n")
+
+
+def test_the_doctor_names_flags_that_abort_the_process(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_no_such_flag=1")
+    last = doctor.examine()[-1]
+    assert last.startswith("PROBLEM") and "--xla_no_such_flag" in last

@@ -1,0 +1,206 @@
+"""The learning-rate range test: its numbers, and what it leaves alone."""
+
+import equinox as eqx
+import jax
+import numpy as np
+import optax
+import pytest
+from toys import Mlp, batches, cross_entropy
+
+from jaxdp import Sharded, SingleDevice, Trainer
+from jaxdp.callbacks import CSVLogger, WeightAveraging
+from jaxdp.extras.finders import LRFinder, lr_find
+
+
+def make_trainer(optimizer=None, *callbacks, model=None, strategy=None):
+    model = eqx.nn.MLP(4, 3, 16, 1, key=jax.random.key(0)) if model is None else model
+    return Trainer(
+        model,
+        optimizer,
+        loss="cross_entropy",
+        strategy=strategy or SingleDevice(),
+        callbacks=callbacks,
+        enable_progress_bar=False,
+    )
+
+
+def injected(make, rate):
+    return optax.inject_hyperparams(make)(learning_rate=rate)
+
+
+def by_hand(make_optimizer, rates, data):
+    """The losses of steps with those rates in plain JAX."""
+    model = eqx.nn.MLP(4, 3, 16, 1, key=jax.random.key(0))
+    params = eqx.filter(model, eqx.is_inexact_array)
+    state, losses = make_optimizer(rates[0]).init(params), []
+    for step, rate in enumerate(rates):
+        x, y = data[step % len(data)]
+        loss, grads = eqx.filter_value_and_grad(cross_entropy)(model, x, y)
+        updates, state = make_optimizer(rate).update(grads, state, model)
+        model = eqx.apply_updates(model, updates)
+        losses.append(float(loss))
+    return losses
+
+
+@pytest.mark.slow_cases("SingleDevice(cpu:0)")
+@pytest.mark.parametrize("strategy", [SingleDevice(), Sharded(4)], ids=repr)
+def test_losses_are_those_of_steps_with_those_rates(strategy):
+    data = batches(*[8] * 6)
+    trainer = make_trainer(injected(optax.adam, 3e-4), strategy=strategy)
+    found = lr_find(trainer, data, min_lr=1e-4, max_lr=0.5, num_training=15)
+    rates = np.geomspace(1e-4, 0.5, 15)
+    assert found.results["lr"] == pytest.approx(list(rates))
+    expected = by_hand(optax.adam, rates, data)
+    assert found.results["loss"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_optimizers_own_rate_plays_no_part():
+    data = batches(*[8] * 6)
+    options = {"min_lr": 1e-3, "max_lr": 0.5, "num_training": 12, "mode": "linear"}
+    losses = [
+        lr_find(make_trainer(injected(optax.sgd, rate)), data, **options)
+        for rate in (1.0, 1e-5)
+    ]
+    given = lr_find(make_trainer(), data, **options, optimizer=optax.sgd)
+    held = lr_find(
+        make_trainer(),
+        data,
+        **options,
+        optimizer=lambda rate: injected(optax.sgd, rate),
+    )
+    expected = by_hand(optax.sgd, np.linspace(1e-3, 0.5, 12), data)
+    for found in (*losses, given, held):
+        assert found.results["loss"] == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:no row of a step was logged")
+def test_the_trainer_and_the_loader_stay_as_they_are(tmp_path):
+    torch = pytest.importorskip("torch")
+    x, y = (np.concatenate(parts) for parts in zip(*batches(*[8] * 6), strict=True))
+    data = torch.utils.data.TensorDataset(torch.tensor(x), torch.tensor(y))
+
+    def run(find):
+        trainer = make_trainer(
+            optax.adam(0.01),
+            CSVLogger(tmp_path / str(find)),
+            WeightAveraging(0.9),
+            model=Mlp(jax.random.key(0)),
+        )
+        loader = torch.utils.data.DataLoader(
+            data, 8, shuffle=True, generator=torch.Generator().manual_seed(1)
+        )
+        trainer.fit(loader)
+        if find:
+            before = torch.get_rng_state()
+            lr_find(trainer, loader, num_training=10, optimizer=optax.adam)
+            assert torch.equal(before, torch.get_rng_state())
+            assert trainer.global_step == 6 and len(trainer.history.epochs) == 1
+        trainer.fit(loader, max_epochs=2)
+        return jax.tree.leaves(trainer.state)
+
+    for a, b in zip(run(True), run(False), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_it_stops_when_the_loss_explodes(tmp_path):
+    trainer = make_trainer(optax.sgd(0.1))
+    data, limits = batches(*[8] * 6), {"min_lr": 1e-3, "max_lr": 1e6}
+    found = lr_find(trainer, data, **limits, optimizer=optax.sgd)
+    losses = found.results["loss"]
+    assert 10 < len(losses) < 100 and len(found.results["lr"]) == len(losses)
+    assert losses[-1] > 4 * min(losses) or not np.isfinite(losses[-1])
+    best = found.suggestion()
+    assert 1e-3 < best < 100
+    figure = found.plot(tmp_path / "lr.png")
+    assert (tmp_path / "lr.png").read_bytes().startswith(b"\x89PNG")
+    labels = [line.get_label() for line in figure.axes[0].lines]
+    assert labels == ["loss", "smoothed", f"suggestion {best:.2g}"]
+    assert figure.axes[0].get_ylim()[1] < 4 * losses[0]  # what explodes is left out
+
+
+def test_the_suggestion_is_where_the_loss_falls_fastest():
+    rates = np.geomspace(1e-6, 1.0, 200)
+    losses = 1 / (1 + np.exp(6 * (np.log10(rates) + 3)))  # falls fastest at 1e-3
+    finder = LRFinder(list(rates), list(losses))
+    assert 1e-3 < finder.suggestion() < 3e-3  # smoothing looks back
+    assert LRFinder(list(rates), [1.0] * 200).suggestion() is None
+    assert LRFinder([0.1], [1.0]).suggestion() is None
+    rising = LRFinder(list(rates), list(1 - losses))
+    assert rising.suggestion() is None
+    spoilt = LRFinder([*rates, 2.0], [*losses, float("nan")])
+    assert spoilt.suggestion() == pytest.approx(finder.suggestion(), rel=0.1)
+
+
+def test_losses_are_smoothed_as_in_lightning():
+    losses = list(np.random.default_rng(0).normal(size=200) ** 2)
+    mean, expected = 0.0, []
+    for step, loss in enumerate(losses):
+        mean = 0.98 * mean + 0.02 * loss
+        expected.append(mean / (1 - 0.98 ** (step + 1)))
+    found = LRFinder(list(np.geomspace(1e-6, 1, 200)), losses)
+    assert found._smoothed() == pytest.approx(expected)
+
+
+@pytest.mark.slow_but("12-nan", "40-10.0")
+@pytest.mark.parametrize("unlucky", [10.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("place", [12, 40])
+def test_one_unlucky_batch_neither_ends_nor_blanks_it(unlucky, place):
+    """A batch with a large loss, or none, and an ordinary gradient."""
+    data = batches(*[8] * 100)
+    data = [(x, np.zeros(8, np.float32), y) for x, y in data]
+    x, _, y = data[place]
+    data[place] = x, np.full(8, unlucky, np.float32), y
+
+    def loss_fn(model, x, extra, y):
+        logits = jax.vmap(model)(x)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, y)
+        return losses + extra
+
+    trainer = Trainer(
+        eqx.nn.MLP(4, 3, 16, 1, key=jax.random.key(0)),
+        loss_fn=loss_fn,
+        strategy=SingleDevice(),
+        enable_progress_bar=False,
+    )
+    options = {"min_lr": 1e-4, "max_lr": 1.0, "optimizer": optax.sgd}
+    found = lr_find(trainer, data, **options)
+    assert len(found.results["loss"]) == 100 and found.suggestion() is not None
+    assert np.isfinite(found._smoothed()).sum() == 99 + np.isfinite(unlucky)
+
+
+@pytest.mark.slow_but("0-None", "12-sgd", "40-adam")
+@pytest.mark.parametrize("optimizer", [None, optax.sgd, optax.adam])
+@pytest.mark.parametrize("place", [0, 12, 40])
+def test_a_batch_of_nan_does_not_spoil_the_steps_after_it(place, optimizer):
+    data = batches(*[8] * 100)
+    data[place] = data[place][0] * np.nan, data[place][1]
+    trainer = make_trainer(optax.inject_hyperparams(optax.adam)(1e-3))
+    found = lr_find(trainer, data, optimizer=optimizer, max_lr=0.1)
+    losses = np.array(found.results["loss"])
+    assert len(losses) == 100 and np.flatnonzero(np.isnan(losses)).tolist() == [place]
+    assert found.suggestion() is not None
+
+
+def test_losses_that_stay_lost_end_it():
+    trainer = make_trainer()
+    data = [(x * np.nan, y) for x, y in batches(*[8] * 6)]
+    found = lr_find(trainer, data, optimizer=optax.sgd)
+    assert len(found.results["loss"]) == 5 and found.suggestion() is None
+    never = {"early_stop_threshold": None, "num_training": 9}
+    found = lr_find(trainer, data, optimizer=optax.sgd, **never)
+    assert len(found.results["loss"]) == 9
+
+
+def test_nonsense_is_refused():
+    trainer, data = make_trainer(optax.adam(0.1)), batches(8)
+    for options, text in [
+        ({"min_lr": 1.0, "max_lr": 0.1}, "the first less than the second"),
+        ({"num_training": 1}, "must be 2 or more"),
+        ({"mode": "cosine"}, "must be one of 'exponential', 'linear'"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            lr_find(trainer, data, **options)
+    schedule = injected(optax.sgd, optax.linear_schedule(0.1, 0.0, 9))
+    for optimizer in (optax.adam(0.1), schedule):
+        with pytest.raises(ValueError, match="no learning rate.*optimizer=optax.adam"):
+            lr_find(make_trainer(optimizer), data)

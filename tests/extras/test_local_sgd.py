@@ -1,0 +1,332 @@
+"""Replicas that train by themselves, and outer steps that bring them together."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from toys import Mlp, Recorder, batches, make_small
+
+from jaxdp import LocalSGD, Sharded, SingleDevice
+from jaxdp.callbacks import GradientMonitor, WeightAveraging
+from jaxdp.extras.local_sgd import LocalState
+
+DATA = batches(16, 16, 13, 16, 5)
+"""Ragged: of 5 rows on 8 devices, three replicas have none."""
+PLAIN = optax.sgd(1.0)
+
+
+def fitted(
+    strategy, optimizer, *callbacks, model=None, max_epochs=3, data=None, **options
+):
+    """A trainer after a short fit, and its losses."""
+    recorder = Recorder()
+    trainer = make_small(
+        Mlp(jax.random.key(0)) if model is None else model,
+        optimizer,
+        strategy=strategy,
+        callbacks=[recorder, *callbacks],
+        **options,
+    )
+    trainer.fit(DATA if data is None else data, max_epochs=max_epochs)
+    return trainer, recorder.losses
+
+
+def arrays(tree):
+    return [
+        np.asarray(leaf) for leaf in jax.tree.leaves(eqx.filter(tree, eqx.is_array))
+    ]
+
+
+def assert_close(tree, other, rtol=1e-5, atol=1e-6):
+    for own, expected in zip(arrays(tree), arrays(other), strict=True):
+        np.testing.assert_allclose(own, expected, rtol=rtol, atol=atol)
+
+
+def assert_same(tree, other):
+    for own, expected in zip(arrays(tree), arrays(other), strict=True):
+        np.testing.assert_array_equal(own, expected)
+
+
+def local_of(trainer):
+    (found,) = [
+        node
+        for node in jax.tree.leaves(
+            trainer.state.opt_state, is_leaf=lambda node: isinstance(node, LocalState)
+        )
+        if isinstance(node, LocalState)
+    ]
+    return found
+
+
+# --- the numbers --------------------------------------------------------------------
+
+
+@pytest.mark.slow_but("1-1")
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_meeting_after_each_step_of_sgd_is_sharded(devices, accumulate):
+    """Dropout, ragged batches and micro-batches included."""
+    optimizer, options = optax.sgd(0.1), {"accumulate_grad_batches": accumulate}
+    local = LocalSGD(every=1, outer=PLAIN, devices=devices)
+    one, losses = fitted(local, optimizer, **options)
+    other, expected = fitted(Sharded(devices), optimizer, **options)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert_close(one.model, other.model)
+    assert one.validate(DATA) == pytest.approx(other.validate(DATA), rel=1e-5)
+    np.testing.assert_allclose(one.predict(DATA), other.predict(DATA), atol=1e-5)
+
+
+def by_hand(model, inner, outer, data, replicas, every):
+    """DiLoCo: the losses over all rows, the replicas and the outer weights."""
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+
+    @jax.jit
+    def step(weights, state, x, y):
+        def loss_of(weights):
+            out = jax.vmap(eqx.combine(weights, static))(x)
+            return optax.softmax_cross_entropy_with_integer_labels(out, y).mean()
+
+        loss, grads = jax.value_and_grad(loss_of)(weights)
+        updates, state = inner.update(grads, state, weights)
+        return loss, eqx.apply_updates(weights, updates), state
+
+    weights = [params] * replicas
+    states, outer_state = [inner.init(params)] * replicas, outer.init(params)
+    losses = []
+    for number, (x, y) in enumerate(data, start=1):
+        parts = zip(np.split(x, replicas), np.split(y, replicas), strict=True)
+        found = [
+            step(*own, *part) for *own, part in zip(weights, states, parts, strict=True)
+        ]
+        loss, weights, states = map(list, zip(*found, strict=True))
+        losses.append(float(np.mean(loss)))
+        if number % every == 0:
+            mean = jax.tree.map(lambda *each: sum(each) / replicas, *weights)
+            change = jax.tree.map(lambda old, new: old - new, params, mean)
+            updates, outer_state = outer.update(change, outer_state, params)
+            params = eqx.apply_updates(params, updates)
+            weights = [params] * replicas
+    return losses, weights, params
+
+
+@pytest.mark.slow_cases("options1")
+@pytest.mark.parametrize("options", [{}, {"steps_per_execution": 4}])
+def test_the_numbers_are_those_of_a_loop_by_hand(options):
+    data = batches(16, 16, 16, 16, 16, 16, 16)
+    model = eqx.nn.MLP(4, 3, 8, 2, key=jax.random.key(0))
+    inner = optax.adamw(1e-2)
+    outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
+    losses, weights, params = by_hand(model, inner, outer, data * 2, 4, every=4)
+
+    recorder = Recorder()
+    strategy = LocalSGD(every=4, devices=4)  # the default is this outer optimizer
+    trainer = make_small(
+        model, inner, strategy=strategy, callbacks=[recorder], **options
+    )
+    trainer.fit(data, max_epochs=2)
+    np.testing.assert_allclose(recorder.losses, losses, rtol=1e-5)
+    assert_close(trainer.state.params, params)
+    replicas = local_of(trainer).replicas
+    for index, each in enumerate(weights):  # 14 steps: two since they last met
+        assert_close(jax.tree.map(lambda leaf, i=index: leaf[i], replicas), each)
+
+    mean = jax.tree.map(lambda *each: sum(each) / 4, *weights)
+    assert_close(eqx.filter(trainer.model, eqx.is_inexact_array), mean)
+
+
+def test_rows_interact_within_a_replica():
+    """A scalar loss that is no mean of the rows': the largest of a replica's."""
+
+    def loss_fn(model, x, y):
+        each = optax.softmax_cross_entropy_with_integer_labels(jax.vmap(model)(x), y)
+        return each.max()
+
+    data = batches(16, 16, 16)
+    model = eqx.nn.MLP(4, 3, 8, 2, key=jax.random.key(0))
+    trainer = make_small(
+        model,
+        optax.sgd(0.1),
+        loss=None,
+        loss_fn=loss_fn,
+        strategy=LocalSGD(1, PLAIN, devices=2),
+    )
+    trainer.fit(data)
+
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+    for x, y in data:
+
+        def mean(params, x=x, y=y):
+            model = eqx.combine(params, static)
+            halves = (loss_fn(model, x[i : i + 8], y[i : i + 8]) for i in (0, 8))
+            return sum(halves) / 2
+
+        grads = jax.grad(mean)(params)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+    assert_close(eqx.filter(trainer.model, eqx.is_inexact_array), params)
+
+
+# --- what it costs ------------------------------------------------------------------
+
+
+def test_a_step_sends_the_gradients_bytes_by_how_often_replicas_meet():
+    trainer = make_small(strategy=LocalSGD(every=10))
+    plan = trainer.plan(DATA)
+    assert "ZeRO" not in str(plan)
+    parameters = sum(leaf.size * 4 for leaf in jax.tree.leaves(trainer.state.params))
+    (outer,) = [each for each in plan.traffic if each.part == "update"]
+    assert outer.optional and outer.kind == "all-reduce"
+    assert outer.wire_bytes == pytest.approx(2 * 7 / 8 * parameters / 10)
+    others = sum(each.operand_bytes for each in plan.traffic if each is not outer)
+    assert others <= 8  # the loss and its metric
+    bound = next(each for each in plan.bounds if "every 10 steps" in each.what)
+    assert bound.least == pytest.approx(outer.wire_bytes)
+
+
+# --- checkpoints --------------------------------------------------------------------
+
+
+def resumed(folder, strategy):
+    recorder = Recorder()
+    trainer = make_small(
+        Mlp(jax.random.key(0)),
+        optax.adam(1e-2),
+        strategy=strategy,
+        callbacks=[recorder],
+    )
+    trainer.load(folder)
+    return trainer, recorder
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A run that was saved two steps after its replicas met, and went on."""
+    folder = tmp_path_factory.mktemp("saved") / "5"
+    trainer, _ = fitted(LocalSGD(every=3), optax.adam(1e-2), max_epochs=1)
+    trainer.save(folder)
+    recorder = Recorder()
+    trainer.callbacks = (recorder,)
+    at_save = jax.tree.map(np.asarray, local_of(trainer))
+    outer = jax.tree.map(np.asarray, trainer.state.params)
+    trainer.fit(DATA, max_epochs=2)
+    return folder, at_save, outer, trainer
+
+
+def test_a_resume_goes_on_to_the_bit(saved):
+    folder, _, _, expected = saved
+    trainer, _ = resumed(folder, LocalSGD(every=3))
+    trainer.fit(DATA, max_epochs=2)
+    assert_same(trainer.state, expected.state)
+
+
+def test_another_number_of_replicas_is_refused(saved):
+    with pytest.raises(ValueError, match="replicas=8.*replicas=2"):
+        resumed(saved[0], LocalSGD(every=3, devices=2))
+
+
+def test_another_strategy_is_named_as_what_has_changed(saved):
+    text = r"`strategy` was LocalSGD\(.*, and is one that adds no state"
+    with pytest.raises(ValueError, match=text):
+        resumed(saved[0], Sharded())
+
+
+# --- beside the other parts ---------------------------------------------------------
+
+
+def test_learning_rates_can_be_set():
+    optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+    trainer, _ = fitted(LocalSGD(every=2), optimizer, max_epochs=1)
+    before = arrays(local_of(trainer).replicas)
+    assert any(np.ptp(leaf, axis=0).any() for leaf in before)
+    trainer.set_hyperparams(learning_rate=0.0)
+    assert trainer.hyperparams == {"learning_rate": 0.0}
+
+    # Replicas stay where they are, and meet at step 6: they are the outer weights then.
+    trainer.fit(DATA, max_epochs=2, max_steps=6)
+    after = arrays(local_of(trainer).replicas)
+    for leaf, outer in zip(after, arrays(trainer.state.params), strict=True):
+        np.testing.assert_array_equal(leaf, np.broadcast_to(outer, leaf.shape))
+
+
+def test_optimizers_whose_scalars_differ_by_replica():
+    optimizer = optax.contrib.dadapt_adamw(1.0)
+    trainer, losses = fitted(LocalSGD(every=2), optimizer, max_epochs=1)
+    assert np.isfinite(losses).all()
+    (estimates,) = [
+        leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(local_of(trainer).inner)
+        if "estim_lr" in jax.tree_util.keystr(path)
+    ]
+    assert estimates.shape == (8,)
+
+
+def test_hooks_of_the_step_see_the_mean_gradient():
+    class Norms(Recorder):
+        def on_train_batch_end(self, trainer, metrics, batch_idx):
+            self.losses.append(float(metrics["gradient_monitor/squares"].sum()))
+
+    found = []
+    for strategy in (LocalSGD(1, PLAIN), Sharded()):
+        norms = Norms()
+        fitted(strategy, optax.sgd(0.1), GradientMonitor(), norms, max_epochs=1)
+        found.append(norms.losses)
+    np.testing.assert_allclose(*found, rtol=1e-5)
+
+
+def test_an_average_is_of_the_outer_weights():
+    averaging = WeightAveraging(0.5)
+    trainer, _ = fitted(LocalSGD(every=4), optax.sgd(0.1), averaging, max_epochs=1)
+    _, expected = trainer.state, averaging.averaged_model(trainer)
+    assert_same(trainer.model, expected)
+    replicas = local_of(trainer).replicas
+    assert all(leaf.shape[0] == 8 for leaf in jax.tree.leaves(replicas))
+
+
+@pytest.mark.slow
+def test_the_optimizer_may_be_in_the_hosts_memory():
+    options = {"model": eqx.nn.MLP(4, 3, 64, 2, key=jax.random.key(0))}
+    one, losses = fitted(LocalSGD(2), optax.adam(1e-2), offload="optimizer", **options)
+    other, expected = fitted(LocalSGD(2), optax.adam(1e-2), **options)
+    assert losses == expected
+    assert_same(one.model, other.model)
+    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(local_of(one))}
+    assert len(kinds) == 2
+
+
+@pytest.mark.slow
+def test_uncompiled_it_takes_all_rows_at_once():
+    options = {"max_epochs": 1, "data": DATA[-2:]}
+    with jax.disable_jit():
+        trainer, losses = fitted(LocalSGD(1, PLAIN), optax.sgd(0.1), **options)
+        model = trainer.model
+    expected, numbers = fitted(SingleDevice(), optax.sgd(0.1), **options)
+    np.testing.assert_allclose(losses, numbers, rtol=1e-5)
+    assert_close(model, expected.model)
+
+
+def test_a_batch_of_one_row_per_replica():
+    trainer = make_small(optimizer=optax.sgd(0.1), strategy=LocalSGD(1, PLAIN))
+    other = make_small(optimizer=optax.sgd(0.1), strategy=SingleDevice())
+    for each in (trainer, other):
+        each.fit(batches(8, 8))
+    assert_close(trainer.model, other.model)
+
+
+# --- refusals -----------------------------------------------------------------------
+
+
+def test_it_is_not_compared_with_strategies_whose_state_has_no_replicas():
+    with pytest.raises(ValueError, match="needs a state with its replicas"):
+        make_small().compare(DATA, LocalSGD(2), steps=1)
+
+
+def test_changes_in_half_precision_are_averaged_in_float32():
+    """In bfloat16 a sum of eight would lose the last bits of each."""
+    start = jnp.zeros(1, jnp.bfloat16)
+    wrapped = LocalSGD(1, PLAIN).wrap_optimizer(optax.identity())
+    state = wrapped.init(start)._replace(replicas=jnp.zeros((8, 1), jnp.bfloat16))
+    steps = jnp.arange(129, 137, dtype=jnp.bfloat16)[:, None]  # the mean is 132.5
+    updates, _ = wrapped.update(steps, state, start)
+    assert float(updates[0]) in (132.0, 133.0)  # bfloat16 has eight bits
+    assert updates.dtype == jnp.bfloat16

@@ -1,0 +1,255 @@
+"""`Stack` and `Pipeline`: layers in stages, and the numbers of one device."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+from toys import Deep, DeepBlock, Recorder, batches
+
+from jaxdp import FSDP, Pipeline, SingleDevice, Stack, Trainer
+from jaxdp.extras.plan import hlo
+from jaxdp.strategies import tensor_rules
+
+# Rows that neither pipelines nor micro-batches divide.
+DATA = batches(24, 24, 13)
+
+
+def train(strategy, *, data=DATA, val=None, epochs=3, **options):
+    recorder = Recorder()
+    if "loss_fn" not in options:
+        options["loss"] = "cross_entropy"
+    trainer = Trainer(
+        Deep(), optax.adam(1e-2), strategy=strategy, callbacks=[recorder],
+        enable_progress_bar=False, **options,
+    )  # fmt: skip
+    trainer.fit(data, val, max_epochs=epochs)
+    return trainer, recorder.losses
+
+
+@pytest.fixture(scope="module")
+def single():
+    return train(SingleDevice(), val=DATA, epochs=10)
+
+
+@pytest.mark.slow_cases("two devices")
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        lambda: Pipeline(4, 4),
+        lambda: Pipeline(2, 5, devices=2),
+        lambda: Pipeline(2, 4, fsdp=True),
+    ],
+    ids=["four stages", "two devices", "fsdp"],
+)
+def test_the_numbers_are_those_of_one_device(single, strategy):
+    expected, losses = single
+    trainer, found = train(strategy(), val=DATA, epochs=10)
+    np.testing.assert_allclose(found, losses, rtol=1e-5)
+    np.testing.assert_allclose(
+        trainer.history["val_loss"], expected.history["val_loss"], rtol=1e-5
+    )
+    np.testing.assert_allclose(
+        trainer.predict(DATA), expected.predict(DATA), rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulate_grad_batches": 2, "remat": "blocks.stacked"},
+        pytest.param(
+            {"precision": "bf16-mixed", "gradient_clip_val": 0.1},
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["accumulation", "bf16"],
+)
+def test_options_of_the_trainer_go_with_it(options):
+    _, expected = train(SingleDevice(), **options)
+    _, found = train(Pipeline(4, 2), **options)
+    # bf16 has 8 bits, and XLA leaves out other roundings in other programs.
+    rtol = 2e-2 if "precision" in options else 1e-5
+    np.testing.assert_allclose(found, expected, rtol=rtol)
+
+
+def test_rows_may_interact_outside_of_the_stack():
+    def loss_fn(model, x, y, keys):
+        logits = jax.vmap(lambda row, key: model(row, key=key))(x, keys)
+        logits = logits - logits.mean(axis=0, keepdims=True)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+    _, expected = train(SingleDevice(), data=DATA[:1], loss_fn=loss_fn)
+    _, found = train(Pipeline(4, 4), data=DATA[:1], loss_fn=loss_fn)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_a_stage_has_its_own_blocks_only_and_sends_what_they_give():
+    trainer, _ = train(Pipeline(4, 6), epochs=1)
+    params, (adam, *_) = trainer.state.params, trainer.state.opt_state
+    for tree in (params, adam.mu, adam.nu):
+        weight = tree.blocks.stacked.linear.weight
+        assert {shard.data.shape for shard in weight.addressable_shards} == {(2, 8, 8)}
+        assert tree.first.weight.sharding.is_fully_replicated
+    program = hlo.read(trainer.compiled_train_step().as_text())
+    by_kind = {}
+    for each in program.collectives:
+        by_kind.setdefault(each.kind, []).append(each)
+    assert set(by_kind) == {"collective-permute", "all-reduce"}
+    # Forwards and backwards, 2 rows of 8 numbers in each of 6 + 3 turns.
+    sent = [(each.times, each.operand_bytes) for each in by_kind["collective-permute"]]
+    assert sent == [(9, 2 * 8 * 4)] * 2
+    # Three times the 12 rows of a pipeline among its stages; and between pipelines,
+    # once, the gradients of what a device holds, and two sums.
+    own = sum(leaf.addressable_data(0).nbytes for leaf in jax.tree.leaves(params))
+    rows, between = [], []
+    for each in by_kind["all-reduce"]:
+        (rows if each.groups[0] == (0, 1, 2, 3) else between).append(each.operand_bytes)
+    assert rows == [12 * 8 * 4] * 3
+    assert own <= sum(between) <= own + 8
+
+
+def test_devices_of_a_stage_share_its_blocks_and_gather_them_once_a_step():
+    trainer, _ = train(Pipeline(4, 6, fsdp=True), epochs=1, data=DATA[:1])
+    params, (adam, *_) = trainer.state.params, trainer.state.opt_state
+    for tree in (params, adam.mu, adam.nu):
+        weight = tree.blocks.stacked.linear.weight
+        assert {shard.data.shape for shard in weight.addressable_shards} == {(2, 4, 8)}
+    layouts = trainer.strategy.layouts(trainer.state)
+    assert layouts["params: blocks.stacked.linear.weight"].reason == (
+        "split by blocks, and along axis 1, gathered before the step"
+    )
+    of_stage = sum(
+        leaf.nbytes // 4 for leaf in jax.tree.leaves(params.blocks) if leaf.ndim > 1
+    )
+    sent = {}
+    for each in hlo.read(trainer.compiled_train_step().as_text()).collectives:
+        if each.kind in ("all-gather", "reduce-scatter"):
+            assert each.times == 1
+            sent[each.kind] = sent.get(each.kind, 0) + each.wire_bytes
+    assert sent == dict.fromkeys(("all-gather", "reduce-scatter"), of_stage / 2)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_goes_to_another_layout(single, tmp_path):
+    started, _ = train(Pipeline(4, 4), epochs=1)
+    path = started.save(tmp_path / "saved")
+    recorder = Recorder()
+    resumed = Trainer(
+        Deep(), optax.adam(1e-2), strategy=FSDP(), loss="cross_entropy",
+        callbacks=[recorder], enable_progress_bar=False,
+    )  # fmt: skip
+    resumed.load(path)
+    resumed.fit(DATA, max_epochs=3)
+    np.testing.assert_allclose(recorder.losses, single[1][3:9], rtol=1e-5)
+
+
+def test_the_plan_tells_the_bubble():
+    model = eqx.filter_eval_shape(Deep)
+    trainer = Trainer(model, loss="cross_entropy", strategy=Pipeline(4, 5))
+    plan = trainer.plan(DATA)
+    assert plan.bubble == plan.to_dict()["bubble"] == 3 / 8
+    assert "Stages wait for 37.5% of the blocks' time." in str(plan)
+    trainer = Trainer(model, loss="cross_entropy", strategy=FSDP())
+    assert trainer.plan(DATA).bubble == 0
+
+
+def test_frozen_blocks_are_split_too():
+    model = Deep()
+    spec = jax.tree.map(eqx.is_inexact_array, model)
+    spec = eqx.tree_at(
+        lambda m: m.blocks, spec, jax.tree.map(lambda _: False, model.blocks)
+    )
+    trainer = Trainer(
+        model, loss="cross_entropy", strategy=Pipeline(8, 2), filter_spec=spec,
+        enable_progress_bar=False,
+    )  # fmt: skip
+    trainer.fit(DATA[:1])
+    weight = trainer.state.buffers.blocks.stacked.linear.weight
+    assert weight.addressable_data(0).shape == (1, 8, 8)
+
+
+def test_a_stack_is_its_blocks_in_turn():
+    keys = jax.random.split(jax.random.key(0), 3)
+    blocks = [DeepBlock(8, key) for key in keys]
+    stack, x = Stack(blocks), jnp.arange(8.0)
+    assert len(stack) == 3
+    expected = x
+    for block, key in zip(blocks, jax.random.split(keys[0], 3), strict=True):
+        expected = block(expected, key=key)
+    np.testing.assert_allclose(stack(x, key=keys[0]), expected, rtol=1e-6)
+    calm = eqx.nn.inference_mode(stack)
+    assert np.isfinite(calm(x)).all()
+
+
+def test_ready_made_tensor_rules_split_each_block():
+    keys = jax.random.split(jax.random.key(0), 8)
+    stack = Stack([eqx.nn.MLP(4, 4, 8, 1, key=key) for key in keys])
+    assert tensor_rules(stack) == [
+        ("stacked.layers[0].weight", PartitionSpec(None, "model", None)),
+        ("stacked.layers[0].bias", PartitionSpec(None, "model")),
+        ("stacked.layers[1].weight", PartitionSpec(None, None, "model")),
+    ]
+
+
+def test_blocks_that_differ_cannot_be_stacked():
+    keys = jax.random.split(jax.random.key(0))
+    with pytest.raises(ValueError, match=r"`blocks` must have at least one block"):
+        Stack([])
+    for other in (DeepBlock(4, keys[1]), DeepBlock(8, keys[1], 0.5), eqx.nn.Identity()):
+        with pytest.raises(ValueError, match=r"`blocks`: number 1 differs from number"):
+            Stack([DeepBlock(8, keys[0]), other])
+    shapes = [{"a": jnp.ones(2)}, {"a": jnp.ones(3)}]
+    with pytest.raises(ValueError, match=r"`blocks`: number 1 differs from number"):
+        Stack(shapes)
+
+
+class Trains(eqx.Module):
+    """Adds 1 in training, else 0."""
+
+    weight: jax.Array
+
+    def __call__(self, x, key=None, training=True):
+        assert isinstance(training, bool)
+        return x + 0 * self.weight + training
+
+
+class OfTrains(eqx.Module):
+    blocks: Stack
+
+    def __call__(self, x, key, training):
+        return self.blocks(x, key=key, training=training)
+
+
+@pytest.mark.parametrize(
+    "strategy", [SingleDevice(), Pipeline(4, 2), FSDP(min_size=1)], ids=repr
+)
+def test_blocks_are_not_told_what_they_do_not_name(strategy):
+    class Plain(eqx.Module):
+        weight: jax.Array
+
+        def __call__(self, x, key=None):
+            return x + self.weight
+
+    trainer = Trainer(
+        Stack([Plain(jnp.ones(8))] * 4), loss=lambda p, y: p.mean(-1),
+        strategy=strategy, remat="stacked", enable_progress_bar=False,
+    )  # fmt: skip
+    data = [(np.zeros((16, 8), np.float32), np.zeros(16))]
+    assert trainer.fit(data)["loss"] == [4.0]
+
+
+@pytest.mark.parametrize(
+    "strategy", [SingleDevice(), Pipeline(4, 2), FSDP(min_size=1)], ids=repr
+)
+def test_blocks_are_told_whether_they_train(strategy):
+    model = OfTrains(Stack([Trains(jnp.ones(8))] * 4))
+    trainer = Trainer(
+        model, loss=lambda p, y: p.mean(-1), strategy=strategy,
+        enable_progress_bar=False,
+    )  # fmt: skip
+    data = [(np.zeros((16, 8), np.float32), np.zeros(16))]
+    assert trainer.fit(data)["loss"] == [4.0]
+    assert trainer.validate(data)["val_loss"] == 0
