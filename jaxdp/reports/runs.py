@@ -12,7 +12,6 @@ from typing import Any, Final, NamedTuple
 
 from ..basics.columns import (
     EPOCH,
-    PLAN,
     THROUGHPUT,
     VALIDATION,
     larger_is_better,
@@ -45,8 +44,6 @@ class Run(NamedTuple):
     columns: dict[str, Points]
     """Values by the name of their column, as `(step, value)`."""
     xlabel: str = "optimizer step"
-    plan: str | None = None
-    """The plan that was logged, in words."""
 
     def last(self, name: str) -> float:
         """The latest value of a column; NaN if it has none."""
@@ -89,9 +86,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         ) from error
 
     name = str(path if path.is_dir() else path.with_suffix(""))
-    text = table.with_suffix(PLAN)
-    plan = text.read_text(encoding="utf-8") if text.is_file() else None
-    return Run(name, record, columns, plan=plan)
+    return Run(name, record, columns)
 
 
 def _columns(table: Path) -> dict[str, Points]:
@@ -277,18 +272,17 @@ def write_report(run: Run, path: str | os.PathLike[str], plan: Any = None) -> Pa
     Args:
         run: what is known of it.
         path: of the file; folders are made.
-        plan: what `trainer.plan` gave, to be shown instead of the logged one.
+        plan: what `trainer.plan` gave, to be shown.
 
     Returns:
         The path.
     """
-    planned = run.plan if plan is None else str(plan)
     sections = {
         "Results": _table(comparison([run])),
         "Curves": _drawn(metric_charts([run]), run.xlabel),
         "Throughput": _throughput(run),
         "Other values": _drawn(other_charts(run), run.xlabel),
-        "Plan": f"<pre>{escape(planned)}</pre>" if planned else "",
+        "Plan": "" if plan is None else f"<pre>{escape(str(plan))}</pre>",
         "Made of": _facts(run.record),
     }
     return _write(path, run.name, _subtitle(run), sections)

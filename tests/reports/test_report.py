@@ -149,7 +149,7 @@ def test_texts_cannot_break_the_page(tmp_path):
     name = "<script>alert('x')</script>\"--><b>$title"
     columns = {f"epoch_{name}": [(1.0, 0.5)], f"val_{name}": [(1.0, 0.25)], name: []}
     made = {"hyperparameters": {name: name}, "status": name}
-    run = Run(name, made, columns, plan=name)
+    run = Run(name, made, columns)
     one = write_report(run, tmp_path / "a.html")
     two = write_comparison([run, run._replace(name="b")], tmp_path / "b.html")
     for page in (Page(one), Page(two)):
