@@ -165,7 +165,7 @@ def _bar_type(is_live: bool) -> Any:
         @property
         def format_dict(self) -> dict[str, Any]:
             known = super().format_dict
-            return known | {"postfix": ", ".join(self._facts(known))}
+            return {**known, "postfix": ", ".join(self._facts(known))}
 
     class Lines(Bar):
         def display(self, msg: str | None = None, *_: Any, **__: Any) -> None:
