@@ -1,7 +1,5 @@
 """Processes that are about to do different things: an error in all that says what."""
 
-import collections
-import csv
 import re
 
 import pytest
@@ -102,15 +100,9 @@ def test_who_waits_for_whom_is_said(crew):
 
 
 @pytest.mark.slow
-def test_the_slowest_process_is_in_the_log(crew, tmp_path):
-    codes, outputs = crew("measure", path=str(tmp_path)).join()
+def test_waits_for_other_processes_are_measured(crew):
+    codes, outputs = crew("measure").join()
     assert codes == [0, 0]
-    with (tmp_path / "metrics.csv").open() as file:
-        found = list(csv.DictReader(file))
-    slowest = [row.get("throughput/slowest_process") for row in found]
-    # In a busy machine's worst moment it may be the other one.
-    told = collections.Counter(filter(None, slowest))
-    assert max(told, key=told.__getitem__) == "1.0"
     waited = [float(re.findall("waited (.*)", output)[0]) for output in outputs]
     assert waited[0] > waited[1]
 
