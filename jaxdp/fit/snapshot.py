@@ -14,10 +14,10 @@ import jax
 
 from .. import checkpoint
 from ..basics.console import say, some_of, warn
+from ..basics.fingerprints import fingerprints
 from ..basics.tree import leaf_path
 from ..callbacks import Callback
 from ..callbacks.base import overrides
-from ..callbacks.fingerprints import start_fingerprints
 from ..callbacks.run_facts import function_text, optimizer_text, plain
 from ..callbacks.states import identities, misfits, named, saved_states
 from ..step import trained_alone
@@ -80,7 +80,7 @@ def _beside_adapters(run: "Run", state: Any) -> dict[str, str]:
     recipe = run.recipe
     if trained_alone(recipe.model) is None or recipe.arguments["after_update"]:
         return {}
-    return start_fingerprints(checkpoint.frozen_leaves(state))()
+    return fingerprints(checkpoint.frozen_leaves(state))
 
 
 def _check_left_out(
@@ -88,7 +88,7 @@ def _check_left_out(
 ) -> None:
     """Raises where adapters were trained beside other weights than these."""
     if meta.get("beside_adapters"):
-        now = start_fingerprints(checkpoint.frozen_leaves(state))()
+        now = fingerprints(checkpoint.frozen_leaves(state))
         checkpoint.check_left_out(os.fspath(path), meta, now)
 
 

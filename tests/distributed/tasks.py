@@ -198,24 +198,6 @@ def linger(trainer):
     time.sleep(6)
 
 
-def drift(trainer):
-    """One bit of what this process holds a copy of is not that of the others."""
-    engine = trainer.run.engine
-    place = max(
-        range(len(engine.held.leaves)), key=lambda i: engine.held.leaves[i].size
-    )
-    array = engine.held.leaves[place]
-    copies = []
-    for shard in array.addressable_shards:
-        copy = np.array(shard.data)
-        copy.view(np.uint32)[0] ^= 1
-        copies.append(jax.device_put(copy, shard.device))
-    engine.held.leaves = list(engine.held.leaves)
-    engine.held.leaves[place] = jax.make_array_from_single_device_arrays(
-        array.shape, array.sharding, copies
-    )
-
-
 class Slow(jaxdp.Callback):
     """Takes its time at every step, in one process."""
 
