@@ -147,7 +147,7 @@ def load(trainer: "Trainer", path: str | os.PathLike[str]) -> None:
         run.renew_hooks(trainer.callbacks, to_train=True)
         with checkpoint.all_or_none(run.processes, os.fspath(path)):
             _load_callbacks(trainer, path, meta)
-        text, left_behind = misfits(trainer, meta)
+        without, left_behind = misfits(trainer, meta)
 
         run.engine.state = state
         run.engine.pad_as({})  # larger batches since then are none of that run's
@@ -156,8 +156,11 @@ def load(trainer: "Trainer", path: str | os.PathLike[str]) -> None:
         run.record.rewind(meta)
         run.loaded = Loaded(meta["padded_rows"], left_behind)
         _tell_differences(trainer, path, meta)
-        if text:
-            warn(f"`load`: {path} has {text}.")
+        if without:
+            warn(
+                f"`load`: {path} has no state for the callback {without}, so nothing is"
+                " loaded there."
+            )
 
 
 def read_placed(run: "Run", path: str | os.PathLike[str]) -> tuple[Any, dict[str, Any]]:
