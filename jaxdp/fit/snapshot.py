@@ -1,7 +1,6 @@
 """What a checkpoint keeps of a trainer, and how it is taken up."""
 
 import contextlib
-import dataclasses
 import inspect
 import json
 import os
@@ -226,7 +225,8 @@ def _check_json(callback_name: str, state: Any) -> Any:
 
 
 def described(recipe: "Recipe", callbacks: Iterable[Callback]) -> dict[str, str]:
-    """Arguments that are not None by name; of a model what is no array, by field."""
+    """Returns the texts of the arguments that decide numbers, by name, for comparison
+    with those of another process."""
     _, buffers, rest = recipe.parts
     texts = {name: _text(recipe.arguments[name]) for name in _AS_THEY_ARE}
     options = {name: str(value) for name, value in recipe.compiler_options.items()}
@@ -237,9 +237,8 @@ def described(recipe: "Recipe", callbacks: Iterable[Callback]) -> dict[str, str]
     texts["callbacks"] = ", ".join(parts) or "none that adds state"
     adds = isinstance(recipe.strategy, OwnState)
     texts["strategy"] = repr(recipe.strategy) if adds else "one that adds no state"
-    return {name: text for name, text in texts.items() if text not in ("", "None")} | (
-        _model(rest)
-    )
+    texts["model"] = _text(eqx.tree_pformat(rest))
+    return {name: text for name, text in texts.items() if text not in ("", "None")}
 
 
 def _optimizer(recipe: "Recipe") -> str:
@@ -268,34 +267,7 @@ def _text_of(callback: Callback) -> str:
     return f"{type(callback).__name__}({', '.join(shown)})"
 
 
-def _model(model: Any) -> dict[str, str]:
-    """The distinct values of every field, such as `Linear.use_bias`."""
-    by_layer: dict[str, dict[str, None]] = {}
-    waiting = [("model", model)]
-    while waiting:
-        where, value = waiting.pop(0)
-        for leaf in jax.tree.leaves(value, is_leaf=_is_module):
-            if _is_module(leaf):
-                waiting[:0] = _fields(leaf)
-            elif not eqx.is_array(leaf) and not isinstance(leaf, jax.ShapeDtypeStruct):
-                by_layer.setdefault(where, {})[_text(leaf)] = None
-    return {where: ", ".join(texts) for where, texts in by_layer.items()}
-
-
-def _fields(module: eqx.Module) -> Iterator[tuple[str, Any]]:
-    for field in dataclasses.fields(module):
-        if hasattr(module, field.name):
-            name = f"{type(module).__name__}.{field.name}"
-            yield name, getattr(module, field.name)
-
-
-def _is_module(value: Any) -> bool:
-    return isinstance(value, eqx.Module)
-
-
 def _text(value: Any) -> str:
     """Without addresses, which differ in every process."""
-    if inspect.isfunction(value):
-        return function_text(value)
-    text = value.__name__ if isinstance(value, type) else str(plain(value))
+    text = function_text(value) if inspect.isfunction(value) else str(plain(value))
     return re.sub(r" at 0x[0-9a-f]+", "", text)
