@@ -53,18 +53,19 @@ def saved_states(trainer: Trainer, meta: dict[str, Any]) -> dict[str, Any]:
 
 
 def misfits(trainer: Trainer, meta: dict[str, Any]) -> tuple[str, str]:
-    """Returns callbacks that find no state in a checkpoint, and those in it that the
-    trainer lacks, as texts; each "" if there are none."""
+    """Returns callbacks that find no state in a checkpoint, and those in it of classes
+    that the trainer lacks, as texts; each "" if there are none."""
     pairs, by_name = _pairs(trainer, meta), identities(trainer)
     without = {
         name: by_name[name]
         for name, callback in named(trainer.callbacks)
         if name not in pairs and callback.state_dict()
     }
+    classes = set(map(_class, without))
     lacking = {
         name: meta["identities"].get(name, "")
         for name, state in meta["callbacks"].items()
-        if state and name not in pairs.values()
+        if state and name not in pairs.values() and _class(name) not in classes
     }
     return _listed(without), _listed(lacking)
 
@@ -88,7 +89,7 @@ def _pairs(trainer: Trainer, meta: dict[str, Any]) -> dict[str, str]:
 
     for name in own:
         if same := find(name, _is_same):
-            pairs[name] = same[0]
+            pairs[name] = name if name in same else same[0]
     moved = {name: find(name, _is_moved) for name in own if name not in pairs}
     for name, found in moved.items():
         if len(found) == 1 and list(moved.values()).count(found) == 1:

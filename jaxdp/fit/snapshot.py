@@ -158,7 +158,7 @@ def load(trainer: "Trainer", path: str | os.PathLike[str]) -> None:
         if without:
             warn(
                 f"`load`: {path} has no state for the callback {without}, so nothing is"
-                " loaded there."
+                " loaded there; that of another `monitor`, `mode` or folder is not."
             )
 
 

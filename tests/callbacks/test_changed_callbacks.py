@@ -70,9 +70,8 @@ def test_another_unit_begins_anew_and_it_is_said_once(saved, resumed, tmp_path):
     name = type(saved).__name__
     with pytest.warns(UserWarning) as told:
         fit(second, 8, ckpt_path=path)
-    without, lacking = [str(each.message) for each in told]
-    assert f"has no state for the callback {name} (" in without
-    assert f"that this trainer lacks: {name} (" in lacking
+    (text,) = [str(each.message) for each in told]
+    assert f"has no state for the callback {name} (" in text
     assert second.global_step == 16  # all values improve
     assert float(second.hyperparams["learning_rate"]) == np.float32(0.1)
     if isinstance(resumed, ModelCheckpoint):
