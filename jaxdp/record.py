@@ -4,7 +4,6 @@ import collections
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from typing import Any, Final, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -228,11 +227,16 @@ class Record:
         else:
             self._row.add({name: number})
 
-    def into(
-        self, values: dict[str, float]
-    ) -> AbstractContextManager[dict[str, float]]:
-        """Inside, what is logged goes into `values`, and alone into what this gives."""
-        return _Into(self, values)
+    @contextlib.contextmanager
+    def into(self, values: dict[str, float]) -> Iterator[dict[str, float]]:
+        """Has hooks log into `values`, and alone into the dict that this yields."""
+        outer = self._into, self._added
+        self._newer |= values
+        self._row, self._into, self._added = None, values, {}
+        try:
+            yield self._added
+        finally:
+            self._into, self._added = outer
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
@@ -389,39 +393,8 @@ class Record:
         self.run_id, self._rewound_to = meta["run_id"], meta["global_step"]
         self._waiting.clear()
         self._done = {}
-        self._validation = _unwritten(meta)
-
-
-class _Into:
-    """See `Record.into`; small epochs wait for it, so it is no generator."""
-
-    def __init__(self, record: Record, values: dict[str, float]):
-        self._record, self._values = record, values
-
-    def __enter__(self) -> dict[str, float]:
-        record = self._record
-        self._outer = record._into, record._added
-        record._newer |= self._values
-        record._row, record._into, record._added = None, self._values, {}
-        return record._added
-
-    def __exit__(self, *_: object) -> None:
-        self._record._into, self._record._added = self._outer
-
-
-def _unwritten(meta: Mapping[str, Any]) -> Row | None:
-    """The validation that a checkpoint has and the rows before it have not.
-
-    Earlier versions have it with the state of each logger.
-    """
-    states = [s for s in meta["callbacks"].values() if isinstance(s, dict)]
-    rows = [s["validation"] for s in states if s.get("validation")]
-    row = [meta["current_epoch"], *rows[0]] if rows else None
-    if (state := meta.get("record")) is not None:
-        row = state.get("validation")
-    if not isinstance(row, list) or list(map(type, row)) != [int, int, dict]:
-        return None
-    return Row("val", *row)
+        validation = (meta.get("record") or {}).get("validation")
+        self._validation = validation and Row("val", *validation)
 
 
 def scalars(metrics: Mapping[str, Any]) -> dict[str, Number]:

@@ -181,9 +181,8 @@ def test_a_fit_logs_no_step_of_a_loop_before_it(tmp_path):
     assert [step for step, _ in watch.read] == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("is_old", [False, True])
 @pytest.mark.filterwarnings("ignore:no row of a step was logged")
-def test_a_resumed_run_writes_what_was_not_written_and_rewinds_once(tmp_path, is_old):
+def test_a_resumed_run_writes_what_was_not_written_and_rewinds_once(tmp_path):
     data = batches(*[8] * 5), batches(8)
     options = {"val_check_interval": 2, "log_every_n_steps": 9}
     every = options.pop("log_every_n_steps")
@@ -199,12 +198,6 @@ def test_a_resumed_run_writes_what_was_not_written_and_rewinds_once(tmp_path, is
     trainer.fit(*data, **options)
     resumed = linear_trainer(second, log_every_n_steps=every)
     resumed.load(tmp_path / "saved")
-    if is_old:  # before there was a record, each logger kept what was not written
-        state = resumed.record.state_dict()["validation"]
-        resumed.record.rewind({
-            "run_id": resumed.record.run_id, "global_step": 3, "current_epoch": 0,
-            "callbacks": {"Keeps": {"validation": state[1:]}, "Old": {}},
-        })  # fmt: skip
     resumed.fit(*data, **options)
     resumed.fit(*data, max_epochs=2, **options)
     assert second.rows[: len(first.rows)] == first.rows

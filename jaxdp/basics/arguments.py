@@ -2,17 +2,14 @@
 
 import contextlib
 import datetime
-import functools
 import math
 import numbers
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import numpy as np
-
-_Init = TypeVar("_Init", bound=Callable[..., None])
 
 
 def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
@@ -85,34 +82,6 @@ def as_number(value: Any) -> float | None:
     is_number = array.dtype.kind in "biuf" or array.dtype.name == "bfloat16"
     is_single = array.ndim == 0 or (array.size == 1 and hasattr(value, "dtype"))
     return float(array.item()) if is_number and is_single else None
-
-
-def by_name_after_first(*order: str) -> Callable[[_Init], _Init]:
-    """For an `__init__` whose arguments are keyword-only, but for the first one.
-
-    Its error names those that were given by position, which in Lightning and Keras come
-    in this order.
-    """
-
-    def decorated(init: _Init) -> _Init:
-        @functools.wraps(init)
-        def checked(self: Any, *given: Any, **named: Any) -> None:
-            if len(given) > 1:
-                known = zip(order, given[1:], strict=False)
-                meant = [repr(given[0])] + [f"{k}={v!r}" for k, v in known]
-                meant += ["..."] * (len(given) - 1 > len(order))
-                meant += [f"{k}={v!r}" for k, v in named.items()]
-                name, written = type(self).__name__, ", ".join(map(repr, given))
-                raise TypeError(
-                    f"`{name}({written})`: arguments after the first one need their"
-                    f" names. In the order of Lightning and Keras this call is"
-                    f" {name}({', '.join(meant)})."
-                )
-            init(self, *given, **named)
-
-        return checked  # pyright: ignore
-
-    return decorated
 
 
 Duration = str | datetime.timedelta | Mapping[str, float] | int | float

@@ -9,8 +9,6 @@ from typing import Any, Final
 
 from .files import append_whole, write_whole
 
-PLAN: Final = ".plan.txt"
-"""The end of the file that `CSVLogger` writes the plan to."""
 EPOCH: Final = "epoch_"
 VALIDATION: Final = "val_"
 THROUGHPUT: Final = "throughput/"

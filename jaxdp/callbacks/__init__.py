@@ -11,10 +11,8 @@ from .early_stopping import EarlyStopping
 from .gradient_monitor import GradientMonitor
 from .hook_checks import check_hooks
 from .learning_rate_monitor import LearningRateMonitor
-from .live_plot import LivePlot
 from .lockstep import Lockstep
 from .logger import Logger
-from .mlflow_logger import MLFlowLogger
 from .model_checkpoint import ModelCheckpoint
 from .nan_guard import NanGuard
 from .preemption import Preemption
@@ -24,12 +22,14 @@ from .reduce_lr_on_plateau import ReduceLROnPlateau
 from .stall_watch import StallWatch
 from .tensorboard_logger import TensorBoardLogger
 from .throughput_monitor import ThroughputMonitor
-from .wandb_logger import WandbLogger
 from .weight_averaging import WeightAveraging
 
 if TYPE_CHECKING:  # made by `__getattr__`
+    LivePlot: Any
+    MLFlowLogger: Any
     OptunaPruning: Any
     Samples: Any
+    WandbLogger: Any
 
 __all__ = [
     "CSVLogger",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..basics.columns import PLAN, Table
+from ..basics.columns import Table
 from ..basics.files import read_json, write_whole
 from ..record import Number, Row
 from .base import Trainer
@@ -28,8 +28,8 @@ class CSVLogger(Logger):
     to a folder `before-1`, `before-2` and so on in it.
 
     Beside the table, `metrics.json` has the hyperparameters, versions and hardware of
-    the run, the plan of its step, and how it ended; `metrics.plan.txt` has the plan in
-    words. `python -m jaxdp report <dirpath>` and `... compare` read them.
+    the run, and how it ended. `python -m jaxdp report <dirpath>` and `... compare` read
+    both.
 
     Args:
         dirpath: folder of the table; None means `trainer.default_root_dir`.
@@ -92,10 +92,6 @@ class CSVLogger(Logger):
     def log_run(self, facts: Facts) -> None:
         self._note(**facts, started=_now(), ended=None, status="running")
 
-    def log_plan(self, plan: Any) -> None:
-        self._note(plan=plan.to_dict())
-        self._write(PLAN, f"{plan}\n")
-
     def close(self) -> None:
         error = self._error
         status = "finished" if error is None else f"{type(error).__name__}: {error}"
@@ -109,17 +105,14 @@ class CSVLogger(Logger):
 
     def _files(self, folder: Path) -> list[Path]:
         table = folder / self.name
-        return [table, table.with_suffix(".json"), table.with_suffix(PLAN)]
+        return [table, table.with_suffix(".json")]
 
     def _note(self, **facts: Any) -> None:
         """Adds to the record beside the table."""
-        self._facts |= facts
-        self._write(".json", json.dumps(self._facts, indent=2, default=str) + "\n")
-
-    def _write(self, suffix: str, text: str) -> None:
-        """Writes what is beside the table, in one piece."""
         assert self.path is not None  # since `open`
-        write_whole(self.path.with_suffix(suffix), text)
+        self._facts |= facts
+        text = json.dumps(self._facts, indent=2, default=str) + "\n"
+        write_whole(self.path.with_suffix(".json"), text)
 
 
 def _run_of(table: Path) -> str | None:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ..basics.arguments import by_name_after_first, check_number
+from ..basics.arguments import check_number
 from ..basics.console import warn
 from ..strategies.placing import fetch
 from .base import Trainer
@@ -44,7 +44,6 @@ class EarlyStopping(MetricCheck):
         reason: why the fit was stopped; None before.
     """
 
-    @by_name_after_first("min_delta", "patience", "verbose", "mode")
     def __init__(
         self,
         monitor: str = "val_loss",
@@ -74,26 +73,25 @@ class EarlyStopping(MetricCheck):
         self.reason: str | None = None
         self._last: tuple[float, bool] | None = None  # a value, and whether it improved
         self._is_restored = self._has_failed = False
-        # The best weights: of which steps they are (training may go on with them), and
-        # a copy, if they were seen here.
+        # The steps that have the best weights (a fit may continue with them), and a
+        # copy, if they were seen in this run.
         self._best_steps: list[int] = []
         self._best: dict[str, Any] | None = None
-        self._is_best_now = False
 
     def on_fit_start(self, trainer: Trainer) -> None:
         super().on_fit_start(trainer)
         self._has_failed = False
-        if self._is_restored and self._last is not None:
-            # A run that was killed when it was to stop has nothing more to do, unless
-            # the rules are others now.
-            self._stop_if_due(trainer, *self._last)
-        if self._is_restored and self.restore_best and self.best_score is not None:
+        if not self._is_restored or self._last is None:
+            return
+        self._is_restored = False
+        # A run that was killed when it was to stop has nothing more to do, unless the
+        # rules are others now.
+        self._stop_if_due(trainer, *self._last)
+        if self.restore_best and self.best_score is not None:
             if trainer.global_step in self._best_steps:
-                self._is_best_now = True
-                self.on_boundary(trainer)
+                self._best = _copy(trainer)
             elif self.reason is None and self._path_of_best(trainer) is None:
                 self._warn_of_none()
-        self._is_restored = False
 
     def check(self, trainer: Trainer, values: Mapping[str, float]) -> None:
         value = values[self.monitor]
@@ -101,19 +99,12 @@ class EarlyStopping(MetricCheck):
         if not improved:
             self.wait_count += 1
         else:
-            self._best_steps, self._best = [trainer.global_step], None
-            self._is_best_now = self.restore_best
+            self._best_steps = [trainer.global_step]
+            self._best = _copy(trainer) if self.restore_best else None
         self._last = value, improved
         self._stop_if_due(trainer, value, improved)
         if self.reason is not None:
             self.stopped_epoch = trainer.current_epoch
-
-    def on_boundary(self, trainer: Trainer) -> None:
-        # Here, when all callbacks have seen the value, it is what a checkpoint has.
-        if self._is_best_now:
-            self._is_best_now = False
-            parts = {name: getattr(trainer.state, name) for name in _parts(trainer)}
-            self._best = fetch(parts)
 
     def on_exception(self, trainer: Trainer, exception: BaseException) -> None:
         self._has_failed = True  # a resumed run continues from this end
@@ -174,7 +165,6 @@ class EarlyStopping(MetricCheck):
         self._best_steps = list(state.get("best_steps", []))  # in no older checkpoint
         # Of steps that are undone, or another trainer's.
         self.reason = self._best = None
-        self._is_best_now = False
 
     def _stop_if_due(self, trainer: Trainer, value: float, improved: bool) -> None:
         self.reason = self._reason(value, improved)
@@ -196,6 +186,11 @@ class EarlyStopping(MetricCheck):
         if not improved and self.wait_count >= self.patience:
             return f"{self.not_improved()}."
         return None
+
+
+def _copy(trainer: Trainer) -> dict[str, Any]:
+    """Returns a copy of these parts on the host; waits for the device."""
+    return fetch({name: getattr(trainer.state, name) for name in _parts(trainer)})
 
 
 def _parts(trainer: Trainer) -> tuple[str, ...]:

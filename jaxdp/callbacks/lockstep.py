@@ -1,11 +1,12 @@
 """Keeps the processes of a job at the same place, and says who is where if not."""
 
+import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import FrameType
-from typing import Any, Final
+from typing import Any
 
 import jax
 
@@ -13,11 +14,11 @@ from .. import checkpoint
 from ..basics import coordination
 from ..basics.arguments import check_count, check_number
 from ..basics.environment import versions
+from ..basics.fingerprints import fingerprints
+from ..basics.tracebacks import innermost_of_user
 from ..basics.tree import leaf_path
 from ..distributed import meetings
-from ..step import IN_FLIGHT
 from .base import Callback, Trainer
-from .fingerprints import start_fingerprints
 from .monitor import is_fitting
 
 _ARGUMENTS = (
@@ -35,18 +36,6 @@ _ARGUMENTS = (
 """Those of the Trainer that a fit's numbers or its order of events depend on."""
 
 
-_PHASES: Final = {
-    "checkpoint": "a checkpoint",
-    "engine.engine": "the device (a step, or its compilation)",
-    "basics.coordination": "the other processes",
-    "distributed.meetings": "the other processes",
-    "strategies": "the device (a step, or its compilation)",
-    "step.metrics": "the device (a step whose result is read)",
-    "data": "the loader",
-}
-"""What a module or room of the package means, where the main thread is in it."""
-
-
 class Lockstep(Callback):
     """Stops a fit whose processes are about to do different things.
 
@@ -62,8 +51,6 @@ class Lockstep(Callback):
     Args:
         every_n_steps: how often they meet, in steps and batches of evaluations. A
             difference in between is found at the next meeting.
-        fingerprint_every_n_steps: how often the state is compared, bit by bit; None
-            turns this off. Only arrays of which every process has a copy can differ.
         timeout: how many seconds a process waits for another.
         warn_after: after how many seconds it says which one, and what that one does.
     """
@@ -74,34 +61,28 @@ class Lockstep(Callback):
     def __init__(
         self,
         every_n_steps: int = 1,
-        fingerprint_every_n_steps: int | None = 1000,
         *,
         timeout: float = 600.0,
         warn_after: float = 30.0,
     ):
         check_count("every_n_steps", every_n_steps)
-        if fingerprint_every_n_steps is not None:
-            every = fingerprint_every_n_steps
-            check_count("fingerprint_every_n_steps", every, or_else=" or None")
         check_number("timeout", timeout, above=0)
         check_number("warn_after", warn_after, above=0)
         self.every_n_steps = every_n_steps
-        self.fingerprint_every_n_steps = fingerprint_every_n_steps
         self.timeout = timeout
         self.warn_after = warn_after
         self._programs: tuple[str, ...] = ()
-        self._fingerprints: tuple[int, Callable[[], dict[str, str]]] | None = None
         self._has_compared_model = False
         self._has_failed = False
-        # A thread that watches this one, and what ends it.
+        # A thread that watches this one, and the event that ends it.
         self._watcher: tuple[threading.Thread, threading.Event] | None = None
 
     def setup(self, trainer: Trainer) -> None:
-        self._has_failed, self._fingerprints = False, None
+        self._has_failed = False
         if not coordination.is_there():
             return
         if is_fitting(trainer):
-            # Should this process not come, it tells the others why, from a thread.
+            # If this process does not come, a thread publishes where it is.
             main, end = threading.get_ident(), threading.Event()
             watcher = threading.Thread(
                 target=self._watch, args=(main, end), name="jaxdp Lockstep", daemon=True
@@ -131,23 +112,6 @@ class Lockstep(Callback):
         self._note(trainer, where, rows)
         meetings.here().step()
 
-    def on_boundary(self, trainer: Trainer) -> None:
-        if not coordination.is_there():
-            return
-        step, every = trainer.global_step, self.fingerprint_every_n_steps
-        if self._fingerprints is not None and step >= self._fingerprints[0]:
-            self._compare_states(trainer)
-        if every is not None and step % every == 0 and self._fingerprints is None:
-            arrays = checkpoint.arrays_of(trainer.state)
-            # By then the device is done with it, and reading waits for nothing.
-            self._fingerprints = step + IN_FLIGHT, start_fingerprints(arrays)
-
-    def next_stop(self, trainer: Trainer) -> int | None:
-        every = self.fingerprint_every_n_steps
-        if every is None or not coordination.is_there():
-            return None
-        return (trainer.global_step // every + 1) * every
-
     def on_train_epoch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         self._meet(trainer, f"the end of epoch {trainer.current_epoch}")
 
@@ -168,8 +132,6 @@ class Lockstep(Callback):
         self._watcher = None
         if self._has_failed:
             return
-        if self._fingerprints is not None:
-            self._compare_states(trainer)
         self._meet(trainer, f"the end of the fit after step {trainer.global_step}")
 
     def _meet(
@@ -191,20 +153,14 @@ class Lockstep(Callback):
             noted["the compiled programs"] = ", ".join(programs)
         meetings.here().note(where, noted)
 
-    def _compare_states(self, trainer: Trainer) -> None:
-        assert self._fingerprints is not None
-        (step, read), self._fingerprints = self._fingerprints, None
-        where = f"the state after step {step - IN_FLIGHT}"
-        self._meet(trainer, where, read())
-
     def _watch(self, main: int, end: threading.Event) -> None:
-        """Tells the others what the thread `main` is busy with, where it is late."""
+        """Publishes where the thread `main` is, while this process is late."""
         patience = min(meetings.TELLS_AFTER, self.warn_after / 3)
         here = meetings.here()
         while not end.wait(patience / 2):
             late = time.monotonic() - here.since > patience
             if late and not here.is_waiting:
-                here.tell(waits_for(sys._current_frames().get(main)))
+                here.tell(_place_of(sys._current_frames().get(main)))
 
 
 def _facts_of(trainer: Trainer) -> Iterator[tuple[str, str]]:
@@ -228,7 +184,7 @@ def _facts_of_model(model: Any) -> dict[str, str]:
     }
     facts = {f"the model's {name}": _shapes(leaf) for name, leaf in arrays.items()}
     local = {n: a for n, a in arrays.items() if a.size and a.is_fully_addressable}
-    bits = start_fingerprints(local)()
+    bits = fingerprints(local)
     return facts | {f"the bits of the model's {name}": bits[name] for name in bits}
 
 
@@ -238,17 +194,10 @@ def _shapes(tree: Any, axis: int = 0) -> str:
     )
 
 
-def waits_for(frame: FrameType | None) -> str:
-    """What the innermost known function on a stack is busy with."""
-    package = __name__.split(".")[0]
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        parts = frame.f_globals.get("__name__", "").split(".")
-        if parts[0] == package:
-            for known in (".".join(parts[1:]), *parts[1:2]):
-                if known in _PHASES:
-                    return _PHASES[known]
-        if isinstance(owner, Callback):
-            return f"the callback {type(owner).__name__}, in {frame.f_code.co_name}"
-        frame = frame.f_back
-    return "something outside of the trainer"
+def _place_of(frame: FrameType | None) -> str:
+    """Returns the user's line that a stack is at, or that led to it."""
+    if frame is None:
+        return "its end"
+    frame = innermost_of_user(frame)
+    file = os.path.basename(frame.f_code.co_filename)
+    return f"{file}:{frame.f_lineno}, in {frame.f_code.co_name}"

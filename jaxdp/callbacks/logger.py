@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from ..basics.arguments import check_is_local
 from ..basics.console import warn
@@ -15,9 +15,6 @@ from .base import Callback, Trainer
 from .monitor import announce
 from .run_facts import Facts, run_facts
 
-_MISREAD: Final = AssertionError, AttributeError, LookupError, TypeError, ValueError
-"""What comes of reading a text that is another than was thought."""
-
 
 class Logger(Callback):
     """The base of all loggers, sinks of the record. Subclasses write in `log`.
@@ -25,8 +22,8 @@ class Logger(Callback):
     Every `trainer.log_every_n_steps` optimizer steps the scalars of a step are logged
     under their own names, read some steps late so that the device never waits. After
     every epoch its training means follow as `epoch_<name>` and the validation means as
-    `val_<name>`. Once per fit hyperparameters, versions, hardware and the plan of the
-    program that runs are recorded. Only one process of a run logs.
+    `val_<name>`. Once per fit hyperparameters, versions and hardware are recorded. Only
+    one process of a run logs.
 
     A resumed run continues from its checkpoint: what was logged after it is removed
     and logged again.
@@ -52,7 +49,6 @@ class Logger(Callback):
         self.hyperparameters = hyperparameters
         self._error: BaseException | None = None
         self._trainer: Any = None  # in a fit, where this process logs
-        self._lacks_plan = False
 
     def log(self, epoch: int, step: int, values: dict[str, Number]) -> None:
         """Writes values, by name, of optimizer step `step` in `epoch` (from 0)."""
@@ -60,10 +56,6 @@ class Logger(Callback):
 
     def log_run(self, facts: Facts) -> None:
         """Records hyperparameters, versions and hardware, after `open`."""
-
-    def log_plan(self, plan: Any) -> None:
-        """Shows the `jaxdp.plan.Plan` of the step that runs, once per fit."""
-        self.log_text("plan", str(plan))
 
     def log_text(self, name: str, text: str) -> None:
         """Shows a text under `name`; during a fit."""
@@ -95,7 +87,6 @@ class Logger(Callback):
         facts["run_id"] = trainer.record.run_id
         if trainer.is_global_zero:
             self._trainer = trainer
-            self._lacks_plan = self._shows("log_plan") or self._shows("log_text")
             self.open(trainer, self._folder(trainer))
             trainer.record.add(self, every=trainer.log_every_n_steps)
             self.log_run(facts)
@@ -103,9 +94,6 @@ class Logger(Callback):
     def write(self, row: Row) -> None:
         """Logs a row of the record."""
         with naming(self._folder(self._trainer), type(self).__name__):
-            if self._lacks_plan:  # while the device is busy
-                self._lacks_plan = False
-                self._log_plan()
             self.log(row.epoch, row.step, row.numbers())
 
     def on_exception(self, trainer: Trainer, exception: BaseException) -> None:
@@ -114,8 +102,8 @@ class Logger(Callback):
     def on_fit_end(self, trainer: Trainer) -> None:
         if self._trainer is None:
             return
-        has_curves = self._shows("log_figure") and trainer.history.epochs
-        if has_curves and find_spec("matplotlib"):
+        shows_figures = type(self).log_figure is not Logger.log_figure
+        if shows_figures and trainer.history.epochs and find_spec("matplotlib"):
             self.log_figure("history", trainer.history.plot())
         step, every = trainer.global_step, trainer.log_every_n_steps
         if 0 < step < every and self._error is None:
@@ -153,20 +141,6 @@ class Logger(Callback):
         return Path(
             trainer.default_root_dir if self.dirpath is None else self.dirpath
         ).expanduser()
-
-    def _log_plan(self) -> None:
-        try:
-            plan = self._trainer and self._trainer.running_plan()
-        except _MISREAD as error:
-            # Compilers change how they write; that is no reason to end a run.
-            text = f"the plan could not be read: {error!r}"
-            return announce(self._trainer, type(self).__name__, text)
-        if plan is not None:
-            self.log_plan(plan)
-
-    def _shows(self, what: str) -> bool:
-        """Whether a subclass has given the method `what` something to do."""
-        return getattr(type(self), what) is not getattr(Logger, what)
 
 
 def check_writable(folder: Path, callback_name: str) -> None:

@@ -1,12 +1,10 @@
 """Where a fit is, how fast it goes and when it will be done."""
 
 import functools
-import math
-import os
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final
 
 from ..basics.arguments import check_number
@@ -16,19 +14,26 @@ from ..record import Row
 from .base import Callback, Trainer
 from .monitor import in_notebook, is_fitting
 
-_FORMAT: Final = "{desc} |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
-_FORMAT_WITHOUT_TOTAL: Final = "{desc} {n_fmt} batches [{elapsed}{postfix}]"
+# With and without a known total, on a terminal and in a file.
+_BARS: Final = (
+    "{desc} {n_fmt} batches [{elapsed}{postfix}]",
+    "{desc} |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
+)
+_LINES: Final = (
+    "{desc}: {n_fmt} batches{postfix}",
+    "{desc}: {n_fmt}/{total_fmt} batches ({percentage:.0f}%), {remaining} left"
+    "{postfix}",
+)
 
 
 class ProgressBar(Callback):
     """A tqdm bar for training, one for validation, and a line for every epoch.
 
-    The bar shows how many batches of the epoch are done, the time left and the loss of
-    a few steps ago (reading the newest would make the device wait). If the terminal is
-    wide enough, bar and line also show batches and examples per second. With
-    `accumulate_grad_batches` the bar counts optimizer steps. If the output is not a
-    terminal (the log of a job), it prints lines instead: one per epoch, and more in
-    long epochs.
+    The bar shows how many batches of the epoch are done, the time left, the loss of a
+    few steps ago (reading the newest would make the device wait), and batches and
+    examples per second. With `accumulate_grad_batches` the bar counts optimizer steps.
+    If the output is not a terminal (the log of a job), it prints lines instead: one per
+    epoch, and more in long epochs.
 
     Args:
         refresh_per_second: how often the bar is redrawn at most.
@@ -50,190 +55,142 @@ class ProgressBar(Callback):
         self.refresh_per_second = refresh_per_second
         self.every_n_seconds = every_n_seconds
         self.file = file
-        self._out: Outlet | None = None
-        self._bar_type: Any = None
-        self._interval = every_n_seconds
-        self._train = _Pass()
-        self._validation = _Pass()
-        self._shown = -math.inf  # when something was shown last
-        self._next = math.inf
+        self._out: Outlet | None = None  # in the process that shows anything
+        self._train: Any = None  # bars of passes that run now
+        self._validation: Any = None
+        self._began = self._validated_for = 0.0
 
     def setup(self, trainer: Trainer) -> None:
         self._close()
         # Notebooks show stderr on red ground, as if something had failed.
         file = self.file or (sys.stdout if in_notebook() else sys.stderr)
         self._out = Outlet(file) if trainer.is_global_zero else None
-        self._bar_type = _find_bar_type(self._out)
-        drawn = 1 / self.refresh_per_second
-        self._interval = self.every_n_seconds if self._bar_type is None else drawn
         trainer.record.read_means(functools.partial(self._end_epoch, trainer))
 
     def on_train_epoch_start(self, trainer: Trainer) -> None:
         self._close()
-        self._train = _Pass(_name(trainer), _total(trainer), trainer.record.batch_idx)
-        self._begin(self._train)
+        self._began, self._validated_for = time.perf_counter(), 0.0
+        of = "" if trainer.max_epochs is None else f"/{trainer.max_epochs}"
+        name = f"epoch {trainer.current_epoch + 1}{of}"
+        done = trainer.record.batch_idx
+        self._train = self._open(trainer, name, _total(trainer), done)
 
     def on_train_batch_end(
         self, trainer: Trainer, metrics: Mapping[str, Any], batch_idx: int
     ) -> None:
-        # This is all that happens in most steps, in well below a microsecond.
-        self._train.done = batch_idx + 1
-        if time.perf_counter() >= self._next:
-            self._show_training(trainer)
+        if self._train is not None:
+            self._train.update(batch_idx + 1 - self._train.n)
 
     def on_validation_start(self, trainer: Trainer) -> None:
+        self._validation_began = time.perf_counter()
         total = trainer.record.num_val_batches if is_fitting(trainer) else None
-        self._validation = _Pass("validating", total)
-        self._begin(self._validation)
+        self._validation = self._open(trainer, "validating", total)
 
     def on_validation_batch_end(self, trainer: Trainer, batch_idx: int) -> None:
-        if time.perf_counter() >= self._next:
-            self._validation.done = batch_idx + 1
-            self._show(self._validation)
+        if self._validation is not None:
+            self._validation.update()
 
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        now = time.perf_counter()
-        self._validation.close()
-        self._train.lost += now - self._validation.began
-        self._next = now + self._interval if is_fitting(trainer) else math.inf
-
-    def _end_epoch(self, trainer: Trainer, row: Row) -> None:
-        # Without a terminal this is most of what the bar costs an epoch.
-        if row.kind != "epoch" or self._out is None:
-            return
-        took = time.perf_counter() - self._train.began
-        start = f"{self._train.name}: {in_seconds(took)}"
-        means = {**row.values, **trainer.record.validation}
-        facts = [f"{n} {mean:.4g}" for n, mean in means.items() if not n.endswith("]")]
-        facts += _notes(trainer)
-        rates = self._train.rates(trainer.record.examples)
-        if self._bar_type is not None:
-            width = _width(self._out)
-            while rates and len(", ".join([start, *rates, *facts])) > width:
-                rates.pop()
-        self._close()
-        self._print(", ".join([start, *rates, *facts]))
+        self._validated_for += time.perf_counter() - self._validation_began
+        if self._validation is not None:
+            self._validation.close()
+            self._validation = None
 
     def on_exception(self, trainer: Trainer, exception: BaseException) -> None:
         self._close()
 
     def on_fit_end(self, trainer: Trainer) -> None:
         self._close()
-        self._next = math.inf
 
-    def _begin(self, run: "_Pass") -> None:
-        """Opens a bar, unless one was drawn just now: the pass may be over before."""
-        if self._bar_type is None:
-            self._next = run.began + self._interval
+    def _end_epoch(self, trainer: Trainer, row: Row) -> None:
+        if row.kind != "epoch" or self._train is None:
             return
-        self._next = self._shown + self._interval
-        if run.began >= self._next:
-            self._show(run)
+        took = time.perf_counter() - self._began
+        means = {**row.values, **trainer.record.validation}
+        facts = [f"{n} {mean:.4g}" for n, mean in means.items() if not n.endswith("]")]
+        bar = self._train
+        steps = bar.n - bar.initial
+        rates = _rates(trainer, bar.n, steps / max(took - self._validated_for, 1e-9))
+        line = ", ".join([in_seconds(took), *rates, *facts, *_notes(trainer)])
+        self._close()
+        bar.write(f"{bar.desc}: {line}", file=self._out)
+        bar.fp.flush()
 
-    def _show_training(self, trainer: Trainer) -> None:
-        facts = [*_notes(trainer), *self._train.rates(trainer.record.examples)]
-        if (loss := trainer.record.latest("loss")) is not None:
-            facts.insert(0, f"loss {loss:.3g}")
-        self._show(self._train, facts)
-
-    def _show(self, run: "_Pass", facts: Sequence[str] = ()) -> None:
-        self._shown = time.perf_counter()
-        self._next = self._shown + self._interval
-        if self._bar_type is None:
-            self._print(run.line(facts))
-            return
-        if run.bar is None:
-            run.bar = open_bar(
-                self._bar_type,
-                total=run.total,
-                desc=run.name,
-                file=self._out,
-                leave=False,
-                position=0,  # One line for all: they are never drawn by turns.
-                dynamic_ncols=True,
-                initial=run.done,
-                mininterval=0,
-                bar_format=_FORMAT if run.total else _FORMAT_WITHOUT_TOTAL,
-            )
-        if run.bar is not None:
-            run.draw(facts)
+    def _open(
+        self, trainer: Trainer, name: str, total: int | None, done: int = 0
+    ) -> Any:
+        """A bar for a pass, or None where nothing is shown."""
+        if self._out is None:
+            return None
+        is_live = self._out.isatty() or in_notebook()
+        interval = 1 / self.refresh_per_second if is_live else self.every_n_seconds
+        return open_bar(
+            _bar_type(is_live),
+            lambda bar: _facts(trainer, bar) if name != "validating" else [],
+            total=total,
+            desc=name,
+            file=self._out,
+            leave=False,
+            position=0,  # One line for all: they are never drawn by turns.
+            dynamic_ncols=True,
+            initial=done,
+            mininterval=interval,
+            miniters=1,
+            delay=interval,  # Short passes are over before.
+            bar_format=(_BARS if is_live else _LINES)[total is not None],
+        )
 
     def _close(self) -> None:
-        if self._bar_type is not None:
-            self._validation.close()
-            self._train.close()
-
-    def _print(self, line: str) -> None:
-        if self._out is None:
-            return
-        if self._bar_type is not None:
-            self._bar_type.write(line, file=self._out)
-        else:
-            self._out.write(f"{line}\n")
-            self._out.flush()
+        for bar in (self._validation, self._train):
+            if bar is not None:
+                bar.close()
+        self._train = self._validation = None
 
 
-class _Pass:
-    """One pass over a loader: how far it is, since when, and its bar."""
+@functools.cache
+def _bar_type(is_live: bool) -> Any:
+    """A kind of tqdm bar that asks for its facts whenever it is drawn."""
+    with warnings.catch_warnings():
+        # It warns in a notebook without ipywidgets, where a text bar does as well.
+        warnings.simplefilter("ignore")
+        from tqdm.auto import tqdm
 
-    def __init__(self, name: str = "", total: int | None = None, done: int = 0):
-        self.name = name
-        self.total = total
-        self.done = self.first = done
-        self.began = time.perf_counter()
-        self.lost = 0.0  # seconds of validations
-        self.bar: Any = None
+    class Bar(tqdm):
+        monitor_interval = 0  # no thread
 
-    def rates(self, examples: int) -> list[str]:
-        """Batches and examples per second, of so many, validation left out."""
-        seconds = time.perf_counter() - self.began - self.lost
-        if self.done <= self.first or seconds <= 0:
-            return []
-        rate = (self.done - self.first) / seconds
-        return [
-            f"{in_words(rate)} batches/s",
-            f"{in_words(rate * examples / self.done)} examples/s",
-        ]
+        def __init__(self, facts: Any, **options: Any):
+            self._facts = facts
+            super().__init__(**options)
 
-    def draw(self, facts: Sequence[str]) -> None:
-        """The bar, with as many of the facts as leave it ten cells."""
-        self.bar.n = self.done
-        how = self.bar.format_dict
-        if how["ncols"]:  # not in a notebook
-            bare = self.bar.format_meter(**how | {"postfix": "", "ncols": None})
-            room = how["ncols"] - len(bare)
-            while facts and len(", " + ", ".join(facts)) > room:
-                facts = facts[:-1]
-        self.bar.set_postfix_str(", ".join(facts), refresh=False)
-        self.bar.refresh()
+        @property
+        def format_dict(self) -> dict[str, Any]:
+            known = super().format_dict
+            return {**known, "postfix": ", ".join(self._facts(known))}
 
-    def line(self, facts: Sequence[str]) -> str:
-        """What to print where no bar can be drawn."""
-        if self.total is None:
-            return ", ".join([f"{self.name}: {self.done} batches", *facts])
-        share = f"{self.done}/{self.total} batches ({self.done / self.total:.0%})"
-        seconds = time.perf_counter() - self.began - self.lost
-        left = seconds / (self.done - self.first) * (self.total - self.done)
-        return ", ".join([f"{self.name}: {share}", f"{in_seconds(left)} left", *facts])
+    class Lines(Bar):
+        def display(self, msg: str | None = None, *_: Any, **__: Any) -> None:
+            if msg is None:  # else it is cleared
+                self.fp.write(f"{self}\n")
+                self.fp.flush()
 
-    def close(self) -> None:
-        if self.bar is not None:
-            self.bar.close()
-        self.bar = None
+    return Bar if is_live else Lines
 
 
-def _width(out: Outlet | None) -> float:
-    """Columns of a terminal; of what is none, as many as it takes."""
-    try:
-        columns = os.get_terminal_size(out.fileno()).columns  # pyright: ignore
-    except (AttributeError, OSError, ValueError):
-        columns = 0
-    return columns or math.inf
+def _facts(trainer: Trainer, bar: Mapping[str, Any]) -> list[str]:
+    """What the bar of training shows, the most important first: a terminal that is too
+    narrow cuts the rest off."""
+    loss = trainer.record.latest("loss")
+    facts = [] if loss is None else [f"loss {loss:.3g}"]
+    steps, seconds = bar["n"] - bar["initial"], bar["elapsed"]
+    rate = bar["rate"] or (steps / seconds if seconds else 0)
+    return facts + _notes(trainer) + _rates(trainer, bar["n"], rate)
 
 
-def _name(trainer: Trainer) -> str:
-    of = "" if trainer.max_epochs is None else f"/{trainer.max_epochs}"
-    return f"epoch {trainer.current_epoch + 1}{of}"
+def _rates(trainer: Trainer, steps: int, rate: float) -> list[str]:
+    """Batches and examples per second, after so many steps of an epoch."""
+    examples = trainer.record.examples / max(steps, 1)
+    rates = {"batches": rate, "examples": rate * examples}
+    return [f"{in_words(each)} {name}/s" for name, each in rates.items() if each]
 
 
 def _notes(trainer: Trainer) -> list[str]:
@@ -248,17 +205,3 @@ def _total(trainer: Trainer) -> int | None:
         return total
     left = trainer.record.batch_idx + max(last - trainer.global_step, 0)
     return left if total is None else min(total, left)
-
-
-def _find_bar_type(out: Outlet | None) -> Any:
-    """The kind of bar that suits the output, or None for plain lines."""
-    if out is None:
-        return None
-    with warnings.catch_warnings():
-        # It warns in a notebook without ipywidgets, where a text bar does as well.
-        warnings.simplefilter("ignore")
-        from tqdm.auto import tqdm
-    if not out.isatty() and not in_notebook():
-        return None
-    # No monitor thread: there is none to fork, and nothing for it to do.
-    return type("Bar", (tqdm,), {"monitor_interval": 0})

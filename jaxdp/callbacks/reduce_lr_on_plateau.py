@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ..basics.arguments import by_name_after_first, check_count, check_number
+from ..basics.arguments import check_count, check_number
 from .base import Trainer
 from .learning_rate_monitor import is_rate, no_rate
 from .monitor import MetricCheck, announce
@@ -41,9 +41,6 @@ class ReduceLROnPlateau(MetricCheck):
         best_score: the best value so far; None before the first check.
     """
 
-    @by_name_after_first(
-        "factor", "patience", "verbose", "mode", "min_delta", "cooldown", "min_lr"
-    )
     def __init__(
         self,
         monitor: str = "val_loss",

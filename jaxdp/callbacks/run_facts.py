@@ -1,14 +1,14 @@
 """What a run was made of, for its records: hyperparameters, versions, hardware."""
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Final
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
 import numpy as np
 
 from ..basics.environment import hardware, versions
-from ..step import closed_over, find_precision, float32_products, updates_in
+from ..step import closed_over, find_precision, float32_products
 from .base import Trainer
 
 Facts = dict[str, Any]
@@ -78,79 +78,51 @@ def markdown(values: Mapping[str, Any]) -> str:
 
 
 def optimizer_text(optimizer: Any) -> str:
-    """The stages of an optax optimizer with their numbers, as far as its closures show
-    them: `clip_by_global_norm(max_norm=1), scale_by_adam(b1=0.9, ...)`."""
-    stages = _stages(optimizer.update)
-    given = [f"{name}={_told(value)}" for name, value in _injected(optimizer.init)]
-    return ", ".join(stage for stage in (*stages, *given) if stage not in _NOTHING)
+    """Returns the stages of an optax optimizer with their numbers, as far as its
+    closures show them: `chain(scale_by_adam(b1=0.9, ...), scale(step_size=-0.001))`."""
+    injected = [f"{name}={_text(value)}" for name, value in _injected(optimizer.init)]
+    return ", ".join([function_text(optimizer.update), *injected])
 
 
-def function_text(function: Any) -> str:
-    """The name of a function, with the fractions in its code and its closure, which
-    tell two lambdas apart: `<lambda>(0.1, 0.9)`."""
-    made = _made(function, closed_over(function))
-    return function.__qualname__ if made.endswith("()") else made
+def function_text(function: Any, depth: int = 0) -> str:
+    """Returns the name of a function, or of the one that has made it, with the values
+    that it closes over."""
+    function = inspect.unwrap(function)
+    name = getattr(function, "__qualname__", type(function).__name__)
+    if depth > 6:  # a function that refers to itself
+        return name
+    inside = {k: _text(v, depth + 1) for k, v in closed_over(function).items()}
+    stages = [text for text in inside.values() if text.endswith(")")]
+    numbers = [f"{k}={v}" for k, v in inside.items() if v and v not in stages]
+    if len(stages) == 1 and not numbers:  # it adds nothing
+        return stages[0]
+    parts = ", ".join([*stages, *numbers])
+    return f"{name.split('.<locals>')[0]}({parts})" if parts else name
 
 
-_NOTHING: Final = ("", "identity()")
-
-
-def _stages(update: Any) -> list[str]:
-    function = inspect.unwrap(update)
-    inside = closed_over(function)
-    updates = [each for value in inside.values() for each in updates_in(value)]
-    stages = [", ".join(s for s in _stages(u) if s not in _NOTHING) for u in updates]
-    made = _made(function, inside)
-    return stages if made.endswith("()") and stages else [made, *stages]
+def _text(value: Any, depth: int = 0) -> str:
+    """Returns a value that a function closes over; "" for what tells nothing."""
+    if hasattr(value, "init") and hasattr(value, "update"):
+        value = value.update
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return ", ".join(filter(None, (_text(item, depth) for item in value)))
+    if inspect.isfunction(value):
+        text = function_text(value, depth)
+        return "" if "<" in text else text
+    if getattr(value, "ndim", None) == 0:
+        return str(np.asarray(value))  # waits for the device, if it is there
+    return str(plain(value)) if isinstance(value, int | float | type) else ""
 
 
 def _injected(init: Any) -> Iterator[tuple[str, Any]]:
-    """The numbers that `optax.inject_hyperparams` was given, which only the `init` of
-    the optimizer knows."""
+    """Yields the numbers that `optax.inject_hyperparams` was given, which only the
+    `init` of the optimizer knows."""
     inside = closed_over(inspect.unwrap(init))
     yield from inside.get("numeric_hps", {}).items()
-    for value in inside.values():
-        several = value.values() if isinstance(value, Mapping) else value
-        for stage in several if isinstance(several, Iterable) else [value]:
-            stage = getattr(stage, "init", stage)
-            if getattr(stage, "__name__", "").endswith(("init", "init_fn")):
-                yield from _injected(stage)
-
-
-def _made(function: Any, inside: Mapping[str, Any], depth: int = 0) -> str:
-    """Who has made a function, and from what: numbers, functions, such as schedules."""
-    arguments = _fractions(function)
-    maker = getattr(function, "__qualname__", type(function).__name__)
-    maker = maker.rpartition(".")[2] if arguments else maker.split(".<locals>")[0]
-    for name, value in inside.items():
-        if not updates_in(value):
-            values = value if isinstance(value, list | tuple) else [value]
-            text = " ".join(filter(None, (_told(part, depth) for part in values)))
-            arguments += [f"{name}={text}"] if text else []
-    return f"{maker}({', '.join(arguments)})"
-
-
-def _told(value: Any, depth: int = 0) -> str:
-    if getattr(value, "ndim", None) == 0:
-        return str(np.asarray(value))  # waits for the device, if it is there
-    is_known = "<" not in getattr(value, "__qualname__", "<")
-    if inspect.isfunction(value) and depth < 3:
-        made = _made(value, closed_over(value), depth + 1)
-        if not made.endswith("()"):
-            return made
-    return str(plain(value)) if isinstance(value, int | float) or is_known else ""
-
-
-def _fractions(function: Any) -> list[str]:
-    """The fractions that are written in a user's function."""
-    if not inspect.isfunction(function) or function.__module__.startswith(_LIBRARIES):
-        return []
-    written = *function.__code__.co_consts, *(function.__defaults__ or ())
-    return [str(constant) for constant in written if isinstance(constant, float)]
-
-
-_LIBRARIES: Final = ("optax", "jax", "equinox")
-"""jaxdp, too, begins like this."""
+    for stage in inside.get("init_fns", ()):
+        yield from _injected(stage)
 
 
 def _is_model(value: Any) -> bool:

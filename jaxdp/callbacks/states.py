@@ -2,16 +2,13 @@
 
 import copy
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 from .base import Callback, Trainer, overrides
 
 _USED_BY: Final = "_used_by"
 """Where a callback has the id of the trainer that uses it, and its first state."""
-
-_RENAMED: Final = 3
-"""How unlike identities are that differ in a folder alone."""
 
 
 def take_over(callbacks: Iterable[Callback], trainer_id: str) -> None:
@@ -56,8 +53,8 @@ def saved_states(trainer: Trainer, meta: dict[str, Any]) -> dict[str, Any]:
 
 
 def misfits(trainer: Trainer, meta: dict[str, Any]) -> tuple[str, str]:
-    """What is to be said of callbacks that find no state in a checkpoint, and which are
-    in a checkpoint that the trainer lacks; each "" if there are none."""
+    """Returns callbacks that find no state in a checkpoint, and those in it of classes
+    that the trainer lacks, as texts; each "" if there are none."""
     pairs, by_name = _pairs(trainer, meta), identities(trainer)
     without = {
         name: by_name[name]
@@ -65,68 +62,49 @@ def misfits(trainer: Trainer, meta: dict[str, Any]) -> tuple[str, str]:
         if name not in pairs and callback.state_dict()
     }
     classes = set(map(_class, without))
-    left = {
+    lacking = {
         name: meta["identities"].get(name, "")
         for name, state in meta["callbacks"].items()
-        if state and name not in pairs.values()
+        if state and name not in pairs.values() and _class(name) not in classes
     }
-    others = {name: its for name, its in left.items() if _class(name) in classes}
-    text = ""
-    if without:
-        text = (
-            f"no state for the callback {_listed(without)}, so nothing is loaded there"
-        )
-    if others:
-        text += (
-            f"; that of {_listed(others)} is not taken up, because its `monitor`,"
-            " `mode` or folder is another"
-        )
-    lacking = {name: its for name, its in left.items() if name not in others}
-    return text, _listed(lacking)
+    return _listed(without), _listed(lacking)
 
 
 def _pairs(trainer: Trainer, meta: dict[str, Any]) -> dict[str, str]:
-    """The saved name of each callback that has a state, by its present name.
+    """Maps the present name of each callback that has a saved state to its saved name.
 
-    It is the one of its class and identity; else the one in a folder of the same last
-    name, as after a move; else the only one in another folder.
+    It is the one of its class and identity, else the only one of its class that lies in
+    another folder.
     """
-    pairs = sorted(
-        (unlikeness, old != new, new, old)
-        for new, identity in identities(trainer).items()
-        for old in meta["callbacks"]
-        if _class(old) == _class(new)
-        for unlikeness in [_unlikeness(identity, meta["identities"].get(old))]
-        if unlikeness is not None
-    )
-    handed: dict[str, str] = {}
-    renamed: list[tuple[str, str]] = []
-    for unlikeness, _, new, old in pairs:
-        if new not in handed and old not in handed.values():
-            if unlikeness < _RENAMED:
-                handed[new] = old
-            else:
-                renamed.append((new, old))
-    news, olds = [new for new, _ in renamed], [old for _, old in renamed]
-    return handed | {
-        new: old
-        for new, old in renamed
-        if news.count(new) == olds.count(old) == 1  # which of several, nobody knows
-    }
+    own, pairs = identities(trainer), dict[str, str]()
+
+    def find(name: str, fits: Callable[[str, str | None], bool]) -> list[str]:
+        return [
+            saved
+            for saved in meta["callbacks"]
+            if saved not in pairs.values()
+            and _class(saved) == _class(name)
+            and fits(own[name], meta["identities"].get(saved))
+        ]
+
+    for name in own:
+        if same := find(name, _is_same):
+            pairs[name] = name if name in same else same[0]
+    moved = {name: find(name, _is_moved) for name in own if name not in pairs}
+    for name, found in moved.items():
+        if len(found) == 1 and list(moved.values()).count(found) == 1:
+            pairs[name] = found[0]
+    return pairs
 
 
-def _unlikeness(own: str, other: str | None) -> int | None:
-    """0 for equal identities, more for less alike ones, None for different ones."""
-    if other is None or own == other:
-        return 0
-    (what, _, unit), (its, _, its_unit) = own.partition("\n"), other.partition("\n")
-    if its_unit not in (unit, ""):  # version 0.2 knew no units
-        return None
-    if what == its:
-        return 1
-    if not os.path.isabs(what):
-        return None
-    return 2 if os.path.basename(what) == os.path.basename(its) else _RENAMED
+def _is_same(identity: str, saved: str | None) -> bool:
+    # Version 0.2 knew no second lines.
+    return saved in (None, identity, identity.partition("\n")[0])
+
+
+def _is_moved(identity: str, saved: str | None) -> bool:
+    folder, *unit = identity.split("\n")
+    return os.path.isabs(folder) and str(saved).split("\n")[1:] in (unit, [])
 
 
 def _listed(identities: dict[str, str]) -> str:

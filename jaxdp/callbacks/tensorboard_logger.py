@@ -17,8 +17,8 @@ class TensorBoardLogger(Logger):
 
     Tags of scalars are the names that `CSVLogger` has as columns, and `epoch`; the
     horizontal axis is the number of optimizer steps. Hyperparameters, versions,
-    hardware and the plan are under TEXT, the curves of the epochs under IMAGES. Needs
-    the extra `loggers`.
+    and hardware are under TEXT, the curves of the epochs under IMAGES. Needs the extra
+    `loggers`.
 
     Args:
         dirpath: folder of the event files; None means `trainer.default_root_dir`.
@@ -52,9 +52,6 @@ class TensorBoardLogger(Logger):
         self.log_text("hyperparameters", markdown(facts["hyperparameters"]))
         rest = {k: v for k, v in flat(facts).items() if "/" in k}
         self.log_text("environment", markdown(rest))
-
-    def log_plan(self, plan: Any) -> None:
-        self.log_text("plan", f"```\n{plan}\n```")
 
     def log_text(self, name: str, text: str) -> None:
         """Shows a text as Markdown under `name`; during a fit."""

@@ -10,18 +10,14 @@ import jaxdp
 
 from ..basics import coordination
 from ..basics.arguments import check_number
-from ..basics.stopwatch import PHASES, Stopwatch
+from ..basics.stopwatch import NO_STOPWATCH, PHASES
 from ..basics.units import in_seconds, in_words
 from ..distributed import meetings
 from .base import Callback, Trainer
 from .monitor import announce
 
-# Dense bfloat16 peaks of devices that `hardware` has no whole profile of, by parts of
-# their names; from the vendors' data sheets.
-_MORE_PEAKS: Final = {"tpu v3": 61.5e12, "tpu v2": 22.5e12}
-
 _RATES: Final = "examples_per_s", "steps_per_s", "flops_per_s", "mfu"
-"""What the last row is without: a wait for a checkpoint trains nothing."""
+"""Left out of the last row: a wait for a checkpoint trains nothing."""
 
 
 class ThroughputMonitor(Callback):
@@ -46,9 +42,7 @@ class ThroughputMonitor(Callback):
     divide all examples by all seconds.
 
     With several processes, `throughput/others` is the share of time that this process
-    waited for others. `throughput/slowest_process` is the number of the process that
-    waited least, and `throughput/slowest_data` and `throughput/slowest_others` are its
-    shares in the interval before.
+    waited for others.
 
     The progress bar shows the largest share. "input-bound 43%" means that the device
     waited for batches; "device-bound" means that a faster loader would not help.
@@ -87,8 +81,7 @@ class ThroughputMonitor(Callback):
         self.summary: dict[str, float] = {}
         self._flops: dict[Any, float] = {}  # per row, by the shapes of the batch
         self._peak: float | None = None
-        self._stopwatch = Stopwatch()
-        self._seen, self._of_row = 0, 0.0
+        self._stopwatch = NO_STOPWATCH
         self._begin()
 
     def setup(self, trainer: Trainer) -> None:
@@ -100,52 +93,50 @@ class ThroughputMonitor(Callback):
         self, trainer: Trainer, batch: Any, batch_idx: int
     ) -> None:
         shapes = frozenset([leaf.shape[1:] for leaf in jax.tree.leaves(batch)])
-        if shapes not in self._flops:
-            flops, is_first = self.flops_per_example, not self._flops
-            if flops is None:
-                try:
-                    flops = trainer.run.flops_per_example(batch)
-                except Exception:
-                    if is_first:
-                        raise
-                    return  # the step will say what is wrong with this shape
-            self._flops[shapes] = flops
-            if is_first:
-                devices = trainer.state.step.sharding.device_set
-                peak = self.peak_flops_per_device or peak_flops(next(iter(devices)))
-                self._peak = None if peak is None else peak * len(devices)
-                self._begin()  # what was traced just now is no part of the run
-        self._of_row = self._flops[shapes]
-        self._seen = trainer.record.examples
+        if not self._flops:
+            devices = trainer.state.step.sharding.device_set
+            profile = jaxdp.plan.hardware_of(next(iter(devices)))
+            peak = self.peak_flops_per_device or (profile and profile.flops)
+            self._peak = peak and peak * len(devices)
+            self._count_flops(trainer, shapes, batch)
+            self._begin()  # what was traced just now is no part of the run
+        elif shapes not in self._flops:
+            self._count_flops(trainer, shapes, batch)
+        self._flops_of_row = self._flops[shapes]
+        self._examples_before = trainer.record.examples
+
+    def _count_flops(self, trainer: Trainer, shapes: Any, batch: Any) -> None:
+        flops = self.flops_per_example
+        if flops is None:
+            flops = trainer.run.flops_per_example(batch)
+        self._flops[shapes] = flops
 
     def on_train_batch_end(
         self, trainer: Trainer, metrics: Any, batch_idx: int
     ) -> None:
-        rows = trainer.record.examples - self._seen
+        rows = trainer.record.examples - self._examples_before
         self._done["steps"] += 1
         self._done["examples"] += rows
-        self._done["operations"] += rows * self._of_row
+        self._done["operations"] += rows * self._flops_of_row
         if trainer.global_step % trainer.log_every_n_steps == 0:
-            now = self._mark()
-            values = self._between(self._last, now)
-            values |= self._slowest(values) if coordination.is_there() else {}
+            start, self._last = self._last, self._totals()
+            values = self._rates_between(start, self._last)
             metrics.add({f"throughput/{k}": np.float32(v) for k, v in values.items()})
-            self._last = now
 
     def on_fit_end(self, trainer: Trainer) -> None:
-        now = self._mark()
-        if not now["steps"]:
+        end = self._totals()
+        if not end["steps"]:
             return
-        values = self._between(self._start, now)
-        self.summary = {"steps": now["steps"], **values}
+        values = self._rates_between(self._start, end)
+        self.summary = {"steps": end["steps"], **values}
         last = {
             f"throughput/{name}": value
-            for name, value in self._between(self._last, now).items()
+            for name, value in self._rates_between(self._last, end).items()
             if name not in _RATES
         }
         trainer.record.put("fit", last)
         text = [
-            f"{now['examples']:,.0f} examples in {in_seconds(values['seconds'])}",
+            f"{end['examples']:,.0f} examples in {in_seconds(values['seconds'])}",
             f"{in_words(values['examples_per_s'])} examples/s",
         ]
         if "flops_per_s" in values:
@@ -159,27 +150,27 @@ class ThroughputMonitor(Callback):
         announce(trainer, "ThroughputMonitor", ", ".join(text))
         self._begin()  # the bar of a later pass has nothing of this fit
 
-    def _slowest(self, own: dict[str, float]) -> dict[str, float]:
-        """What the process that waits least has told the last time; tells others."""
-        speeds = coordination.read_all("jaxdp.speed")
-        mine = {name: own[name] for name in ("data", "others")}
-        coordination.put("jaxdp.speed", mine)
-        if len(speeds) < coordination.count():
-            return {}
-        slowest = min(speeds, key=lambda process: speeds[process]["others"])
-        shares = {f"slowest_{name}": share for name, share in speeds[slowest].items()}
-        return {"slowest_process": float(slowest), **shares}
+    def bar_note(self) -> str:
+        """Returns what bounds the steps since the last logged one."""
+        now = self._totals()
+        start = self._last if now["steps"] > self._last["steps"] else self._start
+        if now["steps"] == start["steps"]:
+            return ""
+        values = self._rates_between(start, now)
+        name = max(PHASES, key=lambda phase: values[phase])
+        text = f"{PHASES[name][1]} {values[name]:.0%}"
+        return f"MFU {values['mfu']:.0%}, {text}" if "mfu" in values else text
 
     def _begin(self) -> None:
         self._done = {"steps": 0, "examples": 0, "operations": 0.0}
-        self._start = self._last = self._mark()
+        self._start = self._last = self._totals()
 
-    def _mark(self) -> dict[str, float]:
-        """What is done, and the seconds by phase and for other processes, by now."""
+    def _totals(self) -> dict[str, float]:
+        """Returns the work done and the seconds by phase, since the beginning."""
         waited = meetings.here().waited
         return {**self._done, **self._stopwatch.read(), "waited": waited}
 
-    def _between(
+    def _rates_between(
         self, start: Mapping[str, float], end: Mapping[str, float]
     ) -> dict[str, float]:
         spent = {name: end[name] - start[name] for name in end}
@@ -199,21 +190,3 @@ class ThroughputMonitor(Callback):
             values["others"] = spent["waited"] / total
             values["callbacks"] = max(0.0, values["callbacks"] - values["others"])
         return values
-
-    def bar_note(self) -> str:
-        """What bounds the steps since the last logged one."""
-        now = self._mark()
-        start = self._last if now["steps"] > self._last["steps"] else self._start
-        if now["steps"] == start["steps"]:
-            return ""
-        values = self._between(start, now)
-        name = max(PHASES, key=lambda phase: values[phase])
-        text = f"{PHASES[name][1]} {values[name]:.0%}"
-        return f"MFU {values['mfu']:.0%}, {text}" if "mfu" in values else text
-
-
-def peak_flops(device: Any) -> float | None:
-    """Dense bfloat16 operations per second of a `jax.Device`, if known."""
-    kind, known = device.device_kind.lower(), jaxdp.plan.hardware_of(device)
-    more = (peak for name, peak in _MORE_PEAKS.items() if name in kind)
-    return next(more, None if known is None else known.flops)

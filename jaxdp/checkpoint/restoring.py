@@ -172,10 +172,17 @@ def changed_arguments(
     if now is None or then is None:  # 0.2 saved none
         return []
     return [
-        f"  `{name}` was {then.get(name)}, and is {now.get(name)}"
+        f"  `{name}` was {_only_in(then.get(name), now.get(name))}, and is"
+        f" {_only_in(now.get(name), then.get(name))}"
         for name in dict.fromkeys([*now, *then])
         if _alike(then.get(name)) != _alike(now.get(name))
     ]
+
+
+def _only_in(text: str | None, other: str | None) -> str:
+    """Returns the lines of a text, of a model say, that the other one lacks."""
+    lines, others = str(text).splitlines(), str(other).splitlines()
+    return "; ".join(line.strip(" ,") for line in lines if line not in others)
 
 
 def _alike(text: str | None) -> str:

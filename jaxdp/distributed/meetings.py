@@ -99,10 +99,10 @@ class Meetings:
         self.since, self.is_waiting = time.monotonic(), False
         self.waited += self.since - started
 
-    def tell(self, busy_with: str) -> None:
-        """Lets the others know why this process has not come yet."""
+    def tell(self, place: str) -> None:
+        """Lets the others know where this process is, since it has not come yet."""
         seconds = time.monotonic() - self.since
-        text = f"{self.where}, busy with {busy_with} for {seconds:.0f} s"
+        text = f"{self.where}, for {seconds:.0f} s, at {place}"
         card = {"number": self.number, "text": text}
         coordination.put(_LATE, card)
 

@@ -2,7 +2,6 @@
 
 import _signal  # pyright: ignore
 import contextlib
-import functools
 import os
 import signal
 import sys
@@ -72,7 +71,6 @@ class Interrupts:
         self._pending: int | None = None
         self._taken: set[int] = set()  # signals that are held while inside
         self._depth = 0
-        self._stays = False  # between two times inside
 
     def check(self, *, now: bool = False) -> None:
         """Raises what is held back, if anything; with `now` all processes are asked."""
@@ -104,23 +102,8 @@ class Interrupts:
             self._release()
             self._take()
 
-    @contextlib.contextmanager
-    def between_steps(self) -> Iterator[None]:
-        """What is outside of `with interrupts` in here is a caller's own code: signals
-        do there what they did before, though the handlers stay.
-
-        To change six of them at every step takes 3 us.
-        """
-        self._stays = True
-        try:
-            yield
-        finally:
-            self._stays = False
-            if not self._depth:
-                self._release()
-
     def __enter__(self) -> "Interrupts":
-        if not self._depth and not (self._stays and self._taken):
+        if not self._depth:
             self._take()
         self._depth += 1  # last: a Ctrl-C before leaves `with` unentered
         return self
@@ -132,7 +115,7 @@ class Interrupts:
         traceback: TracebackType | None,
     ) -> None:
         try:
-            if self._depth == 1 and not self._stays:
+            if self._depth == 1:
                 self._release()
         finally:
             self._depth -= 1
@@ -148,8 +131,8 @@ class Interrupts:
         if number is not None and is_its_doing and not _is_abandoned(exception):
             raise self._exception(number) from exception
 
-    # What `signal` has of `_signal`'s functions looks for an enum of each handler, and
-    # takes ten times as long.
+    # `_signal` has the functions of `signal` without a search for the enum of each
+    # handler, which takes ten times as long.
 
     def _take(self) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -157,24 +140,17 @@ class Interrupts:
         # With several processes, jax.distributed has answered SIGTERM so far, below
         # Python, and would do nothing but note it.
         for number in (signal.SIGINT, *(getattr(signal, n) for n in self.signals)):
-            if _signal.getsignal(number) in (_before(number), _handle):
+            if _signal.getsignal(number) == _before(number):
                 self._taken.add(number)
-                _signal.signal(number, _handle)
-        if self not in _takers:
-            _takers.append(self)
+                _signal.signal(number, self._hold)
 
     def _release(self) -> None:
-        others = {n for other in _takers if other is not self for n in other._taken}
-        is_main = threading.current_thread() is threading.main_thread()
         for number in sorted(self._taken, key=signal.SIGINT.__eq__):  # Ctrl-C last
-            is_ours = _signal.getsignal(number) is _handle  # and not a caller's own
-            if is_ours and is_main and number not in others:
+            if _signal.getsignal(number) == self._hold:  # and not a caller's own
                 _signal.signal(number, _before(number))
             self._taken.remove(number)
-        if self in _takers:
-            _takers.remove(self)
 
-    def _hold(self, number: int) -> None:
+    def _hold(self, number: int, frame: FrameType | None) -> None:
         meetings.here().is_told_to_end = self._pulse is not None
         if self._pending is None:
             self._pending = number
@@ -191,28 +167,11 @@ class Interrupts:
         if number == signal.SIGINT:
             stop = KeyboardInterrupt("stopped between two batches; nothing is lost")
             setattr(stop, _AT_BOUNDARY, True)
-            _print_stops_in_a_sentence()
             return stop
         exception = Preempted(signal.Signals(number).name)
         if not self.saves_first:
             tell(exception)
         return exception
-
-
-_takers: Final[list[Interrupts]] = []
-"""Those that hold signals back while they are inside; the first one that is, does."""
-
-
-def _handle(number: int, frame: FrameType | None) -> None:
-    for interrupts in _takers:
-        if interrupts._depth and number in interrupts._taken:
-            interrupts._hold(number)
-            return
-    # In a caller's own code, where it does what it did before.
-    if number == signal.SIGINT:
-        signal.default_int_handler(number, frame)
-    _signal.signal(number, _signal.SIG_DFL)
-    os.kill(os.getpid(), number)
 
 
 def _before(number: int) -> Any:
@@ -224,30 +183,6 @@ def _is_abandoned(exception: BaseException | None) -> bool:
     """Whether other processes, or their devices, are what failed."""
     failures = meetings.Abandoned, jax.errors.JaxRuntimeError
     return jax.process_count() > 1 and isinstance(exception, failures)
-
-
-@functools.cache
-def _print_stops_in_a_sentence() -> None:
-    """From now on Python prints a stop that nobody catches without its traceback.
-
-    Its frames are ours, and say nothing; `JAX_TRACEBACK_FILTERING=off` shows them. What
-    it was raised from, and what a callback failed with meanwhile, is printed as ever.
-    """
-    print_it = sys.excepthook
-
-    def print_or_say(
-        kind: type[BaseException],
-        exception: BaseException,
-        traceback: TracebackType | None,
-    ) -> None:
-        is_wanted = jax.config.jax_traceback_filtering == "off"  # pyright: ignore
-        more = exception.__cause__ or getattr(exception, "__notes__", None)
-        if not is_stop(exception) or is_wanted or more:
-            print_it(kind, exception, traceback)
-        else:
-            say(str(exception))
-
-    sys.excepthook = print_or_say
 
 
 def tell(exception: BaseException) -> None:

@@ -406,7 +406,6 @@ def _own_loop(
         contextlib.closing(source),
         run.record.open(),
         doing(trainer, "a loop of steps", run.hooks),
-        run.interrupts.between_steps(),
     ):
         run.progress.start_with(source)
         trainer.num_training_batches = trainer.record.steps_per_epoch = None

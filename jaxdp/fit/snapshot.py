@@ -1,7 +1,6 @@
 """What a checkpoint keeps of a trainer, and how it is taken up."""
 
 import contextlib
-import dataclasses
 import inspect
 import json
 import os
@@ -14,10 +13,10 @@ import jax
 
 from .. import checkpoint
 from ..basics.console import say, some_of, warn
+from ..basics.fingerprints import fingerprints
 from ..basics.tree import leaf_path
 from ..callbacks import Callback
 from ..callbacks.base import overrides
-from ..callbacks.fingerprints import start_fingerprints
 from ..callbacks.run_facts import function_text, optimizer_text, plain
 from ..callbacks.states import identities, misfits, named, saved_states
 from ..step import trained_alone
@@ -80,7 +79,7 @@ def _beside_adapters(run: "Run", state: Any) -> dict[str, str]:
     recipe = run.recipe
     if trained_alone(recipe.model) is None or recipe.arguments["after_update"]:
         return {}
-    return start_fingerprints(checkpoint.frozen_leaves(state))()
+    return fingerprints(checkpoint.frozen_leaves(state))
 
 
 def _check_left_out(
@@ -88,7 +87,7 @@ def _check_left_out(
 ) -> None:
     """Raises where adapters were trained beside other weights than these."""
     if meta.get("beside_adapters"):
-        now = start_fingerprints(checkpoint.frozen_leaves(state))()
+        now = fingerprints(checkpoint.frozen_leaves(state))
         checkpoint.check_left_out(os.fspath(path), meta, now)
 
 
@@ -147,7 +146,7 @@ def load(trainer: "Trainer", path: str | os.PathLike[str]) -> None:
         run.renew_hooks(trainer.callbacks, to_train=True)
         with checkpoint.all_or_none(run.processes, os.fspath(path)):
             _load_callbacks(trainer, path, meta)
-        text, left_behind = misfits(trainer, meta)
+        without, left_behind = misfits(trainer, meta)
 
         run.engine.state = state
         run.engine.pad_as({})  # larger batches since then are none of that run's
@@ -156,8 +155,11 @@ def load(trainer: "Trainer", path: str | os.PathLike[str]) -> None:
         run.record.rewind(meta)
         run.loaded = Loaded(meta["padded_rows"], left_behind)
         _tell_differences(trainer, path, meta)
-        if text:
-            warn(f"`load`: {path} has {text}.")
+        if without:
+            warn(
+                f"`load`: {path} has no state for the callback {without}, so nothing is"
+                " loaded there; that of another `monitor`, `mode` or folder is not."
+            )
 
 
 def read_placed(run: "Run", path: str | os.PathLike[str]) -> tuple[Any, dict[str, Any]]:
@@ -220,7 +222,8 @@ def _check_json(callback_name: str, state: Any) -> Any:
 
 
 def described(recipe: "Recipe", callbacks: Iterable[Callback]) -> dict[str, str]:
-    """Arguments that are not None by name; of a model what is no array, by field."""
+    """Returns the texts of the arguments that decide numbers, by name, for comparison
+    with those of another process."""
     _, buffers, rest = recipe.parts
     texts = {name: _text(recipe.arguments[name]) for name in _AS_THEY_ARE}
     options = {name: str(value) for name, value in recipe.compiler_options.items()}
@@ -231,9 +234,8 @@ def described(recipe: "Recipe", callbacks: Iterable[Callback]) -> dict[str, str]
     texts["callbacks"] = ", ".join(parts) or "none that adds state"
     adds = adds_state(recipe.strategy)
     texts["strategy"] = repr(recipe.strategy) if adds else "one that adds no state"
-    return {name: text for name, text in texts.items() if text not in ("", "None")} | (
-        _model(rest)
-    )
+    texts["model"] = _text(eqx.tree_pformat(rest))
+    return {name: text for name, text in texts.items() if text not in ("", "None")}
 
 
 def _optimizer(recipe: "Recipe") -> str:
@@ -262,34 +264,7 @@ def _text_of(callback: Callback) -> str:
     return f"{type(callback).__name__}({', '.join(shown)})"
 
 
-def _model(model: Any) -> dict[str, str]:
-    """The distinct values of every field, such as `Linear.use_bias`."""
-    by_layer: dict[str, dict[str, None]] = {}
-    waiting = [("model", model)]
-    while waiting:
-        where, value = waiting.pop(0)
-        for leaf in jax.tree.leaves(value, is_leaf=_is_module):
-            if _is_module(leaf):
-                waiting[:0] = _fields(leaf)
-            elif not eqx.is_array(leaf) and not isinstance(leaf, jax.ShapeDtypeStruct):
-                by_layer.setdefault(where, {})[_text(leaf)] = None
-    return {where: ", ".join(texts) for where, texts in by_layer.items()}
-
-
-def _fields(module: eqx.Module) -> Iterator[tuple[str, Any]]:
-    for field in dataclasses.fields(module):
-        if hasattr(module, field.name):
-            name = f"{type(module).__name__}.{field.name}"
-            yield name, getattr(module, field.name)
-
-
-def _is_module(value: Any) -> bool:
-    return isinstance(value, eqx.Module)
-
-
 def _text(value: Any) -> str:
     """Without addresses, which differ in every process."""
-    if inspect.isfunction(value):
-        return function_text(value)
-    text = value.__name__ if isinstance(value, type) else str(plain(value))
+    text = function_text(value) if inspect.isfunction(value) else str(plain(value))
     return re.sub(r" at 0x[0-9a-f]+", "", text)

@@ -1,7 +1,6 @@
 """Wrong arguments of callbacks: each an error that names them, at construction."""
 
 import inspect
-import re
 
 import numpy as np
 import pytest
@@ -78,20 +77,10 @@ def test_a_wrong_argument_of_a_callback_is_named(callback, options, error, match
         callback(**options)
 
 
-@pytest.mark.parametrize("callback, given, named, meant", [
-    (EarlyStopping, ("val_loss", 0, 10), {},
-     "EarlyStopping('val_loss', min_delta=0, patience=10)"),
-    (EarlyStopping, ("val_acc", 0.1, 5, True, "max"), {"check_finite": False},
-     "EarlyStopping('val_acc', min_delta=0.1, patience=5, verbose=True, mode='max',"
-     " check_finite=False)"),
-    (EarlyStopping, ("loss", 0, 1, True, "min", True), {},
-     "EarlyStopping('loss', min_delta=0, patience=1, verbose=True, mode='min', ...)"),
-    (ReduceLROnPlateau, ("val_loss", 0.5, 3), {},
-     "ReduceLROnPlateau('val_loss', factor=0.5, patience=3)"),
-])  # fmt: skip
-def test_a_call_by_position_is_spelled_out(callback, given, named, meant):
-    with pytest.raises(TypeError, match=re.escape(f"this call is {meant}.")):
-        callback(*given, **named)
+@pytest.mark.parametrize("callback", [EarlyStopping, ReduceLROnPlateau])
+def test_arguments_after_the_monitor_need_their_names(callback):
+    with pytest.raises(TypeError, match="positional argument"):
+        callback("val_loss", 0.5, 3)
 
 
 def test_what_has_one_reading_is_taken_by_position():

@@ -7,9 +7,9 @@ import numpy as np
 import optax
 import pytest
 from logs import Losses, read
-from toys import WithPrograms, batches, linear_trainer
+from toys import batches, linear_trainer
 
-from jaxdp import Callback, Trainer
+from jaxdp import Callback
 from jaxdp.callbacks import (
     CSVLogger,
     LearningRateMonitor,
@@ -161,37 +161,10 @@ def test_the_record_says_how_a_run_failed(tmp_path):
     assert record["status"] == "RuntimeError: the cable was pulled"
 
 
-def test_the_record_has_the_plan_of_the_program_that_ran(tmp_path):
-    trainer = linear_trainer(CSVLogger(tmp_path))
-    trainer.fit(batches(8, 8))
-    plan = json.loads((tmp_path / "metrics.json").read_text())["plan"]
-    found = trainer.compiled_train_step().memory_analysis()
-    assert plan["memory"]["temporary"] == found.temp_size_in_bytes
-    assert plan["memory"]["arguments"] == found.argument_size_in_bytes
-    assert f"{plan['memory']['peak']:,}" in (tmp_path / "metrics.plan.txt").read_text()
-
-
-def test_a_program_that_cannot_be_read_is_no_reason_to_end_a_run(tmp_path, caplog):
-    class Odd(jax.stages.Compiled):
-        """A compiled step that writes itself in another language."""
-
-        __slots__ = ()
-
-        def as_text(self):
-            return "(module)"
-
-    trainer = linear_trainer(CSVLogger(tmp_path))
-    trainer = Trainer(**trainer.run.arguments | {"strategy": WithPrograms(Odd)})
-    history = trainer.fit(batches(8, 8))
-    assert len(history["loss"]) == 1
-    assert "CSVLogger: the plan could not be read: " in caplog.text
-    assert not (tmp_path / "metrics.plan.txt").exists()
-
-
 def test_the_record_goes_with_its_table(tmp_path):
     for seed in range(2):
         linear_trainer(CSVLogger(tmp_path), seed=seed).fit(batches(8, 8))
-    assert (tmp_path / "before-1" / "metrics.plan.txt").exists()
+    assert (tmp_path / "before-1" / "metrics.csv").exists()
     seeds = [
         json.loads((folder / "metrics.json").read_text())["hyperparameters"]["seed"]
         for folder in (tmp_path / "before-1", tmp_path)

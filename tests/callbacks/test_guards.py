@@ -13,7 +13,6 @@ from toys import Recorder, batches, on_one_device
 
 from jaxdp import Callback
 from jaxdp.callbacks import ModelCheckpoint, NanGuard, StallWatch
-from jaxdp.callbacks.lockstep import waits_for
 
 
 def make(*callbacks, lr=0.1, **options):
@@ -117,7 +116,3 @@ Trainer(model, loss="mse", callbacks=[watch, Sleeping()]).fit([(x, x)])
     run = [sys.executable, str(script)]
     ended = subprocess.run(run, capture_output=True, text=True, timeout=50)
     assert ended.returncode == 1 and "in on_train_batch_end" in ended.stderr
-
-
-def test_outside_of_the_trainer_nothing_is_blamed():
-    assert waits_for(sys._getframe()) == "something outside of the trainer"

@@ -117,10 +117,7 @@ def test_the_default_folder_is_the_trainers(tmp_path, monkeypatch):
     trainer = linear_trainer(CSVLogger(), LivePlot(), default_root_dir="out/runs")
     trainer.fit(batches(8, 8))
     names = {path.name for path in (tmp_path / "out" / "runs").iterdir()}
-    assert names == {
-        *("metrics.csv", "metrics.json", "metrics.plan.txt"),
-        "curves.png",
-    }
+    assert names == {"metrics.csv", "metrics.json", "curves.png"}
 
 
 @pytest.mark.parametrize(
@@ -138,7 +135,7 @@ def test_a_folder_that_cannot_be_written_to_is_an_error_before_training(tmp_path
 @pytest.mark.parametrize("make, name", [
     (CSVLogger, "metrics.csv"),
     (CSVLogger, "metrics.json"),
-    (lambda path: CSVLogger(path, "log.txt"), "log.plan.txt"),
+    (lambda path: CSVLogger(path, "log.txt"), "log.json"),
     (lambda path: LivePlot(path / "curves"), "curves"),
 ])  # fmt: skip
 def test_a_folder_where_a_file_is_to_be_stays_and_is_an_error(tmp_path, make, name):

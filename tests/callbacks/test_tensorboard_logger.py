@@ -70,11 +70,8 @@ def test_tensorboard_shows_texts_and_figures(tmp_path):
         if read.SummaryMetadata(tag).plugin_data.plugin_name == "text"
     }
     assert texts["note"] == "4 bytes per device"
-    plan = trainer.running_plan()
-    assert texts["plan"] == f"```\n{plan}\n```"
-    assert f"{plan.memory.peak:,}" in texts["plan"]
     assert "| width | 64 |" in texts["hyperparameters"]
-    assert "scale_by_schedule" in texts["hyperparameters"]
+    assert "polynomial_schedule(" in texts["hyperparameters"]
     assert f"| versions/jax | {jax.__version__} |" in texts["environment"]
     (image,) = read.Images("history")
     assert image.encoded_image_string.startswith(b"\x89PNG") and image.step == 4

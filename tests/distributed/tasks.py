@@ -198,24 +198,6 @@ def linger(trainer):
     time.sleep(6)
 
 
-def drift(trainer):
-    """One bit of what this process holds a copy of is not that of the others."""
-    engine = trainer.run.engine
-    place = max(
-        range(len(engine.held.leaves)), key=lambda i: engine.held.leaves[i].size
-    )
-    array = engine.held.leaves[place]
-    copies = []
-    for shard in array.addressable_shards:
-        copy = np.array(shard.data)
-        copy.view(np.uint32)[0] ^= 1
-        copies.append(jax.device_put(copy, shard.device))
-    engine.held.leaves = list(engine.held.leaves)
-    engine.held.leaves[place] = jax.make_array_from_single_device_arrays(
-        array.shape, array.sharding, copies
-    )
-
-
 class Slow(jaxdp.Callback):
     """Takes its time at every step, in one process."""
 
@@ -223,14 +205,13 @@ class Slow(jaxdp.Callback):
         time.sleep(mine(0.0, 0.05))
 
 
-def measure(path):
+def measure():
     loader = torch.utils.data.DataLoader(rows(), 8)
     monitor = callbacks.ThroughputMonitor(flops_per_example=0)
     trainer = jaxdp.Trainer(
         Net(),
         loss="cross_entropy",
-        callbacks=[monitor, callbacks.CSVLogger(path), Slow()],
-        log_every_n_steps=4,
+        callbacks=[monitor, Slow()],
         enable_progress_bar=False,
     )
     trainer.fit(loader, max_epochs=4)

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 import jaxdp
-from jaxdp.distributed.start import Rank, bind_host, find_rank
+from jaxdp.distributed.launchers import Rank, bind_host, find_rank
 
 TORCHRUN = {
     "RANK": "3",
@@ -96,7 +96,6 @@ UUIDS = ",".join(f"MIG-{number}aa-77/3/0" for number in range(4))
         (TORCHRUN | {"CUDA_VISIBLE_DEVICES": "5,6,7"}, [1]),
         (TORCHRUN | {"CUDA_VISIBLE_DEVICES": ""}, None),
         (TORCHRUN | {"CUDA_VISIBLE_DEVICES": "-1"}, None),
-        (TORCHRUN | {"CUDA_VISIBLE_DEVICES": "0,1,-1,2,3"}, [1]),
         (TORCHRUN | {"CUDA_VISIBLE_DEVICES": UUIDS}, [2, 3]),
         (TORCHRUN | {"CUDA_VISIBLE_DEVICES": "GPU-8f6b-1"}, None),
         (SLURM | EIGHT | {"SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, [2, 3]),
@@ -111,33 +110,11 @@ def test_processes_share_the_gpus_of_their_machine(variables, environ, devices):
     assert find_rank().devices == devices
 
 
-def test_each_says_which_gpus_it_has_and_which_nobody_has(variables):
-    variables(TORCHRUN | EIGHT)
-    assert "process 1 of the 2 on this machine uses GPUs 4, 5, 6, 7 of the 8" in (
-        find_rank().note
-    )
-    variables(TORCHRUN | {"CUDA_VISIBLE_DEVICES": "5,6,7"})
-    note = find_rank().note
-    assert "uses GPU 1 of the 3 there are; 1 is left over" in note
-    assert "JAX_LOCAL_DEVICE_IDS changes it" in note
-    variables({"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"})
-    assert find_rank().note == ""
-
-
 def test_arguments_come_first(variables):
     variables(TORCHRUN)
     rank = find_rank("here:77", process_id=2)
     assert rank is not None and rank[:4] == (2, 4, "here", 77)
     assert find_rank(num_processes=1) is None
-
-
-def test_jobs_and_starts_of_a_job_are_told_apart(variables):
-    ranks = []
-    for more in ({}, {"TORCHELASTIC_RESTART_COUNT": "1"}, {"MASTER_PORT": "29501"}):
-        variables(TORCHRUN | more)
-        ranks.append(find_rank())
-    first, again, other = ranks
-    assert first.job != again.job and first.port == again.port != other.port
 
 
 @pytest.mark.parametrize(

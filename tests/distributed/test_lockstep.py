@@ -1,7 +1,5 @@
 """Processes that are about to do different things: an error in all that says what."""
 
-import collections
-import csv
 import re
 
 import pytest
@@ -73,44 +71,23 @@ def test_the_limits_hold_for_tests_too(crew):
 
 
 @pytest.mark.slow
-def test_parameters_that_drift_apart_are_found(crew):
-    codes, outputs = crew(
-        "fit",
-        batch=4,
-        at=(1, 5, tasks.drift),
-        lockstep={"fingerprint_every_n_steps": 6},
-    ).join()
-    assert codes == [1, 1]
-    for output in outputs:
-        assert "do not agree, at the state after step 6: " in output
-        assert "(process 0)" in output and "(process 1)" in output
-        assert "done 16\n" not in output
-
-
-@pytest.mark.slow
 def test_who_waits_for_whom_is_said(crew):
     codes, outputs = crew(
         "fit", at=(1, 5, tasks.linger), lockstep={"warn_after": 3.0}
     ).join()
     assert codes == [0, 0]
-    late = "process 1: step 5 of epoch 0, busy with the callback At, in on_boundary"
     # Process 0 may wait at the end of its step, or at the next one.
     told = r"process 0 \(step [56] of epoch 0\) has waited for 3 s for process 1"
     assert re.search(told, outputs[0])
-    assert f"({late} for " in outputs[0]
+    late = r"process 1: step 5 of epoch 0, for \d s, at tasks.py:\d+, in linger"
+    assert re.search(late, outputs[0])
     assert "has waited" not in outputs[1]
 
 
 @pytest.mark.slow
-def test_the_slowest_process_is_in_the_log(crew, tmp_path):
-    codes, outputs = crew("measure", path=str(tmp_path)).join()
+def test_waits_for_other_processes_are_measured(crew):
+    codes, outputs = crew("measure").join()
     assert codes == [0, 0]
-    with (tmp_path / "metrics.csv").open() as file:
-        found = list(csv.DictReader(file))
-    slowest = [row.get("throughput/slowest_process") for row in found]
-    # In a busy machine's worst moment it may be the other one.
-    told = collections.Counter(filter(None, slowest))
-    assert max(told, key=told.__getitem__) == "1.0"
     waited = [float(re.findall("waited (.*)", output)[0]) for output in outputs]
     assert waited[0] > waited[1]
 

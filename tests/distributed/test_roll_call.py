@@ -10,9 +10,10 @@ import time
 import pytest
 from crew import free_port
 
-from jaxdp.distributed.start import Rank, call_the_roll
+from jaxdp.distributed.launchers import Rank
+from jaxdp.distributed.roll_call import call_the_roll
 
-CARD = {"job": "j", "process": 1, "of": 2, "name": "x", "facts": {}}
+CARD = {"process": 1, "of": 2, "name": "x", "facts": {}}
 
 STRANGERS = {
     "brackets": b"[" * 3000 + b"]" * 3000 + b"\n",
@@ -33,7 +34,6 @@ STRANGERS = {
             {"process": 1.0},
             {"of": True},
             {"facts": [1]},
-            {"job": "k"},
         )
     },
 }
@@ -84,7 +84,7 @@ def test_a_port_in_use_is_named(crew):
     assert codes == [1, 1]
     assert f"process 0 can't listen at 127.0.0.1, port {port}: " in outputs[0]
     assert "Address already in use" in outputs[0]
-    assert "another program, or process 0 of another job, listens there" in outputs[1]
+    assert "another program listens there" in outputs[1]
 
 
 def test_two_processes_of_one_number_are_named(crew):
@@ -118,7 +118,7 @@ def test_processes_start_with_nothing_but_their_variables(crew):
 
 def join(process, port, count=2, timeout=20.0, **facts):
     """The roll call, as one of the processes has it."""
-    rank = Rank(process, count, "127.0.0.1", port, "j")
+    rank = Rank(process, count, "127.0.0.1", port)
     call_the_roll(rank, facts, timeout, "127.0.0.1")
 
 
@@ -176,7 +176,7 @@ def test_one_that_poses_as_process_0_is_not_waited_for_without_end(
                     sock.sendall(answer)
 
         posing = threads.submit(pose)
-        with pytest.raises(TimeoutError, match="another program, or process 0 of ano"):
+        with pytest.raises(TimeoutError, match="another program listens there"):
             join(1, port, timeout=6.0)
         stop.set()
         posing.result(60)

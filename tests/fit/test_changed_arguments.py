@@ -101,9 +101,9 @@ def test_what_was_left_out_is_named_too(saved):
 
 @pytest.mark.parametrize("changes, names", [
     ({"model": model(activation=jax.nn.relu)},
-     ["`Mlp.activation` was gelu, and is relu"]),
+     ["`model` was activation=<", "gelu>, and is activation=<", "relu>"]),
     ({"model": model(dropout=eqx.nn.Dropout(0.5))},
-     ["`Dropout.p` was 0.3, and is 0.5"]),
+     ["`model` was dropout=Dropout(p=0.3", "and is dropout=Dropout(p=0.5"]),
     ({"optimizer": optax.adamw(1e-3, weight_decay=0.1)},
      ["add_decayed_weights(weight_decay=0.0001)", "(weight_decay=0.1)"]),
     ({"optimizer": optax.adamw(1e-2)}, ["step_size=-0.001", "step_size=-0.01"]),
@@ -152,19 +152,13 @@ def test_a_set_has_no_order(then, now, is_same):
 
 
 @pytest.mark.parametrize("before, after, names", [
-    ({"optimizer": optax.adam(lambda step: 0.1 * 0.9**step)},
-     {"optimizer": optax.adam(lambda step: 0.1 * 0.8**step)},
-     ["learning_rate=<lambda>(0.1, 0.9)", "learning_rate=<lambda>(0.1, 0.8)"]),
     ({"optimizer": optax.sgd(jnp.array(0.1))}, {"optimizer": optax.sgd(jnp.array(0.2))},
      ["step_size=-0.1", "step_size=-0.2"]),
     ({"optimizer": optax.chain(optax.clip(1.0), INJECTED(learning_rate=0.01))},
      {"optimizer": optax.chain(optax.clip(1.0), INJECTED(learning_rate=0.02))},
      ["learning_rate=0.01", "learning_rate=0.02", "`trainer.set_hyperparams` sets"]),
-    ({"model": model(activation=lambda x: jnp.maximum(x, 0.1 * x))},
-     {"model": model(activation=lambda x: jnp.maximum(x, 0.2 * x))},
-     ["`Mlp.activation` was <lambda>(0.1), and is <lambda>(0.2)"]),
 ])  # fmt: skip
-def test_numbers_that_only_code_or_the_state_has_are_said(
+def test_numbers_that_only_the_state_has_are_said(
     tmp_path, before, after, names, caplog
 ):
     trainer = make(**before)
@@ -188,7 +182,7 @@ def test_nothing_is_said_of_what_is_the_same_or_changes_no_number(saved, caplog)
 def test_a_description_has_no_addresses():
     gelu = functools.partial(jax.nn.gelu, approximate=False)
     run = make(model=model(activation=gelu)).run.recipe
-    assert "approximate=False" in run.description(())["Mlp.activation"]
+    assert "approximate=False" in run.description(())["model"]
     run = make(
         model=model(activation=lambda x: x), loss=lambda p, y: p[:, 0]
     ).run.recipe

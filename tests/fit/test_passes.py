@@ -99,11 +99,11 @@ def test_what_watches_training_is_left_alone_by_a_pass(tmp_path):
     trainer = mlp_trainer(CSVLogger(tmp_path / "log"), saver, donated, speed)
     trainer.fit(batches(8, 8), batches(8), max_epochs=2)
     report, table = donated.report, (tmp_path / "log" / "metrics.csv").read_text()
-    seconds = speed._stopwatch
+    summary = speed.summary
     for method in METHODS:
         getattr(trainer, method)(batches(8))
     assert donated.report is report is not None
-    assert speed._stopwatch is seconds
+    assert speed.summary is summary
     assert (tmp_path / "log" / "metrics.csv").read_text() == table
 
     # Nor does a pass lock folders, or tidy up in them.

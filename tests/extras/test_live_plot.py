@@ -6,17 +6,21 @@ import types
 
 import numpy as np
 import pytest
-from logs import Losses
 from toys import batches, linear_trainer
 
 from jaxdp import Callback
-from jaxdp.callbacks import (
-    LivePlot,
-    NanGuard,
-)
+from jaxdp.callbacks import LivePlot, NanGuard
 from jaxdp.step import IN_FLIGHT as LAG
 
 Figure = pytest.importorskip("matplotlib.figure").Figure
+
+
+class Losses(Callback):
+    def __init__(self):
+        self.seen = {}
+
+    def on_train_batch_end(self, trainer, metrics, batch_idx):
+        self.seen[trainer.global_step] = metrics
 
 
 @pytest.fixture

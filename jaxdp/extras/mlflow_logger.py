@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from ..basics.environment import import_extra
+from ..callbacks.base import Trainer
+from ..callbacks.logger import Logger
+from ..callbacks.monitor import announce
+from ..callbacks.run_facts import Facts, flat
 from ..record import Number
-from .base import Trainer
-from .logger import Logger
-from .monitor import announce
-from .run_facts import Facts, flat
 
 
 class MLFlowLogger(Logger):

@@ -9,10 +9,10 @@ from typing import Any
 
 from ..basics.environment import import_extra
 from ..basics.figures import to_png
+from ..callbacks.base import Trainer
+from ..callbacks.logger import Logger
+from ..callbacks.run_facts import Facts, flat
 from ..record import Number
-from .base import Trainer
-from .logger import Logger
-from .run_facts import Facts, flat
 
 
 class WandbLogger(Logger):

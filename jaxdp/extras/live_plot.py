@@ -9,10 +9,10 @@ from ..basics.arguments import check_number
 from ..basics.columns import EPOCH, VALIDATION
 from ..basics.figures import draw, metric_curves, to_png
 from ..basics.files import save_figure
+from ..callbacks.base import Trainer
+from ..callbacks.logger import Logger, check_no_folder
+from ..callbacks.monitor import in_notebook
 from ..record import Number
-from .base import Trainer
-from .logger import Logger, check_no_folder
-from .monitor import in_notebook
 
 _MAX_SHARE: Final = 0.05
 """Of the time, that may go into drawing."""

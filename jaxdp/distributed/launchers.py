@@ -1,0 +1,203 @@
+"""Which of how many processes this one is, with which GPUs: by torchrun or JAX."""
+
+import glob
+import os
+import re
+import socket
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+_COUNTS: Final = {
+    "torchrun": "WORLD_SIZE",
+    "srun": "SLURM_STEP_NUM_TASKS",
+    "mpirun": "OMPI_COMM_WORLD_SIZE",
+    "JAX_NUM_PROCESSES": "JAX_NUM_PROCESSES",
+}
+"""The variable in which a launcher passes the number of processes."""
+
+_LOCAL: Final = {
+    "torchrun": ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    "mpirun": ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    "srun": ("SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+}
+"""The variables in which a launcher passes the number of a process among those of its
+machine, and their count."""
+
+
+class Rank(NamedTuple):
+    """One process among those of a job."""
+
+    index: int
+    count: int
+    host: str
+    """Where process 0 is, as the others reach it."""
+    port: int
+    devices: Sequence[int] | None = None
+    """The GPUs of its machine that this process uses; None: all that it sees."""
+
+    @property
+    def address(self) -> str:
+        return join_address(self.host, self.port)
+
+
+def find_rank(
+    address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    timeout: float = 300.0,
+) -> Rank | None:
+    """Returns this process's rank, or None if it was started alone.
+
+    Arguments come first, then JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
+    JAX_PROCESS_ID, then torchrun, and last what JAX detects.
+
+    Raises:
+        ValueError: if something is missing or makes no sense.
+    """
+    is_asked = (address, num_processes, process_id) != (None, None, None)
+    address = address or os.environ.get("JAX_COORDINATOR_ADDRESS") or None
+    if num_processes is None:
+        num_processes = _number("JAX_NUM_PROCESSES", 1)
+    if process_id is None:
+        process_id = _number("JAX_PROCESS_ID")
+    if process_id is None and num_processes is not None:
+        process_id = _number("JOB_COMPLETION_INDEX")  # Kubernetes
+    if num_processes == 1:
+        return None
+
+    devices = None
+    if None in (address, num_processes, process_id):
+        found = _torchrun() or _by_jax(address, num_processes, process_id, timeout)
+        address = address or found[0]
+        num_processes = num_processes or found[1]
+        if process_id is None:
+            process_id, devices = found[2:]
+
+    if num_processes == 1:
+        return None
+    if num_processes is None and not is_asked and started_several() is None:
+        return None
+    if address is None or num_processes is None or process_id is None:
+        names = "coordinator_address", "num_processes", "process_id"
+        known = zip(names, (address, num_processes, process_id), strict=True)
+        absent = [name for name, value in known if value is None]
+        raise ValueError(
+            f"`{'`, `'.join(absent)}` is not known: it was not passed, and the"
+            " environment (that of torchrun, or what JAX detects: SLURM, Open MPI 4,"
+            f" TPUs, Kubernetes) does not say it. Pass all of {', '.join(names)}, or"
+            " set JAX_COORDINATOR_ADDRESS=host:port, JAX_NUM_PROCESSES and"
+            " JAX_PROCESS_ID for every process."
+        )
+    if not 0 <= process_id < num_processes:
+        raise ValueError(
+            f"`process_id` must be from 0 to {num_processes - 1}, for"
+            f" `num_processes`={num_processes}; got {process_id}."
+        )
+    host, port = _split(address)
+    return Rank(process_id, num_processes, host, port, devices)
+
+
+def started_several() -> tuple[str, int] | None:
+    """Returns the launcher that has started several processes, and their count."""
+    for launcher, name in _COUNTS.items():
+        value = os.environ.get(name, "")
+        is_there = launcher != "torchrun" or "RANK" in os.environ
+        if is_there and value.isdecimal() and int(value) > 1:
+            return launcher, int(value)
+    return None
+
+
+_Launched = tuple[str | None, int | None, int | None, list[int] | None]
+"""The address, the number of processes, the index, and its GPUs."""
+
+
+def _torchrun() -> _Launched | None:
+    """torchrun, and what sets its variables, such as a PyTorchJob of Kubeflow."""
+    if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        return None
+    count, local_count = _number("WORLD_SIZE", 1), _number("LOCAL_WORLD_SIZE", 1)
+    is_one_machine = count == local_count
+    host = "127.0.0.1" if is_one_machine else os.environ.get("MASTER_ADDR")
+    # MASTER_PORT itself belongs to torchrun's own store. This port is one that Linux
+    # does not hand out, and another job's is another.
+    port = _number("MASTER_PORT", 1)
+    address = None if host is None or port is None else f"{host}:{61440 + port % 4096}"
+    local = _number("LOCAL_RANK")
+    devices = None if local is None or local_count == 1 else [local]
+    return address, count, _number("RANK"), _share_gpus("torchrun", devices)
+
+
+def _by_jax(
+    address: str | None, count: int | None, index: int | None, timeout: float
+) -> _Launched:
+    from jax._src.clusters import ClusterEnv
+
+    in_pod = "KUBERNETES_SERVICE_HOST" in os.environ
+    if in_pod and "JOB_COMPLETION_INDEX" not in os.environ:
+        # A pod of its own, which JAX takes for a job.
+        return address, count, index, None
+    detected = ClusterEnv.auto_detect_unset_distributed_params(
+        address, count, index, None, None, int(timeout)
+    )
+    is_mpi = "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ
+    launcher = "mpirun" if is_mpi else "srun"
+    return *detected[:3], _share_gpus(launcher, list(detected[3] or ()) or None)
+
+
+def _share_gpus(launcher: str, by_default: list[int] | None) -> list[int] | None:
+    """Divides the GPUs of a machine evenly among its processes.
+
+    Returns the share of this one, by their numbers among those that CUDA shows; None
+    for all.
+    """
+    local, counts = (os.environ.get(name, "") for name in _LOCAL[launcher])
+    # SLURM has it for each machine, "8(x2),4": known where all have as many.
+    each = {re.sub(r"\(x\d+\)", "", part) for part in counts.split(",")}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    shown = glob.glob("/dev/nvidia[0-9]*") if visible is None else visible.split(",")
+    num_gpus = len([gpu for gpu in shown if gpu.strip() not in ("", "-1")])
+    if visible is not None and num_gpus < 2:
+        return None  # the launcher has chosen
+    if len(each) > 1 or not all(map(str.isdecimal, (local, *each))) or num_gpus == 0:
+        return by_default
+    index, count = int(local), int(each.pop())
+    if count == 1:
+        return None
+    # JAX refuses a number that there is no GPU of.
+    share = max(num_gpus // count, 1)
+    return list(range(index * share, (index + 1) * share))
+
+
+def _number(name: str, least: int = 0) -> int | None:
+    """Returns the value of an environment variable, if it is set."""
+    value = os.environ.get(name)
+    if value is None:
+        return None
+    if not value.isdecimal() or int(value) < least:
+        raise ValueError(
+            f"the environment variable {name} is {value!r}, but must be an integer of"
+            f" {least} or more."
+        )
+    return int(value)
+
+
+def _split(address: str) -> tuple[str, int]:
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError(
+            "`coordinator_address`, or JAX_COORDINATOR_ADDRESS, must be 'host:port' of"
+            f" process 0, such as '10.0.0.1:1234'; got {address!r}."
+        )
+    return host.strip("[]"), int(port)
+
+
+def bind_host(host: str) -> str:
+    """Returns where process 0 listens: only to its machine, if all are on it."""
+    if host in ("localhost", "::1") or host.startswith("127."):
+        return "127.0.0.1" if host == "localhost" else host
+    return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+
+
+def join_address(host: str, port: int) -> str:
+    """Returns an address as JAX takes it: "[fd00::2]:77" for IPv6."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,159 @@
+"""The roll call: the processes of a job find each other before JAX starts.
+
+JAX ends a process without an exception where another one is missing or a port is taken.
+So process 0 listens first where JAX's service will be; each other one sends it a line
+of JSON, and gets one back when all are there. Then nothing listens any more. Like JAX's
+service it asks for no credentials.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import time
+from typing import Any, Final
+
+from ..basics.console import listed, say
+from ..basics.environment import versions
+from ..basics.files import check_fields, parse_json
+from .launchers import Rank
+
+_PATIENCE: Final = 10.0  # seconds after which a process says what it waits for
+_MORE_TIME: Final = 3.0  # for processes that come after an error was found
+_SILENCE: Final = 1.0  # in which a client must have sent its message
+_MAX_BYTES: Final = 4096  # of a message
+
+_CARD: Final = {"process": int, "of": int, "name": str, "facts": dict}
+_ANSWER: Final = {"wrong": str, "missing": str}
+
+
+def installed_versions() -> dict[str, str]:
+    """Returns what must be the same for processes to understand each other."""
+    found = versions()
+    python = found["python"].rpartition(".")[0]
+    packages = {f"the version of {n}": found[n] for n in ("jax", "jaxlib", "jaxdp")}
+    return {"the version of Python": python, **packages}
+
+
+def call_the_roll(rank: Rank, facts: dict[str, str], timeout: float, bind: str) -> None:
+    """Waits until all processes are there, and raises unless their `facts` agree."""
+    name = f"{socket.gethostname()}, pid {os.getpid()}"
+    card = {"process": rank.index, "of": rank.count, "name": name, "facts": facts}
+    answer = (
+        _answer_of_host(rank, card, timeout)
+        if rank.index
+        else _gather_cards(rank, card, timeout, bind)
+    )
+    if answer["wrong"]:
+        raise RuntimeError(f"the processes don't belong together: {answer['wrong']}.")
+    if answer["missing"]:
+        raise TimeoutError(
+            f"after {timeout:g} s {answer['missing']} of {rank.count} not there. Was"
+            f" every process started, with the address of process 0, {rank.address}?"
+            " Look at their own output. `initialization_timeout` is how long to wait."
+        )
+
+
+def _gather_cards(rank: Rank, own: Any, timeout: float, bind: str) -> dict[str, str]:
+    """Waits for all others, as process 0, and sends each the result."""
+    cards, wrong, has_said = {0: own}, "", False
+    clients: list[socket.socket] = []
+    start = time.monotonic()
+    deadline = start + timeout
+    with _listen(rank, bind) as listener:
+        while len(cards) < rank.count and time.monotonic() < deadline:
+            if time.monotonic() > start + _PATIENCE and not has_said:
+                has_said = True
+                say(f"process 0 waits at {rank.address} for {_missing(rank, cards)}")
+            with contextlib.suppress(TimeoutError, ConnectionError):
+                client = listener.accept()[0]
+                card = _receive(client, _SILENCE, _CARD)
+                if card is None or not 0 < card["process"] < card["of"]:
+                    client.close()  # another program
+                    continue
+                clients.append(client)
+                if not wrong and (wrong := _find_error(cards, card)):
+                    deadline = min(deadline, time.monotonic() + _MORE_TIME)
+                cards.setdefault(card["process"], card)
+    answer = {"wrong": wrong[:1000], "missing": _missing(rank, cards)}
+    for client in clients:
+        with client:
+            _send(client, answer)
+    return answer
+
+
+def _missing(rank: Rank, cards: dict[int, Any]) -> str:
+    absent = set(range(rank.count)) - set(cards)
+    return listed("process", absent)[:1000] if absent else ""
+
+
+def _answer_of_host(rank: Rank, own: Any, timeout: float) -> dict[str, str]:
+    """Sends the card of this process to process 0, and waits for its answer."""
+    start, has_said = time.monotonic(), False
+    while True:
+        why = "another program listens there"
+        try:
+            with socket.create_connection((rank.host, rank.port), 5.0) as host:
+                _send(host, own)
+                seconds = timeout + 2 * _MORE_TIME  # process 0 has less
+                answer = _receive(host, seconds, _ANSWER)
+            if answer is not None:
+                return answer
+        except OSError as error:
+            why = str(error)
+
+        waited, who = time.monotonic() - start, f"process {rank.index} of {rank.count}"
+        text = f"{who} does not reach process 0 at {rank.address}: {why}"
+        if waited > timeout:
+            more = "Is that its machine, and does a firewall let others in?"
+            raise TimeoutError(f"{text}. {more} (`initialization_timeout`)")
+        if waited > _PATIENCE and not has_said:
+            has_said = True
+            say(text, everywhere=True)
+        time.sleep(0.1)
+
+
+def _send(sock: socket.socket, message: Any) -> None:
+    with contextlib.suppress(OSError):  # a lost connection shows when it is read
+        sock.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _receive(sock: socket.socket, seconds: float, types: Any) -> Any:
+    """Returns the message of these fields that comes in time, or None."""
+    sock.settimeout(seconds)
+    with contextlib.suppress(OSError, ValueError), sock.makefile("rb") as lines:
+        message = parse_json(lines.readline(_MAX_BYTES))
+        check_fields(message, types, "message")
+        return message
+    return None
+
+
+def _find_error(cards: dict[int, Any], card: Any) -> str:
+    """Returns why the process with this card can't join the others, or ""."""
+    own, who = cards[0], f"process {card['process']} ({card['name']})"
+    if card["process"] in cards:
+        return f"{who} has the number of {cards[card['process']]['name']}"
+    wanted = {"the number of processes": own["of"], **own["facts"]}
+    found = {"the number of processes": card["of"], **card["facts"]}
+    for name, value in wanted.items():
+        if value != found.get(name):
+            return (
+                f"{name} is {value} for process 0 ({own['name']}), but"
+                f" {found.get(name)} for {who}; all must run the same"
+            )
+    return ""
+
+
+def _listen(rank: Rank, host: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    options: Any = {"family": family, "dualstack_ipv6": host == "::"}
+    try:  # the port of a job that has just ended is free, as for JAX's service
+        server = socket.create_server((host, rank.port), backlog=rank.count, **options)
+    except OSError as error:
+        raise OSError(
+            f"process 0 can't listen at {host}, port {rank.port}: {error}. If an"
+            " earlier run has not ended, end it, or pass another"
+            " `coordinator_address`='host:port' to all processes."
+        ) from error
+    server.settimeout(0.5)
+    return server
