@@ -8,7 +8,7 @@ from ..basics.arguments import check_count
 from ..basics.console import say, warn
 from ..basics.tracebacks import UsersFramesFirst
 from ..callbacks.base import HOOKS, Hooks
-from ..data import Dispatch, ListSource, Source, Window, read_only, shown
+from ..data import Dispatch, ListSource, Source, Window, own_of, read_only
 from ..distributed import Preempted, Pulse, is_stop, tell
 from ..engine import Engine
 from ..step import Metrics
@@ -491,5 +491,5 @@ def _catch_up(run: "Run", dispatch: Dispatch) -> None:
 
 def _shown(run: "Run", window: Window) -> Any:
     """What batch hooks are given: the rows that are here."""
-    batches = [read_only(shown(batch)) for batch in window]
+    batches = [read_only(own_of(batch)) for batch in window]
     return batches[0] if run.recipe.accumulate_grad_batches == 1 else batches

@@ -18,7 +18,7 @@ from ..basics.tracebacks import UsersFramesFirst
 from ..basics.tree import leaf_path
 from ..callbacks import CSVLogger
 from ..callbacks.run_facts import plain, run_facts
-from ..data import NO_LOADER, open_loader, rows_of, shown
+from ..data import NO_LOADER, open_loader, own_of, rows_of
 from ..engine import Engine
 from ..engine.state import hyperparam_values, leaves_to_set
 from ..step import InferenceModel
@@ -279,7 +279,7 @@ def compare(
     with UsersFramesFirst():
         source = run.open(loader, "loader", "train")
         with contextlib.closing(source):
-            batches = map(shown, source.epoch())
+            batches = map(own_of, source.epoch())
             all_windows = windows(batches, recipe.accumulate_grad_batches)
             first = list(itertools.islice(all_windows, steps))
         if not first:

@@ -25,7 +25,7 @@ from ..basics.hardware import (
     memory_of,
     usable_memory,
 )
-from ..step import BY_DEFAULT, Batch, Picked, Table, map_rows
+from ..step import BY_DEFAULT, Batch, map_rows
 from ..strategies import Pipeline
 from .plan import Plan
 from .reading import Reading, estimate, notes_on
@@ -260,8 +260,6 @@ def _zeros(batch: Batch, rows: int | None = None) -> Batch:
     def zeros(leaf: Any) -> Any:
         return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
 
-    if isinstance(batch, Picked):
-        return Picked(_zeros(batch.index, rows), Table(_zeros(batch.table.tree)))
     if rows is not None:
         batch = map_rows(lambda x: np.broadcast_to(x[:1], (rows, *x.shape[1:])), batch)
     return jax.tree.map(zeros, batch)
