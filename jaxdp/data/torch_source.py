@@ -29,9 +29,7 @@ from .torch_workers import (
     WORKER_RULES,
     Seeded,
     SeededLists,
-    collation,
-    safe_workers,
-    started,
+    start,
     with_workers,
 )
 
@@ -120,8 +118,8 @@ class _IteratedByTorch(_OfTorch, IterableSource):
         if next_one and next_one.get("_iterator_finished"):
             # From the end of an epoch, torchdata's loader starts two iterations, whose
             # draws would differ from those of one.
-            with Generators().active(), safe_workers(self.loader):
-                started(self.loader, self.argument)
+            with Generators().active():
+                start(self.loader, self.argument)
             Source._take_up(self, state)  # these draws are not the user's
 
     def _started(self) -> Iterator[Any]:
@@ -130,8 +128,7 @@ class _IteratedByTorch(_OfTorch, IterableSource):
                 f"`{self.argument}` has pin_memory=True, for which torch opens the GPU,"
                 " beside JAX. It speeds up torch's own copies alone: leave it out"
             )
-        with safe_workers(self.loader):
-            return started(self.loader, self.argument)
+        return start(self.loader, self.argument)
 
 
 class TorchSource(_OfTorch):
@@ -264,7 +261,7 @@ class TorchSource(_OfTorch):
                 drawn, error = taken(lists, most)
 
     def _from_here(self, seeded: Iterator[tuple[int, Any]]) -> Iterator[Any]:
-        dataset, collate = Seeded(self.loader.dataset), collation(self.loader)
+        dataset, collate = Seeded(self.loader.dataset), self.loader.collate_fn
         many = self.loader._auto_collation
         rows = dataset.__getitems__ if many else dataset.__getitem__
         # The user's generators come back at the end of the pass: to swap them around
@@ -283,8 +280,7 @@ class TorchSource(_OfTorch):
         self._workers.generator = torch.Generator().manual_seed(
             seed_of(self.seed, epoch)
         )
-        with safe_workers(self._workers):
-            return started(self._workers, self.argument)
+        return start(self._workers, self.argument)
 
 
 def noted(indices: Any, total: int | None) -> int | None:
