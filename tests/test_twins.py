@@ -65,17 +65,17 @@ class Telling:
 
     def __init__(self):
         self.at, self.generator = 0, np.random.default_rng(0)
-        self.order = self.generator.permutation(STEPS)
+        self.order = self.generator.permutation(STEPS).tolist()
 
     def __iter__(self):
         while self.at < STEPS:
             self.at += 1
             yield DATA[self.order[self.at - 1]]
-        self.at, self.order = 0, self.generator.permutation(STEPS)
+        self.at, self.order = 0, self.generator.permutation(STEPS).tolist()
 
     def state_dict(self):
         drawn = self.generator.bit_generator.state
-        return {"at": self.at, "order": self.order, "generator": drawn}
+        return {"at": self.at, "order": list(self.order), "generator": drawn}
 
     def load_state_dict(self, state):
         self.at, self.order = state["at"], state["order"]

@@ -11,7 +11,7 @@ from .batches import (
     taken,
 )
 from .conversion import check_targets, to_host, without_ignored
-from .loader_state import Position
+from .loader_state import Position, checksum
 from .opening import NO_LOADER, open_loader
 from .padding import Dispatch, Packer, Window
 from .shares import GlobalShare, LocalShare, Share

@@ -454,7 +454,7 @@ def take(
 
                 if number == 0:
                     results = iter(_dispatched(run, engine, dispatch))
-                progress.count(len(window), dispatch.rows[number])
+                progress.count(window, dispatch.rows[number])
                 access.ahead = last - number
 
                 metrics = next(results)
@@ -486,7 +486,7 @@ def _catch_up(run: "Run", dispatch: Dispatch) -> None:
     rest = list(zip(dispatch.windows, dispatch.rows, strict=True))[-run.access.ahead :]
     run.access.ahead = 0
     for window, rows in rest:
-        run.progress.count(len(window), rows)
+        run.progress.count(window, rows)
 
 
 def _shown(run: "Run", window: Window) -> Any:

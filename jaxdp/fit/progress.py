@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from ..basics.arguments import check_count, parse_duration
-from ..data import NO_LOADER, Position, Share, Source
+from ..data import NO_LOADER, Position, Share, Source, Window, checksum
 
 _ONLY: Final = "val"
 """The name of a validation's loader that is the only one."""
@@ -58,7 +58,6 @@ class Progress:
             kept = self._val_states.keys() & vals
             self._val_states = {name: self._val_states[name] for name in kept}
         for name, val in vals.items():
-            val.apart_from = source.loader
             val.start = Position(state=self._val_states.get(name))
         self._vals = {**vals}
 
@@ -95,15 +94,15 @@ class Progress:
         if self._source is not None and self._source.begun is None:
             self._source.start = self._at
 
-    def count(self, batches: int, rows: int) -> None:
-        """A step over so many batches, which have so many real rows, was taken."""
+    def count(self, window: Window, rows: int) -> None:
+        """A step over these batches, which have so many real rows, was taken."""
         self.global_step += 1
         self.examples += rows
         self.epoch_ended = False
-        self.done += batches
-        self.seen += batches
+        self.done += len(window)
+        self.seen += len(window)
         if self._source is not None:
-            self._source.trained_on(batches)
+            self._source.trained_on(window)
 
     def drop(self, batches: int) -> None:
         """So many batches are no good: an iterator does not give them again."""
@@ -119,7 +118,6 @@ class Progress:
             at = source.mark(epoch, of_epoch.done)
             if source.begun is not None and at.state is None:
                 at = at._replace(state=source.present_state())
-        place, last = at.saved()
 
         states = dict(self._val_states)
         states |= {name: val.state_now() for name, val in self._vals.items()}
@@ -130,9 +128,9 @@ class Progress:
             "batches_seen": self.seen,
             "examples_seen": self.examples,
             "source": share.states(at.state),
-            "place": share.states(place),
+            "place": share.states(at.place),
             "validation": several.get(_ONLY) if set(several) <= {_ONLY} else several,
-            "after": last,
+            "after": checksum(at.last),
             "batches_done": of_epoch.done,
             "epoch_ended": of_epoch.epoch_ended,
             "val_metrics": of_epoch.val_metrics,
@@ -159,7 +157,8 @@ class Progress:
         self._vals, self._val_states = {}, {n: share.state(s) for n, s in saved.items()}
 
     def _keep(self, source: Source) -> None:
-        source.start, source.to_train = self._at, True
+        source.start = self._at
+        source.begin_training()
         if self._source is not None and self._source.loader is source.loader:
             source.go_on_from(self._source)
         self._source, self._thread = source, threading.get_ident()
