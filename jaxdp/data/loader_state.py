@@ -98,8 +98,9 @@ class LoaderState:
             pass
         say_once(
             f"`{self.argument}`: the state of {type(self.owner).__name__} is not JSON"
-            " (dicts with texts as keys, lists, texts, numbers), which a checkpoint"
-            " can hold; a resumed run will replay its batches instead"
+            " (dicts with texts as keys, lists, texts, numbers), so no checkpoint"
+            " contains it, and a resumed run replays batches. Write array.tolist() for"
+            " an array"
         )
         return None
 

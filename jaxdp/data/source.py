@@ -46,7 +46,6 @@ class Source:
         seed: decides what is drawn for an epoch. None leaves global generators alone.
 
     Attributes:
-        start: of the next pass; later ones begin with an epoch.
         begun: where the present epoch was begun, with the loader's state there.
         to_train: whether steps are taken on its batches.
         looks_at: of the trainer, while it is asked for a batch.
@@ -59,7 +58,6 @@ class Source:
         self.loader: Any = loader
         self.argument = argument
         self.share, self.seed = share, seed
-        self.start = START
         self.begun: Position | None = None
         self.to_train = False
         self.looks_at = ""
@@ -113,13 +111,11 @@ class Source:
         if self.share is not ALL:
             self.share.looks = True
 
-    def epoch(self, position: Position | None = None) -> Iterator[Batch]:
-        """Host batches of an epoch from a position on, in order; else from `start`.
+    def epoch(self, position: Position = START) -> Iterator[Batch]:
+        """Host batches of an epoch from a position on, in order.
 
         Of several processes each has its rows of them.
         """
-        if position is None:
-            position, self.start = self.start, START
         position = self.begun = self._begin(position)
         # What an iterator has given for steps that were not taken comes again.
         given = [*self._ahead] if self.to_train else []
@@ -174,21 +170,15 @@ class Source:
 
     def state_now(self) -> Any:
         """What to start from to see what is now to be seen; a pass begins again."""
-        if self.begun is None and self.start.state is not None:
-            return self.start.state
-        if self.begun is None or self._pass is None or not self._pass.gi_frame:
-            return self.present_state()
-        return self.begun.state
+        is_inside = self._pass is not None and self._pass.gi_frame
+        return self.begun.state if self.begun and is_inside else self.present_state()
 
-    def mark(self, epoch: int, done: int) -> Position:
+    def mark(self, begun: Position, epoch: int, done: int) -> Position:
         """How another source of the same loader comes to batch number `done`, in
         another process too.
 
-        An epoch that is not begun has no state: it begins as the loader is then.
+        An epoch other than the one begun has no state: it begins as the loader is then.
         """
-        begun = self.begun
-        if begun is None:
-            return self.start
         if begun.epoch != epoch:
             return START
         if not done:
@@ -213,7 +203,7 @@ class Source:
             self.end_pass()
         finally:
             self.begun, self.to_train, self._pass = kept
-            self._take_up(before)
+            self.restore(before)
         return first
 
     def peek(self) -> Batch:
@@ -275,11 +265,11 @@ class Source:
         """Has the loader be where an epoch starts; returns the position, complete."""
         if position.state is None:
             return position._replace(state=self.present_state())
-        self._take_up(position.state)
+        self.restore(position.state)
         return position
 
-    def _take_up(self, state: Any) -> None:
-        """Has generators and samplers of the user's be where a state has them."""
+    def restore(self, state: Any) -> None:
+        """Restores what `present_state` returned; nothing of None."""
         state = state or {}
         if (generators := state.get("generators")) is not None:
             set_states(self._generators(), generators)
@@ -371,10 +361,10 @@ class IterableSource(Source):
             position = position._replace(given=None)
         return super()._begin(position)
 
-    def _take_up(self, state: Any) -> None:
+    def restore(self, state: Any) -> None:
         if self._state is not None and "own" in (state or {}):
             self._state.load(state["own"])
-        super()._take_up(state)
+        super().restore(state)
 
     def _inside(self, state: Any, done: int) -> Position:
         # One batch at least is read again, and compared with the last one trained on,
@@ -423,7 +413,7 @@ class IterableSource(Source):
                 " different batch came. (Does it have a shuffle buffer, whose content"
                 " is not part of the state?) The epoch is replayed from its start."
             )
-            self._take_up(position.state)
+            self.restore(position.state)
             position = position._replace(given=None)
 
         given = position.given if self.is_iterator else None
