@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..basics.console import say_once, some_of
+from ..basics.console import some_of
 from ..basics.tree import is_key
 from ..step import IN_FLIGHT, NOTHING, Batch, KeyData, Rowless, with_rows
 from .batches import Portion, is_there, leaf_name, taken
@@ -328,13 +328,6 @@ def as_numpy(leaf: Any) -> np.ndarray | None:
     torch = sys.modules.get("torch")
     try:
         if torch is not None and isinstance(leaf, torch.Tensor):
-            if leaf.device.type not in ("cpu", "meta"):
-                say_once(
-                    f"a loader gives tensors on {leaf.device.type!r}: they are copied"
-                    " to the host, and torch holds a part of the device's memory"
-                    " beside JAX. Leave them on the CPU, or give jax.Arrays"
-                    " (jax.dlpack.from_dlpack), which stay where they are"
-                )
             if leaf.dtype == torch.bfloat16:
                 import ml_dtypes
 

@@ -104,11 +104,6 @@ class _IteratedByTorch(_OfTorch, IterableSource):
         return None if is_a_guess else self.num_batches
 
     def _started(self) -> Iterator[Any]:
-        if self.loader.pin_memory:
-            say_once(
-                f"`{self.argument}` has pin_memory=True, for which torch opens the GPU,"
-                " beside JAX. It speeds up torch's own copies alone: leave it out"
-            )
         return start(self.loader, self.argument)
 
 
