@@ -65,17 +65,17 @@ class Telling:
 
     def __init__(self):
         self.at, self.generator = 0, np.random.default_rng(0)
-        self.order = self.generator.permutation(STEPS)
+        self.order = self.generator.permutation(STEPS).tolist()
 
     def __iter__(self):
         while self.at < STEPS:
             self.at += 1
             yield DATA[self.order[self.at - 1]]
-        self.at, self.order = 0, self.generator.permutation(STEPS)
+        self.at, self.order = 0, self.generator.permutation(STEPS).tolist()
 
     def state_dict(self):
         drawn = self.generator.bit_generator.state
-        return {"at": self.at, "order": self.order, "generator": drawn}
+        return {"at": self.at, "order": list(self.order), "generator": drawn}
 
     def load_state_dict(self, state):
         self.at, self.order = state["at"], state["order"]
@@ -165,7 +165,7 @@ def deep(torch):
 LOADERS = {
     "a list": lambda: DATA,
     "Arrays": lambda: Arrays(X, Y, batch_size=8),
-    "Arrays on the devices": lambda: Arrays(X, Y, batch_size=8, on_device=True),
+    "Arrays on a device": lambda: Arrays(*jax.device_put((X, Y)), batch_size=8),
     "torch's": of_torch(lambda torch: {"shuffle": True}),
     "torch's, a generator": of_torch(seeded),
     "torch's, a sampler's": of_torch(lambda torch: {"sampler": Draws(torch)}),
@@ -272,7 +272,7 @@ QUICK = [
     ("a list", "early stopping", "after an epoch"),
     ("Arrays", "Sharded", "inside an epoch"),
     ("Arrays", "blocks", "inside an epoch"),
-    ("Arrays on the devices", "FSDP", "the second epoch"),
+    ("Arrays on a device", "FSDP", "the second epoch"),
     ("torch's", "Pmap", "inside an epoch"),
     ("torch's, a generator", "SingleDevice", "after an epoch"),
     ("torch's, a generator", "SingleDevice", "the second fit"),

@@ -4,14 +4,14 @@ from .arrays import Arrays
 from .batches import (
     inputs_of,
     leaf_name,
+    own_of,
     read_only,
     real_rows,
     rows_of,
-    shown,
     taken,
 )
-from .conversion import check_targets, targeted, to_host, without_ignored
-from .loader_state import Position
+from .conversion import check_targets, to_host, without_ignored
+from .loader_state import Position, checksum
 from .opening import NO_LOADER, open_loader
 from .padding import Dispatch, Packer, Window
 from .shares import GlobalShare, LocalShare, Share

@@ -1,23 +1,19 @@
 """A loader over arrays that are in memory."""
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Final
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import numpy as np
 
 from ..basics.arguments import check_choice, check_count
-from ..basics.console import say_once
-from ..basics.hardware import least_memory
-from ..step import Batch, Picked, Table, as_given, map_rows, with_rows
+from ..step import Batch, as_given, map_rows, with_rows
+from .batches import take_there
 from .conversion import as_numpy, fetch, to_host, with_key_data
 from .loader_state import Position
 from .random_states import seed_of
-from .shares import LocalShare, Share
+from .shares import Share
 from .source import ALL, Source
-
-_SHARE: Final = 0.1
-"""Of a device's memory, at most, that arrays take by themselves."""
 
 
 class Arrays:
@@ -35,6 +31,10 @@ class Arrays:
     the rows in their order. If you iterate over it yourself, each iteration is an
     epoch, in an order that `seed` decides.
 
+    The batches of arrays that lie on a device (`jax.device_put(x)`) are taken there,
+    and never come to the host. Where memory allows it, that spares the transfer of
+    each batch.
+
     Args:
         arrays: all with the same number of rows, along the first axis. A `jaxdp.Whole`
             in them has no rows, and is the same in each batch.
@@ -42,10 +42,6 @@ class Arrays:
             `Trainer(data="local")`, those of one process.
         shuffle: whether training takes the rows in another order in each epoch.
         drop_last: whether to leave out a last batch that is smaller.
-        on_device: whether the arrays are copied to each device once, where the step
-            then takes the rows. "auto" does so if they take at most a tenth of the
-            memory of a device that tells how much it has, which CPUs do not. The
-            numbers are the same. Later changes of the arrays are not seen.
         seed: for iterating by hand; a trainer has a seed of its own.
     """
 
@@ -55,26 +51,29 @@ class Arrays:
         batch_size: int = 32,
         shuffle: bool = True,
         drop_last: bool = False,
-        on_device: bool | str = "auto",
         seed: int = 0,
+        on_device: Any = None,
     ):
+        if on_device is not None:
+            raise TypeError(
+                "`Arrays` has no `on_device` any more. Batches are taken where the"
+                " arrays lie, so put them on a device yourself:"
+                " Arrays(jax.device_put(x), jax.device_put(y))."
+            )
         check_count("batch_size", batch_size)
         check_choice("shuffle", shuffle, (True, False))
         check_choice("drop_last", drop_last, (True, False))
-        check_choice("on_device", on_device, ("auto", True, False))
         check_count("seed", seed, least=0)
         tree = with_key_data(arrays[0] if len(arrays) == 1 else arrays)
-        self.tree = jax.tree.map(_on_host, tree)
         self.batch_size, self.seed = int(batch_size), int(seed)
-        self.shuffle, self.drop_last, self.on_device = shuffle, drop_last, on_device
-        self._columns, self.num_rows = _columns(self.tree)
+        self.shuffle, self.drop_last = shuffle, drop_last
+        self._columns, self.num_rows = _columns(tree)
         # The first row tells what conversion makes of the tree.
         columns = iter(self._columns)
-        self._first = to_host(map_rows(lambda _: next(columns)[:1], self.tree))
+        self._first = to_host(map_rows(lambda _: next(columns)[:1], tree))
         is_tuple = type(self._first) is tuple
         self._is_flat = is_tuple and jax.tree_util.all_leaves(self._first)
         self._epoch = 0
-        self._table: Table | None = None
         if not len(self):
             raise ValueError(
                 f"`Arrays`: {self.num_rows} rows are less than one batch"
@@ -104,28 +103,24 @@ class Arrays:
         for number in range(first, len(self)):
             yield rows[number * size :][:size]
 
-    def table(self, devices: Iterable[Any]) -> Table | None:
-        """All rows, to be kept on these devices; None if they stay on the host."""
-        nbytes = sum(column.nbytes for column in self._columns)
-        if not self.on_device:
-            return None
-        # Rows of weight 0 are replaced by the trainer, on the host.
-        is_tuple = isinstance(self.tree, list | tuple) and len(self.tree) == 3
-        if is_tuple and not np.all(self.tree[2]):
-            if self.on_device is True:
-                say_once(f"{self}: with rows of weight 0, it stays on the host")
-            return None
-        if self.on_device == "auto" and nbytes > _SHARE * (least_memory(devices) or 0):
-            return None
-        if self._table is None:
-            self._table = Table(to_host(self.tree))
-        return self._table
-
     def batches(self, lists: Iterator[Any]) -> Iterator[Batch]:
-        """Host batches of such rows."""
-        return map(self._filled, fetch(tuple(self._columns), [], lists))
+        """The batches of such rows, taken where the arrays lie."""
+        on_host = tuple(c for c in self._columns if isinstance(c, np.ndarray))
+        if len(on_host) == len(self._columns):
+            return map(self._filled, fetch(on_host, [], lists))
+        return map(self._filled, map(self._taken, lists))
 
-    def _filled(self, columns: tuple[np.ndarray, ...]) -> Batch:
+    def _taken(self, rows: Any) -> tuple[Any, ...]:
+        """These rows of each column, where it lies. Nothing waits for the device."""
+        there = [column for column in self._columns if isinstance(column, jax.Array)]
+        taken = iter(take_there(there, np.asarray(rows, np.int32)))
+        columns = [
+            next(taken) if isinstance(column, jax.Array) else column.take(rows, axis=0)
+            for column in self._columns
+        ]
+        return to_host(tuple(columns))
+
+    def _filled(self, columns: tuple[Any, ...]) -> Batch:
         """A batch of some rows of each column."""
         if self._is_flat:
             return columns
@@ -139,7 +134,6 @@ class ArraysSource(Source):
     Args:
         seed: the trainer's.
         in_order: whether rows come as they are, whatever `shuffle` says.
-        devices: tells those that the steps run on. If not given, all stays on the host.
     """
 
     loader: Arrays
@@ -152,22 +146,15 @@ class ArraysSource(Source):
         seed: int = 0,
         *,
         in_order: bool = False,
-        devices: Callable[[], Iterable[Any]] | None = None,
     ):
         super().__init__(loader, argument, share, seed)
         self._seed = () if in_order else (seed, *share.sampling)
-        self._devices = None if isinstance(share, LocalShare) else devices
 
     def _read(self, position: Position) -> Iterator[Batch]:
         seed = (*self._seed, position.epoch) if self._seed else ()
         lists = self.loader.lists(*seed, first=position.batches)
         lists, portions = self.share.of_lists(lists)
-        table = None
-        if self._devices is not None:
-            table = self.loader.table(self._devices())
-        if table is None:
-            return portions(self.loader.batches(lists))
-        return portions(Picked(np.asarray(rows, np.int32), table) for rows in lists)
+        return portions(self.loader.batches(lists))
 
     def first(self, count: int | None) -> list[Batch]:
         self._seed = ()
@@ -178,17 +165,13 @@ class ArraysSource(Source):
         return True
 
 
-def _on_host(leaf: Any) -> Any:
-    return np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf  # on the host
-
-
-def _columns(tree: Any) -> tuple[list[np.ndarray], int]:
+def _columns(tree: Any) -> tuple[list[Any], int]:
     """The leaves that have rows, over the same memory, and how many rows they have."""
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
     columns, shapes = [], []
     for (path, leaf), has_rows in zip(paths, with_rows(treedef), strict=True):
         name = f"arrays{jax.tree_util.keystr(path)}"
-        array = as_numpy(leaf)
+        array = leaf if isinstance(leaf, jax.Array) else as_numpy(leaf)
         if array is None or (has_rows and not array.ndim):
             kind = type(leaf).__name__
             made = "np.asarray(...) of a list or a column of a table"

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..distributed import RowBlocks
-from ..step import Batch, Picked, Rowless, as_given, with_rows
+from ..step import Batch, Rowless, as_given, with_rows
 
-Key = tuple[Any, tuple[tuple[tuple[int, ...], np.dtype], ...], *tuple[int, ...]]
+Key = tuple[Any, tuple[tuple[tuple[int, ...], np.dtype], ...]]
 """A form as it is compared: the structure, and each leaf's shape without its rows, and
-dtype; of rows of a table, how many it has besides."""
+dtype."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,21 +52,12 @@ def own_of(batch: Batch) -> Batch:
     return batch.own if isinstance(batch, Portion) else batch
 
 
-def shown(batch: Batch) -> Batch:
-    """What of a batch is here, as callbacks see it."""
-    rows_here = own_of(batch)
-    return rows_here.rows() if isinstance(rows_here, Picked) else rows_here
-
-
 def inputs_of(batch: Batch) -> Any:
     """What is predicted from: `x` of an `(x, y)` batch."""
     if isinstance(batch, Portion):
         return Portion(inputs_of(batch.own), batch.counts)
     if isinstance(batch, Rowless):
         batch = batch.batch
-    if isinstance(batch, Picked):
-        inputs_of(batch.table.tree)  # are they?
-        return Picked(batch.index, batch.table.first)
     x = batch[0] if isinstance(batch, tuple) else batch
     has_rows = with_rows(jax.tree.structure(x))
     if has_rows and not any(has_rows):
@@ -90,8 +81,6 @@ def read_only(batch: Batch) -> Batch:
 
 def key_of(batch: Batch) -> Key:
     """The form of a batch, as it is compared."""
-    if type(batch) is Picked:
-        return batch.table.key
     leaves, treedef = jax.tree.flatten(batch)
     # A bool is the number of axes that rows have.
     pairs = zip(leaves, with_rows(treedef), strict=True)
@@ -130,7 +119,7 @@ def is_there(batch: Batch) -> bool:
 
 def rows_at(leaf: Any, index: np.ndarray) -> Any:
     """The rows of these numbers."""
-    return _taken(leaf, index) if isinstance(leaf, jax.Array) else leaf[index]
+    return take_there([leaf], index)[0] if isinstance(leaf, jax.Array) else leaf[index]
 
 
 def stacked(leaves: Sequence[Any]) -> Any:
@@ -150,8 +139,9 @@ def _beside(leaf: Any, other: jax.Array) -> Any:
 
 
 @jax.jit
-def _taken(leaf: Any, index: Any) -> Any:
-    return _strong(leaf).at[index].get(mode="promise_in_bounds")
+def take_there(leaves: list[Any], index: Any) -> list[Any]:
+    """The rows of these numbers of arrays on a device, on which they are taken."""
+    return [_strong(leaf).at[index].get(mode="promise_in_bounds") for leaf in leaves]
 
 
 @jax.jit

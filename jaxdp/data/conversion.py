@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..basics.console import say_once, some_of
+from ..basics.console import some_of
 from ..basics.tree import is_key
-from ..step import IN_FLIGHT, NOTHING, Batch, Group, KeyData, Picked, Rowless, with_rows
+from ..step import IN_FLIGHT, NOTHING, Batch, KeyData, Rowless, with_rows
 from .batches import Portion, is_there, leaf_name, taken
 
 _NARROW = {
@@ -185,16 +185,6 @@ def fetch(
             raise error
 
 
-def targeted(group: Group, num_classes: int | None) -> Any:
-    """What `check_targets` looks at of a group, on the host."""
-    if not isinstance(group.batch, Picked):
-        return group.batch
-    _, *others = group.whole.tree
-    if num_classes is None and len(others) == 1:
-        return None, None
-    return None, *group.whole.rows(group.batch.index, tuple(others))
-
-
 def check_targets(
     batch: Batch, num_classes: int | None
 ) -> Callable[[Any], None] | None:
@@ -285,8 +275,6 @@ def without_ignored(batch: Batch, is_per_example: bool, in_step: bool) -> Batch:
             such rows may have a part in others, and nothing is replaced.
         in_step: whether the step replaces predictions and targets.
     """
-    if isinstance(batch, Picked):  # of no table with such rows
-        return batch
     if len(batch) != 3:
         return batch
     if is_there(batch):  # to look whether there are such rows would be to wait
@@ -340,13 +328,6 @@ def as_numpy(leaf: Any) -> np.ndarray | None:
     torch = sys.modules.get("torch")
     try:
         if torch is not None and isinstance(leaf, torch.Tensor):
-            if leaf.device.type not in ("cpu", "meta"):
-                say_once(
-                    f"a loader gives tensors on {leaf.device.type!r}: they are copied"
-                    " to the host, and torch holds a part of the device's memory"
-                    " beside JAX. Leave them on the CPU, or give jax.Arrays"
-                    " (jax.dlpack.from_dlpack), which stay where they are"
-                )
             if leaf.dtype == torch.bfloat16:
                 import ml_dtypes
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..basics.console import some_of
 from ..distributed import RowBlocks
-from ..step import Batch, Group, Picked, Rowless, joined, with_rows
+from ..step import Batch, Group, Rowless, joined, with_rows
 from .batches import (
     Key,
     Portion,
@@ -77,8 +77,7 @@ class Form:
     def __init__(self, key: Key):
         self.key = key
         self.text = _text(key)
-        treedef, _, *self.of_table = key
-        self.program = " of ".join([self.text, *map(str, self.of_table)])
+        treedef, _ = key
         has_rows = with_rows(treedef)
         # Which leaves have none, and the structures of both kinds.
         self.wholes = [place for place, rows in enumerate(has_rows) if not rows]
@@ -90,8 +89,6 @@ class Form:
             )
             for kind in (True, False)
         ]
-        if self.of_table:
-            self.wholes, self.of_rows = [], jax.tree.structure(Picked(True))
         self.size = 0  # rows of a padded batch, of all processes
         self.full: tuple[int, ...] = ()  # its real rows in each block, if it is full
 
@@ -135,14 +132,7 @@ class Forms:
         return {text: size for text, size in sizes.items() if size}
 
     def find(self, batch: Batch) -> tuple[Leaves, Any, Form]:
-        """The leaves of a batch that have rows, those in a `Whole`, and its form.
-
-        Of rows of a table their numbers, the table, and the form.
-        """
-        if type(batch) is Picked:
-            if self._key is not batch.table.key:
-                self._turn_to(batch.table.key, batch)
-            return [batch.index], batch.table, self._form
+        """The leaves of a batch that have rows, those in a `Whole`, and its form."""
         leaves, treedef = jax.tree.flatten(batch)
         key = treedef, tuple([(leaf.shape[1:], leaf.dtype) for leaf in leaves])
         if key != self._key:
@@ -191,11 +181,10 @@ class Forms:
 
     def difference(self, batch: Batch) -> str:
         """How a batch differs from the first one, leaf by leaf; "" if it does not."""
-        treedef, shapes, *_ = key_of(batch)
-        if self._first is None or self._first[:2] == (treedef, shapes):
+        treedef, shapes = key_of(batch)
+        if self._first is None or self._first == (treedef, shapes):
             return ""
-        start, (first, expected) = f"a {self._what} batch", self._first[:2]
-        batch = batch.table.tree if type(batch) is Picked else batch
+        start, (first, expected) = f"a {self._what} batch", self._first
         if treedef != first:
             start += " differs from the first one in structure"
             return f"{start}: was {first}, is {treedef}."
@@ -210,8 +199,6 @@ class Forms:
 
     def note(self, group: Group) -> str:
         """What may help where a step for batches like those of a group failed."""
-        if isinstance(group.batch, Picked):
-            return ""
         stacked = joined(group.batch, group.whole)
         batch = jax.tree.map(lambda leaf: leaf[0], stacked)
         if not (difference := self.difference(batch)):
@@ -301,7 +288,7 @@ class Packer:
             are_alike = are_alike and form is formed[0][2]
         form, count = formed[0][2], steps * slots
         if are_alike and counts == [form.full] * count:
-            shape = True, steps, ((count, form.size, form.program),)
+            shape = True, steps, ((count, form.size, form.text),)
             of_all = _counts(tuple(counts), self._in_order)
             known = True, [slots * form.size] * steps, (form.text,), shape
             self.forms.before = {}
@@ -341,7 +328,7 @@ class Packer:
             shapes.append((stop - start, size, form))
             start = stop
         texts = tuple(form.text for *_, form in shapes)
-        key = split, steps, tuple([(*size, form.program) for *size, form in shapes])
+        key = split, steps, tuple([(*size, form.text) for *size, form in shapes])
         known = split, rows, texts, key
         if is_plain and steps == slots == 1 and not self.pads:
             self.forms.last = [*map(_LOOK, first)], groups[0].counts, known
@@ -368,9 +355,7 @@ class Packer:
     def _settle(self, first: Any) -> None:
         """Decides by the first batch whether batches are padded."""
         if not self._is_settled and self._pads is not None:
-            batch = own_of(first)
-            batch = batch.table.tree if type(batch) is Picked else batch
-            self.pads, self._is_settled = self._pads(batch), True
+            self.pads, self._is_settled = self._pads(own_of(first)), True
 
     def forget(self) -> None:
         """Takes the next batch for the first."""
@@ -434,7 +419,7 @@ class Packer:
 
 
 def _kind(key: Key) -> Any:
-    treedef, leaves, *_ = key
+    treedef, leaves = key
     return treedef, [dtype for _, dtype in leaves]
 
 
@@ -453,8 +438,6 @@ def _group(
 ) -> Group:
     """Micro-batches of one shape, stacked."""
     batch = form.of_rows.unflatten(_stacked(micros))
-    if form.of_table:
-        return Group(batch, counts, wholes[0])
     whole = form.of_whole.unflatten(_stacked(wholes)) if form.wholes else None
     return Group(batch, counts, whole)
 
@@ -468,8 +451,6 @@ def _are_there(formed: list[tuple[Leaves, Any, Form]]) -> bool:
 
 
 def _bytes_of(group: Group) -> int:
-    if isinstance(group.batch, Picked):
-        return group.batch.index.size * group.whole.row_bytes
     return sum(leaf.nbytes for leaf in jax.tree.leaves(group))
 
 
@@ -480,8 +461,6 @@ def _are_same(windows: list[Window]) -> bool:
     flatten each batch once.
     """
     batches = list(itertools.chain.from_iterable(windows))
-    if all(type(batch) is Picked for batch in batches):
-        return len({(id(batch.table), len(batch.index)) for batch in batches}) == 1
     if any(type(batch) is not tuple for batch in batches):
         return False
     try:

@@ -1,33 +1,32 @@
 """The batches of a loader, epoch by epoch, from any position on: read -> host -> own.
 
-A source knows which batches it has given, and what leads behind each. So a position is
-the last one that was trained on.
+A position is the number of the batch that comes after the last one trained on, and what
+leads there: index lists, the loader's state, or reading it again.
 """
 
 import collections
 import contextlib
 import itertools
 import sys
-from collections.abc import Generator, Iterator, Sized
+from collections.abc import Generator, Iterator, Sequence, Sized
 from functools import partial
 from typing import Any, Final
 
 from ..basics.console import Outlet, open_bar, warn
 from ..step import Batch
 from .conversion import to_host
-from .loader_state import (
-    START,
-    OwnState,
-    Position,
-    checksum,
-    generators_of,
-    own_state,
-)
-from .random_states import Generators, seed_of, set_states, states_of
+from .loader_state import START, LoaderState, Position, checksum, state_of
+from .random_states import seeded, set_states, states_of
 from .shares import Share
 
 END: Final = object()
 """What `next` gives at the end of an iterator, where None would be a batch."""
+
+_NOTE_EVERY: Final = 16
+"""Batches from one note of a loader's state to the next: as many are read again."""
+
+_NUM_NOTES: Final = 32
+"""Notes that are kept: steps may be as many batches behind their loader."""
 
 ALL: Final = Share()
 """What comes to a process that is alone: every row."""
@@ -47,13 +46,10 @@ class Source:
         seed: decides what is drawn for an epoch. None leaves global generators alone.
 
     Attributes:
-        start: of the next pass; later ones begin with an epoch.
         begun: where the present epoch was begun, with the loader's state there.
-        to_train: whether steps are taken on its batches, which it then keeps in mind.
+        to_train: whether steps are taken on its batches.
         looks_at: of the trainer, while it is asked for a batch.
         is_iterator: whether the loader gives each batch but once.
-        apart_from: a loader whose generators are its own to save.
-        place: the `Position.place` behind the batch that was read last.
     """
 
     def __init__(
@@ -62,17 +58,13 @@ class Source:
         self.loader: Any = loader
         self.argument = argument
         self.share, self.seed = share, seed
-        self.start = START
         self.begun: Position | None = None
         self.to_train = False
         self.looks_at = ""
         self.is_iterator = hasattr(loader, "__next__")
-        self.apart_from: Any = None
-        self.place: Any = None
         self._pass: Any = None  # a generator
-        # Batches that are read, and those trained on last, each with its place.
-        self._ahead: collections.deque[tuple[Batch, Any]] = collections.deque()
-        self._last: tuple[Any, Any] = (None, None)
+        # Batches of an iterator that were read, and not trained on.
+        self._ahead: collections.deque[Batch] = collections.deque()
 
     @property
     def num_batches(self) -> int | None:
@@ -86,11 +78,6 @@ class Source:
     def sure_batches(self) -> int | None:
         """`num_batches`, where no more and no fewer can come."""
         return self.num_batches
-
-    @property
-    def replays(self) -> bool:
-        """Whether only reading it again leads to a place inside an epoch."""
-        return False
 
     @property
     def may_read_ahead(self) -> bool:
@@ -124,25 +111,18 @@ class Source:
         if self.share is not ALL:
             self.share.looks = True
 
-    def epoch(self, position: Position | None = None) -> Iterator[Batch]:
-        """Host batches of an epoch from a position on, in order; else from `start`.
+    def epoch(self, position: Position = START) -> Iterator[Batch]:
+        """Host batches of an epoch from a position on, in order.
 
         Of several processes each has its rows of them.
         """
-        if position is None:
-            position, self.start = self.start, START
         position = self.begun = self._begin(position)
-        self.place = position.place
-        if self.to_train:
-            self._last = position.last, position.place
-            if not self.is_iterator:
-                self._ahead.clear()
         # What an iterator has given for steps that were not taken comes again.
-        given = [batch for batch, _ in self._ahead] if self.is_iterator else []
+        given = [*self._ahead] if self.to_train else []
         position = position._replace(batches=position.batches + len(given))
 
         read = self._read(position)
-        batches = self._pass = self._numbered(read, position)
+        batches = self._pass = self._noted(read, position)
         peek = None if self.is_iterator else self._peek_here
         return self.share.of(
             itertools.chain(given, batches) if given else batches, peek
@@ -162,17 +142,18 @@ class Source:
             self._pass.close()
         self._pass = None
 
-    def trained_on(self, count: int) -> None:
-        """A step was taken over so many batches."""
-        for _ in range(count):
-            if self._ahead:
-                self._last = self._ahead.popleft()
+    def trained_on(self, window: Sequence[Batch]) -> None:
+        """A step was taken over these batches."""
+        self.drop(len(window))
 
     def drop(self, count: int) -> None:
         """The next batches are no good: an iterator does not give them again."""
-        last = self._last
-        self.trained_on(count)
-        self._last = last
+        for _ in range(min(count, len(self._ahead))):
+            self._ahead.popleft()
+
+    def begin_training(self) -> None:
+        """From now on steps are taken on its batches."""
+        self.to_train = True
 
     def go_on_from(self, other: "Source") -> None:
         """Gives first what another source has read of the same iterator too far."""
@@ -183,34 +164,26 @@ class Source:
         parts: dict[str, Any] = {}
         if generators := states_of(self._generators()):
             parts["generators"] = generators
-        if samplers := [sampler.present() for sampler in self._telling_samplers()]:
+        if samplers := [sampler.present() for sampler in self._sampler_states()]:
             parts["samplers"] = samplers
         return parts or None
 
     def state_now(self) -> Any:
         """What to start from to see what is now to be seen; a pass begins again."""
-        if self.begun is None and self.start.state is not None:
-            return self.start.state
-        if self.begun is None or self._pass is None or not self._pass.gi_frame:
-            return self.present_state()
-        return self.begun.state
+        is_inside = self._pass is not None and self._pass.gi_frame
+        return self.begun.state if self.begun and is_inside else self.present_state()
 
-    def mark(self, epoch: int, done: int) -> Position:
+    def mark(self, begun: Position, epoch: int, done: int) -> Position:
         """How another source of the same loader comes to batch number `done`, in
         another process too.
 
-        An epoch that is not begun has no state: it begins as the loader is then.
+        An epoch other than the one begun has no state: it begins as the loader is then.
         """
-        begun = self.begun
-        if begun is None:
-            return self.start
         if begun.epoch != epoch:
             return START
         if not done:
             return Position(state=begun.state)
-        last, place = self._last
-        last = last if self.replays else None
-        return Position(state=begun.state, place=place, last=last)
+        return self._inside(begun.state, done)
 
     def first(self, count: int | None) -> list[Batch]:
         """The first batches, unshuffled: so many, or all."""
@@ -223,14 +196,14 @@ class Source:
         Of an iterator that can't tell its position, those that it has given last.
         """
         before = self.present_state()
-        kept = self.begun, self.to_train, self._pass, self.place
+        kept = self.begun, self.to_train, self._pass
         self.to_train = False
         try:
             first = list(itertools.islice(self.epoch(position), count))
             self.end_pass()
         finally:
-            self.begun, self.to_train, self._pass, self.place = kept
-            self._take_up(before)
+            self.begun, self.to_train, self._pass = kept
+            self.restore(before)
         return first
 
     def peek(self) -> Batch:
@@ -263,8 +236,12 @@ class Source:
     def _explain(self, exception: Exception) -> None:
         """Adds what may help to an exception of the loader."""
 
-    def _telling_samplers(self) -> list[OwnState]:
-        """The user's samplers that tell their state."""
+    def _inside(self, state: Any, done: int) -> Position:
+        """Returns the position behind so many batches of the epoch begun at a state."""
+        return Position(state=state)
+
+    def _sampler_states(self) -> list[LoaderState]:
+        """Returns those of the user's samplers that publish one."""
         return []
 
     def _generators(self) -> dict[str, Any]:
@@ -288,29 +265,27 @@ class Source:
         """Has the loader be where an epoch starts; returns the position, complete."""
         if position.state is None:
             return position._replace(state=self.present_state())
-        self._take_up(position.state)
+        self.restore(position.state)
         return position
 
-    def _take_up(self, state: Any) -> None:
-        """Has generators and samplers of the user's be where a state has them."""
+    def restore(self, state: Any) -> None:
+        """Restores what `present_state` returned; nothing of None."""
         state = state or {}
         if (generators := state.get("generators")) is not None:
             set_states(self._generators(), generators)
         saved = state.get("samplers", ())
-        for sampler, sampler_state in zip(
-            self._telling_samplers(), saved, strict=False
-        ):
+        for sampler, sampler_state in zip(self._sampler_states(), saved, strict=False):
             sampler.load(sampler_state)
 
-    def _numbered(
+    def _noted(
         self, batches: Iterator[Batch], position: Position
     ) -> Generator[Batch, None, None]:
-        """The batches from a position on; those to be trained on are kept in mind."""
-        number, to_train = position.batches, self.to_train
+        """The batches from a position on; errors say in which they arose."""
+        number, keeps = position.batches, self.to_train and self.is_iterator
         try:
             for batch in batches:
-                if to_train:
-                    self._ahead.append((batch, self.place))
+                if keeps:
+                    self._ahead.append(batch)
                 yield batch
                 number += 1
         except Exception as exception:
@@ -335,43 +310,42 @@ class ListSource(Source):
 class IterableSource(Source):
     """An iterable that gives batches: a generator, or a loader of another library.
 
-    What leads to a place inside an epoch is what the loader tells of its state; where
-    it has none, or that leads astray, its batches are read again. With a seed, this
-    decides with the epoch what global generators draw in it.
+    What leads to a position inside an epoch is the state that the loader publishes;
+    where it has none, or that leads astray, its batches are read again. With a seed,
+    this, the epoch and the batch decide what global generators draw.
     """
 
-    _goes_on = False  # whether it is an iterator, and is where the last epoch ended
     _copies = True  # whether batches are copied: the next may be in the same memory
 
     def __init__(
         self, loader: Any, argument: str, share: Share = ALL, seed: int | None = None
     ):
         super().__init__(loader, argument, share, seed)
-        self._own = own_state(loader, argument)
-
-    @property
-    def replays(self) -> bool:
-        return self.share is ALL and self._own is None
+        self._state = state_of(loader, argument)
+        self._notes: collections.deque[Any] = collections.deque(maxlen=_NUM_NOTES)
+        self._last: Any = None  # the batch that was trained on last, or its checksum
 
     @property
     def may_read_ahead(self) -> bool:
         # An iterator that tells its position must not be further than the steps.
-        return super().may_read_ahead and not (self._own and self.is_iterator)
+        return super().may_read_ahead and not (self._state and self.is_iterator)
+
+    def trained_on(self, window: Sequence[Batch]) -> None:
+        super().trained_on(window)
+        self._last = window[-1]
 
     def present_state(self) -> Any:
         state = super().present_state()
-        return (
-            state
-            if self._own is None
-            else {**(state or {}), "own": self._own.present()}
-        )
+        if self._state is None:
+            return state
+        return {**(state or {}), "own": self._state.present()}
 
     def look(self, position: Position = START, count: int = 1) -> list[Batch]:
-        if not self.is_iterator or self._own is not None:
+        if not self.is_iterator or self._state is not None:
             return super().look(position, count)
         # What an iterator gives next, it gives but once.
-        passed, _ = self._last
-        passed = [] if passed is None or isinstance(passed, int) else [passed]
+        is_known = self._last is not None and not isinstance(self._last, int)
+        passed = [self._last] if is_known else []
         return list(self.share.of(iter(passed), None)) * count
 
     def _explain(self, exception: Exception) -> None:
@@ -383,110 +357,69 @@ class IterableSource(Source):
             )
 
     def _begin(self, position: Position) -> Position:
-        if "own" in (position.state or {}):  # which tells the whole place
+        if "own" in (position.state or {}):  # which leads to where the epoch began
             position = position._replace(given=None)
-        position = super()._begin(position)
-        if self._own is not None:
-            self._own.begin()
-        return position
+        return super()._begin(position)
 
-    def _take_up(self, state: Any) -> None:
-        if self._own is not None and "own" in (state or {}):
-            self._own.load(state["own"])
-        super()._take_up(state)
+    def restore(self, state: Any) -> None:
+        if self._state is not None and "own" in (state or {}):
+            self._state.load(state["own"])
+        super().restore(state)
+
+    def _inside(self, state: Any, done: int) -> Position:
+        # One batch at least is read again, and compared with the last one trained on,
+        # of which several processes have their rows alone.
+        places = (note for note in reversed(self._notes) if note["batches"] < done)
+        last = self._last if self.share is ALL else None
+        return Position(state=state, place=next(places, None), last=last)
 
     def _read(self, position: Position) -> Iterator[Batch]:
         self._set_epoch(position.epoch)
         batches = self._positioned(position)
-        if self._own is not None and self.to_train:
-            return self._telling(self._own, batches, position.batches)
+        if self._state is not None and self.to_train:
+            batches = self._with_notes(self._state, batches, position.batches)
         return map(partial(to_host, copy=self._copies), batches)
 
-    def _telling(
-        self, own: OwnState, batches: Iterator[Any], first: int
-    ) -> Iterator[Batch]:
-        """Host batches; `place` has the newest state that leads to one of them."""
+    def _with_notes(
+        self, loader_state: LoaderState, batches: Iterator[Any], first: int
+    ) -> Iterator[Any]:
+        """The batches, before some of which the loader's state is noted."""
         for number in itertools.count(first):
-            place = own.place(number)
+            if number % _NOTE_EVERY == 0 and number > first:
+                if (state := loader_state.ask()) is not None:
+                    self._notes.append({"batches": number, "state": state})
             if (batch := next(batches, END)) is END:
                 return
-            host = to_host(batch, copy=self._copies)
-            own.goes_on()
-            if place is not None:
-                self.place = {**place, "after": host}
-            yield host
+            yield batch
 
     def _positioned(self, position: Position) -> Iterator[Any]:
         """The loader's batches of an epoch from a position on."""
-        epoch, place = position.epoch, position.place or {}
-        if self._own is not None and "batches" in place:
+        epoch, expected = position.epoch, checksum(position.last)
+        if self.to_train:
+            self._notes.clear()
+        if self._state is not None and (place := position.place):
             first = place["batches"]
-            self._own.load(place["state"])
-            batches = self._iterated(epoch, generators_of(place))
-            batch = next(batches, END)
-            if batch is not END and checksum(to_host(batch)) == checksum(
-                place["after"]
-            ):
-                self._own.goes_on()
-                self._pass_over(batches, position.batches - first - 1)
+            self._state.load(place["state"])
+            batches = self._iterated(epoch, first)
+            leads_back = self._pass_over(batches, position.batches - first, expected)
+            self._state.unload()
+            if leads_back:
+                if self.to_train:
+                    self._notes.append(place)
                 return batches
             warn(
-                f"`{self.argument}`: the state of {type(self._own.owner).__name__} did"
-                f" not lead back to batch {first} of epoch {epoch}: a different batch"
-                " came. (Does it have a shuffle buffer, whose content is not part of"
-                " the state?) The epoch is replayed from its start."
+                f"`{self.argument}`: the state of {type(self._state.owner).__name__}"
+                f" did not lead back to batch {position.batches} of epoch {epoch}: a"
+                " different batch came. (Does it have a shuffle buffer, whose content"
+                " is not part of the state?) The epoch is replayed from its start."
             )
-            self._take_up(position.state)
+            self.restore(position.state)
             position = position._replace(given=None)
 
-        batches = self._iterated(epoch)
-        given = position.given if self._goes_on else None
+        given = position.given if self.is_iterator else None
         count = position.batches if given is None else given
-        self._pass_over(batches, count, checksum(position.last))
-        return batches
-
-    def _started(self) -> Iterator[Any]:
-        return iter(self.loader)
-
-    def _iterated(self, epoch: int, generators: Any = None) -> Iterator[Any]:
-        """Iterates the loader; what it draws from is where `generators` say, if so."""
-        own, seeded, theirs = self._own, None, {}
-        if self.seed is None:
-            batches = self._started()
-        else:
-            seeded = Generators(seed_of(self.seed, epoch, *self.share.sampling))
-            with seeded.active():
-                batches = self._started()
-            theirs = self._generators()
-            if generators is not None:
-                # torchdata's loader sets its sampler's generator to where an epoch
-                # began, and the next epoch would not have the order that it should.
-                seeded.states = generators[0]
-                set_states(theirs, generators[1])
-        self._goes_on = batches is self.loader
-        if own is not None:
-            own.began(batches)
-            own.generators = lambda: seeded and (seeded.states, states_of(theirs))
-        return batches if seeded is None else seeded.drawn(batches)
-
-    def _pass_over(
-        self, batches: Iterator[Any], count: int, expected: int | None = None
-    ) -> None:
-        """Asks for `count` batches again; the last has the checksum `expected`."""
-        if not count:
-            return
-        from tqdm import tqdm
-
-        what = f"`{self.argument}` can't jump: replaying {count} batches"
-        batch, steps, out = END, range(count), Outlet(sys.stderr)
-        bar = open_bar(tqdm, steps, what, file=out, delay=1, leave=False, mininterval=1)
-        for _ in steps if bar is None else bar:
-            if (batch := next(batches, END)) is END:
-                return
-        host = to_host(batch, copy=True)
-        if self.to_train:
-            self._last = host, self.place
-        if expected not in (None, checksum(host)):
+        batches = self._iterated(epoch, position.batches - count)
+        if not self._pass_over(batches, count, expected):
             warn(
                 f"`{self.argument}`: after {count} batches were replayed, the next"
                 " one differs from the one in the saved run. Does it count epochs, or"
@@ -495,3 +428,48 @@ class IterableSource(Source):
                 " before each epoch. Some rows of this one may come twice, and others"
                 " not at all."
             )
+        return batches
+
+    def _started(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+    def _iterated(self, epoch: int, first: int) -> Iterator[Any]:
+        """Iterates the loader, from its batch number `first` on."""
+        if self.seed is None:
+            batches = self._started()
+        else:
+            with seeded(self.seed, epoch, *self.share.sampling):
+                batches = self._started()
+        if self._state is not None:
+            self._state.begin(batches)
+        return batches if self.seed is None else self._drawn(batches, epoch, first)
+
+    def _drawn(self, batches: Iterator[Any], epoch: int, first: int) -> Iterator[Any]:
+        """The batches, each of which draws from global generators of its own seed."""
+        of_epoch = self.seed or 0, epoch, *(self.share.sampling or (0,))
+        for number in itertools.count(first):
+            with seeded(*of_epoch, max(0, number) + 1):  # 0: what starting draws
+                batch = next(batches, END)
+            if batch is END:
+                return
+            yield batch
+
+    def _pass_over(
+        self, batches: Iterator[Any], count: int, expected: int | None
+    ) -> bool:
+        """Reads `count` batches; returns whether the last has the checksum `expected`,
+        if one is."""
+        if not count:
+            return True
+        from tqdm import tqdm
+
+        what = f"`{self.argument}` can't jump: replaying {count} batches"
+        batch, steps, out = END, range(count), Outlet(sys.stderr)
+        bar = open_bar(tqdm, steps, what, file=out, delay=1, leave=False, mininterval=1)
+        for _ in steps if bar is None else bar:
+            if (batch := next(batches, END)) is END:
+                return True
+        host = to_host(batch, copy=True)
+        if self.to_train:
+            self._last = host
+        return expected in (None, checksum(host))

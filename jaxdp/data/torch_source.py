@@ -8,30 +8,26 @@ workers, and the global generators of torch, NumPy and Python are given back as 
 were when the pass ends.
 """
 
-import collections
 import itertools
-import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
-from ..basics.console import say_once, warn
+from ..basics.console import say_once
 from ..step import Batch
 from .batches import taken
 from .conversion import as_numpy, fetch, to_host
-from .loader_state import OwnState, Position
-from .random_states import Generators, seed_of, torch_generators
+from .loader_state import LoaderState, Position, has_state_dict
+from .random_states import seed_of, seeded, torch_generators
 from .shares import Share
 from .source import ALL, IterableSource, Source
 from .torch_workers import (
     WORKER_RULES,
     Seeded,
     SeededLists,
-    collation,
-    safe_workers,
-    started,
+    start,
     with_workers,
 )
 
@@ -40,9 +36,6 @@ _DRAW_AT_ONCE = 64
 
 _GOLDEN = 0x9E3779B97F4A7C15
 """Keeps the seeds of neighbouring batches far apart (2**64 / golden ratio, odd)."""
-
-_INDICES: Final = 64
-"""Of a list; more cost more, and tell no more."""
 
 
 class _OfTorch(Source):
@@ -98,11 +91,7 @@ class _OfTorch(Source):
             )
 
     def _generators(self) -> dict[str, Any]:
-        own = torch_generators(self.loader)
-        if self.apart_from is None:
-            return own
-        theirs = [*map(id, torch_generators(self.apart_from).values())]
-        return {path: one for path, one in own.items() if id(one) not in theirs}
+        return torch_generators(self.loader)
 
 
 class _IteratedByTorch(_OfTorch, IterableSource):
@@ -114,24 +103,8 @@ class _IteratedByTorch(_OfTorch, IterableSource):
         is_a_guess = _is_iterable(self.loader) and self.loader.num_workers > 1
         return None if is_a_guess else self.num_batches
 
-    def _take_up(self, state: Any) -> None:
-        super()._take_up(state)
-        next_one = getattr(self.loader, "next_iter_state", None)
-        if next_one and next_one.get("_iterator_finished"):
-            # From the end of an epoch, torchdata's loader starts two iterations, whose
-            # draws would differ from those of one.
-            with Generators().active(), safe_workers(self.loader):
-                started(self.loader, self.argument)
-            Source._take_up(self, state)  # these draws are not the user's
-
     def _started(self) -> Iterator[Any]:
-        if self.loader.pin_memory:
-            say_once(
-                f"`{self.argument}` has pin_memory=True, for which torch opens the GPU,"
-                " beside JAX. It speeds up torch's own copies alone: leave it out"
-            )
-        with safe_workers(self.loader):
-            return started(self.loader, self.argument)
+        return start(self.loader, self.argument)
 
 
 class TorchSource(_OfTorch):
@@ -148,26 +121,37 @@ class TorchSource(_OfTorch):
         self._workers: Any = None
         self._seeded_lists = SeededLists()
 
+    def begin_training(self) -> None:
+        super().begin_training()
+        from torch import Generator
+
+        for sampler in self._users_samplers:
+            is_known = has_state_dict(sampler) or hasattr(sampler, "set_epoch")
+            if not (
+                is_known or isinstance(getattr(sampler, "generator", None), Generator)
+            ):
+                say_once(
+                    f"`{self.argument}`: if its sampler {type(sampler).__name__} draws"
+                    " from a generator of its own, as one of NumPy, or counts epochs,"
+                    " no checkpoint contains that, and a resumed run takes other rows."
+                    " Make it a torch.Generator that is the sampler's attribute"
+                    " `generator`, or give the sampler `state_dict` and"
+                    " `load_state_dict`, or a `set_epoch` that seeds it"
+                )
+
     def _read(self, position: Position) -> Iterator[Batch]:
         self._set_epoch(position.epoch)
         is_torchs = self._has_torchs_collation
         whole_rows = self._whole_rows() if is_torchs else None
         lists = self._drawn_lists(position.epoch)
-        places: collections.deque[Any] = collections.deque()
-        if self._users_samplers:
-            lists = self._noted(lists, position, places)
         lists = itertools.islice(lists, position.batches, None)
         portions: Callable[[Iterator[Any]], Iterator[Any]] = iter
         if is_torchs:  # each process need only fetch its own rows
             lists, portions = self.share.of_lists(lists)
         if whole_rows is not None:
-            batches = whole_rows(lists)
-        else:
-            batches = self._by_index(lists, position.epoch, position.batches)
-            batches = map(partial(to_host, copy=self._copies), batches)
-        if self._users_samplers:
-            batches = self._placed(batches, places)
-        return portions(batches)
+            return portions(whole_rows(lists))
+        batches = self._by_index(lists, position.epoch, position.batches)
+        return portions(map(partial(to_host, copy=self._copies), batches))
 
     def _whole_rows(self) -> Callable[[Iterator[Any]], Iterator[Batch]] | None:
         """What gives batches of index lists, if rows need not be taken apart for it."""
@@ -183,9 +167,9 @@ class TorchSource(_OfTorch):
         runs_nothing = self._has_torchs_collation and not self._users_samplers
         return runs_nothing and self._whole_rows() is not None
 
-    def _telling_samplers(self) -> list[OwnState]:
-        telling = filter(_has_state, self._samplers)
-        return [OwnState(sampler, self.argument) for sampler in telling]
+    def _sampler_states(self) -> list[LoaderState]:
+        publishing = filter(has_state_dict, self._users_samplers)
+        return [LoaderState(sampler, self.argument) for sampler in publishing]
 
     def close(self) -> None:
         super().close()
@@ -202,76 +186,35 @@ class TorchSource(_OfTorch):
             return self._from_workers(seeded, epoch)
         return self._from_here(seeded)
 
-    def _placed(
-        self, batches: Iterator[Batch], places: collections.deque[Any]
-    ) -> Iterator[Batch]:
-        """The batches, of whose lists some are drawn ahead, each with its place."""
-        for batch in batches:
-            self.place = places.popleft()
-            yield batch
-
-    def _noted(
-        self, lists: Iterator[Any], position: Position, places: collections.deque[Any]
-    ) -> Iterator[Any]:
-        """The lists of an epoch from its start, for a later process to compare with.
-
-        A checkpoint has what a sampler's `generator` of torch and its `state_dict` say.
-        It may draw from something else: a generator of NumPy, a module's, an iterator.
-        Then a resumed run would train on other rows, and nobody would know.
-        """
-        expected, total = (position.place or {}).get("lists"), 0
-        for count, indices in enumerate(lists, 1):
-            # An index list may be an iterator, or one index.
-            if hasattr(indices, "__next__"):
-                indices = [*indices]
-            total = noted(indices, total)
-            place = None if total is None else {"lists": [count, total]}
-            if count > position.batches:
-                places.append(place)
-            elif place and expected and count == expected[0] and total != expected[1]:
-                sampler = type(self._users_samplers[0]).__name__
-                warn(
-                    f"`{self.argument}`: after the resume, its sampler {sampler}"
-                    " yields other index lists than the interrupted run would have"
-                    " seen, so some rows come twice and others not at all. It draws"
-                    " from a generator that no checkpoint contains, such as one of"
-                    " NumPy, or in a module. Make it a torch.Generator that is the"
-                    " sampler's attribute `generator`, or give the sampler"
-                    " `state_dict` and `load_state_dict`, or a `set_epoch` that seeds"
-                    " it."
-                )
-            yield indices
-
     def _drawn_lists(self, epoch: int) -> Iterator[Any]:
         """What the sampler draws, as `iter(loader)` has it draw: its own seed last."""
         import torch
 
+        numbers = self.seed, epoch, *self.share.sampling
         torchs = not self._users_samplers
         most = _DRAW_AT_ONCE if torchs else 1  # it may listen to how training goes
-        seed = seed_of(self.seed, epoch, *self.share.sampling)
-        generators = Generators(seed, torch_alone=torchs)
-        with generators.active():
+        with seeded(*numbers, torch_alone=torchs):
             lists = iter(self.loader._index_sampler)
             torch.empty((), dtype=torch.int64).random_(generator=self.loader.generator)
             drawn, error = taken(lists, most)
-        while True:
+        for number in itertools.count(1):
             yield from drawn
             if error is not None:
                 raise error
             if len(drawn) < most:
                 return
-            with generators.active():
+            with seeded(*numbers, number, torch_alone=torchs):
                 drawn, error = taken(lists, most)
 
-    def _from_here(self, seeded: Iterator[tuple[int, Any]]) -> Iterator[Any]:
-        dataset, collate = Seeded(self.loader.dataset), collation(self.loader)
+    def _from_here(self, lists: Iterator[tuple[int, Any]]) -> Iterator[Any]:
+        dataset, collate = Seeded(self.loader.dataset), self.loader.collate_fn
         many = self.loader._auto_collation
         rows = dataset.__getitems__ if many else dataset.__getitem__
         # The user's generators come back at the end of the pass: to swap them around
         # every batch would cost 150 us, more than many a step.
-        with Generators().active():
+        with seeded():
             # No `map`, which a StopIteration of the dataset's would end silently.
-            for one_list in seeded:
+            for one_list in lists:
                 yield collate(rows(one_list))
 
     def _from_workers(self, seeded: Iterator[tuple[int, Any]], epoch: int) -> Any:
@@ -283,20 +226,7 @@ class TorchSource(_OfTorch):
         self._workers.generator = torch.Generator().manual_seed(
             seed_of(self.seed, epoch)
         )
-        with safe_workers(self._workers):
-            return started(self._workers, self.argument)
-
-
-def noted(indices: Any, total: int | None) -> int | None:
-    """The checksum `total` with an index list or one index; None if that has none."""
-    if hasattr(indices, "tolist"):  # an array, or a tensor
-        indices = indices.tolist()
-    shown = str(indices)
-    if isinstance(indices, list | tuple):
-        shown = f"[{', '.join(map(str, indices[:_INDICES]))}]"
-    if total is None or " at 0x" in shown:  # an object that shows only where it is
-        return None
-    return zlib.crc32(shown.encode(), total)
+        return start(self._workers, self.argument)
 
 
 def torch_source(
@@ -315,15 +245,12 @@ def _is_iterable(loader: Any) -> bool:
 
 
 def _iterates_as_torch(loader: Any) -> bool:
-    """Whether it does; torchdata's differs in that it can tell its state. By index
-    lists it needs none, but for parts of the user's that have one."""
+    """Whether it does; torchdata's differs in that it publishes its state, which over
+    index lists is not needed."""
     from torch.utils.data import DataLoader
 
-    kind, parts = type(loader), (loader.dataset, loader.sampler, loader.batch_sampler)
-    is_torchdatas = kind.__module__.startswith("torchdata.stateful_dataloader")
-    return kind.__iter__ is DataLoader.__iter__ or (
-        is_torchdatas and not any(map(_has_state, parts))
-    )
+    is_torchdatas = type(loader).__module__.startswith("torchdata.stateful_dataloader")
+    return type(loader).__iter__ is DataLoader.__iter__ or is_torchdatas
 
 
 def _columns(dataset: Any) -> tuple[tuple[np.ndarray, ...], list[np.ndarray]] | None:
@@ -377,11 +304,5 @@ def _samplers_of(loader: Any) -> list[Any]:
 
 def _is_torchs(sampler: Any) -> bool:
     kind = type(sampler)
-    is_of_torch = kind.__module__.startswith("torch.utils.data.")
+    is_of_torch = kind.__module__.startswith(("torch.utils.data.", "torchdata."))
     return is_of_torch or kind in (list, tuple, range)
-
-
-def _has_state(part: Any) -> bool:
-    """Whether a part of a loader, not torchdata's own, can tell its state."""
-    kind = type(part).__module__
-    return hasattr(part, "load_state_dict") and not kind.startswith("torchdata.")

@@ -17,7 +17,6 @@ from ..step import (
     Steps,
     joined,
     note_on_products,
-    shapes_of_rows,
 )
 
 _LONG: Final = 2.0
@@ -152,7 +151,7 @@ class Compilations:
 
 def _form(packed: Dispatch) -> _Form:
     groups = []
-    for group in map(shapes_of_rows, packed.groups):
+    for group in packed.groups:
         batch = joined(group.batch, group.whole)
         shapes = {
             leaf_name(batch, place): leaf.shape[1:]

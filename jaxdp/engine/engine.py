@@ -27,7 +27,6 @@ from ..step import (
     check_gradients,
     has_convolutions,
     means_of,
-    opening,
     products,
     tells_of_gradients,
 )
@@ -119,7 +118,6 @@ class Engine:
                 strategy,
                 self._blocks,
                 in_order,
-                self.tell,
                 pads=functools.partial(pure.is_padded, kind),
             )
             for kind in WHAT
@@ -347,8 +345,7 @@ class Engine:
 
     def _traced(self, pure: Steps, dispatch: Dispatch) -> Any:
         """A train step for batches like those of a dispatch, as JAX sees it."""
-        groups = dispatch.groups
-        return traced(opening(pure.train, groups), self.state, groups)
+        return traced(pure.train, self.state, dispatch.groups)
 
     def compiled_for(self, kind: Kind, dispatch: Dispatch) -> Program:
         """The step for batches of this shape, compiled if it is a new one."""

@@ -5,7 +5,6 @@ import contextlib
 import math
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
@@ -16,7 +15,7 @@ from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array
 
 from ..basics.process import without_collecting
-from ..data import Dispatch, Packer, check_targets, targeted, without_ignored
+from ..data import Dispatch, Packer, check_targets, without_ignored
 from ..distributed import RowBlocks, put
 from ..step import (
     Batch,
@@ -25,14 +24,12 @@ from ..step import (
     Group,
     Products,
     Steps,
-    Table,
     TrainState,
     Weights,
     calls_python,
     gathers_in_branches,
     has_convolutions,
     last_function,
-    opening,
     products,
 )
 from ..strategies import DataParallel
@@ -127,8 +124,8 @@ class Program:
         self._counts: dict[Any, Array] = {}
         self._last_counts: tuple[Any, Any] = (None, None)  # of the call before
 
-    def with_kept(self, groups: Any, tell: Callable[[str], None]) -> Any:
-        """`groups` with what of them stays on the devices: row counts, and tables.
+    def with_kept(self, groups: Any) -> Any:
+        """`groups` with their row counts as they are kept on the devices.
 
         Most batches have as many rows as one before, and what comes from the host is
         sent to each device by itself: 50 us for four bytes on eight of them.
@@ -144,17 +141,14 @@ class Program:
             kept.clear()
         counted = []
         for place, group in enumerate(groups):
-            counts, whole = group.counts, group.whole
+            counts = group.counts
             key = place, counts.tobytes()
             if key not in kept:
-                sharding = self._shardings(place).counts
+                positional, _ = self.compiled.input_shardings
+                sharding = positional[-1][place].counts
                 # None where the step has no use for them, as prediction has not.
                 kept[key] = counts if sharding is None else put(counts, sharding)
-            if type(whole) is Table:
-                if not whole.placed:
-                    tell(_kept(whole))
-                whole = self._placed(whole, place)
-            counted.append(Group(group.batch, kept[key], whole))
+            counted.append(Group(group.batch, kept[key], group.whole))
             self._last_counts = counts, kept[key]
         return counted
 
@@ -164,11 +158,11 @@ class Program:
         What is there already, and so laid out, is not copied. Nothing waits for the
         device.
         """
-        flat = [jax.tree.flatten(_of_batches(group)) for group in groups]
+        flat = [jax.tree.flatten((group.batch, group.whole)) for group in groups]
         if self._layouts is None:
             positional, _ = self.compiled.input_shardings
             self._layouts = [
-                treedef.flatten_up_to(_of_batches(layout))
+                treedef.flatten_up_to((layout.batch, layout.whole))
                 for (_, treedef), layout in zip(flat, positional[-1], strict=True)
             ]
         there = []
@@ -190,30 +184,8 @@ class Program:
             for place, array in zip(places, arrays, strict=True):
                 leaves[place] = array
             batch, whole = treedef.unflatten(leaves)
-            whole = group.whole if whole is None else whole
             there.append(group._replace(batch=batch, whole=whole))
         return there
-
-    def _placed(self, table: Table, place: int) -> Table:
-        """A table as this program takes it, placed once for all that take it so."""
-        known = table.placed.setdefault("programs", weakref.WeakKeyDictionary())
-        if self not in known:
-            layouts = self._shardings(place).whole
-            layouts = jax.tree.leaves(layouts, is_leaf=lambda x: x is None)
-            leaves, treedef = jax.tree.flatten(table.tree)
-            placed = []
-            for number, (leaf, sharding) in enumerate(
-                zip(leaves, layouts, strict=True)
-            ):
-                if sharding is not None and (number, sharding) not in table.placed:
-                    table.placed[number, sharding] = put(leaf, sharding)
-                placed.append(table.placed.get((number, sharding), leaf))
-            known[self] = Table(treedef.unflatten(placed))
-        return known[self]
-
-    def _shardings(self, place: int) -> Group:
-        positional, _ = self.compiled.input_shardings
-        return positional[-1][place]
 
 
 class Step:
@@ -228,7 +200,6 @@ class Step:
         facts: what tracing has told, the last time; no names before.
         programs: by the shapes of dispatches. There is no other cache of them.
         digests: of the programs' texts, in a job of several processes.
-        tell: says what is to be said once.
     """
 
     def __init__(
@@ -237,7 +208,6 @@ class Step:
         strategy: DataParallel,
         blocks: RowBlocks,
         in_order: bool,
-        tell: Callable[[str], None],
         *,
         pads: Callable[[Batch], bool] | None,
     ):
@@ -251,7 +221,6 @@ class Step:
         self.facts = _NOTHING_YET
         self.programs: dict[Hashable, Program] = {}
         self.digests: tuple[str, ...] = ()
-        self.tell = tell
         self._strategy = strategy
         # Of named losses: how many classes there are, by the forms of batches whose
         # targets are to be looked at.
@@ -284,7 +253,6 @@ class Step:
         """
         groups = self._of_all_processes(dispatch, inputs)
         body = BODIES[self.kind](steps, inputs, groups, len(dispatch.rows), self._note)
-        body = body._replace(function=opening(body.function, groups))
         without_jit, looks_for_nan = debug_settings()
         rows: Rows = "apart" if steps.is_per_example(self.kind) else "together"
         if without_jit:  # a `jax.shard_map` would run on each device in turn
@@ -420,7 +388,7 @@ class Step:
             dispatch = self._without_ignored(dispatch)
         groups = self._strategy.place_batch(dispatch.groups, split=dispatch.split)
         if program.is_known:
-            groups = program.with_kept(groups, self.tell)
+            groups = program.with_kept(groups)
             if ahead or dispatch.are_there:
                 groups = program.moved(groups, all_of_them=ahead)
         nbytes = self.bytes_per_device(dispatch) if ahead else 0
@@ -438,10 +406,7 @@ class Step:
             return ()
         classes = self._classes[dispatch.forms]
         try:
-            checks = [
-                check_targets(targeted(group, classes), classes)
-                for group in dispatch.groups
-            ]
+            checks = [check_targets(group.batch, classes) for group in dispatch.groups]
         except ValueError:
             self._unpad()
             raise
@@ -520,19 +485,6 @@ def _check_is_alone(
             " have checks besides); or use strategy=SingleDevice(), where errors are"
             " raised."
         )
-
-
-def _kept(table: Table) -> str:
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(table.tree))
-    return (
-        f"`jaxdp.Arrays`: {size / 1e6:.3g} MB are kept on each device, where"
-        " the steps take their rows; on_device=False leaves them on the host"
-    )
-
-
-def _of_batches(group: Group) -> tuple[Any, Any]:
-    """What of a group comes with every batch."""
-    return group.batch, None if type(group.whole) is Table else group.whole
 
 
 def rows_in(groups: list[Group]) -> int:

@@ -15,7 +15,7 @@ from ..basics.console import columns
 from ..basics.tracebacks import UsersFramesFirst
 from ..basics.tree import leaf_path
 from ..checkpoint import plain
-from ..data import shown
+from ..data import own_of
 from ..engine import Engine
 from ..fit import checks
 from ..fit.feed import windows
@@ -175,7 +175,7 @@ def compare_strategies(
     with UsersFramesFirst():
         source = run.open(loader, "loader", "train")
         with contextlib.closing(source):
-            batches = map(shown, source.epoch())
+            batches = map(own_of, source.epoch())
             all_windows = windows(batches, recipe.accumulate_grad_batches)
             first = list(itertools.islice(all_windows, steps))
         if not first:

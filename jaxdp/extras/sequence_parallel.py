@@ -143,7 +143,7 @@ class SequenceParallel(FSDP):
         return _OfTokens(inner, split, self.mesh.abstract_mesh)
 
     def _split_tokens(self, rows: str | None, group: Group) -> Group:
-        """The group with its tokens split; in a table (`Arrays`) they are not yet.
+        """The group with its tokens split.
 
         Args:
             rows: the axis that rows are split over, if they are.
@@ -166,13 +166,9 @@ class SequenceParallel(FSDP):
         return changed(self, _lengths=frozenset(lengths))
 
     def _lengths_in(self, groups: Sequence[Group]) -> set[int]:
-        """How many tokens the rows of each group have; none of numbers of rows."""
+        """How many tokens the rows of each group have."""
         batches = [jax.tree.map(one_batch, group.batch) for group in groups]
-        return {
-            self._tokens(batch)
-            for batch in batches
-            if any(len(leaf.shape) > 1 for leaf in jax.tree.leaves(batch))
-        }
+        return {self._tokens(batch) for batch in batches}
 
     def _tokens(self, batch: PyTree) -> int:
         """How many tokens the rows of a batch have: its longest axis 1."""

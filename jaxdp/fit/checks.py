@@ -15,7 +15,7 @@ from ..basics.console import listed, say_once
 from ..basics.tracebacks import noted
 from ..basics.tree import leaf_path
 from ..callbacks import Callback, check_hooks
-from ..data import shown, to_host
+from ..data import own_of, to_host
 from ..distributed import find_processes
 from ..step import (
     CriterionObjective,
@@ -411,7 +411,7 @@ def check_first(loader: Any, argument: str, *, needs_pairs: bool) -> None:
     """
     if not isinstance(loader, list | tuple) or not loader:
         return
-    batch = shown(loader[0])
+    batch = own_of(loader[0])
     if isinstance(batch, Mapping | Whole):
         return  # whose own errors say more
     batch = tuple(batch) if type(batch) is list else batch

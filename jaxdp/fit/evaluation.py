@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 from ..basics.console import say, warn
 from ..basics.tracebacks import UsersFramesFirst, noted
 from ..callbacks.base import Hooks
-from ..data import Dispatch, Packer, Source, inputs_of, real_rows, shown
+from ..data import Dispatch, Packer, Source, inputs_of, own_of, real_rows
 from ..engine import Kind, Program
 from ..step import IN_FLIGHT, Batch, Whole, means_of
 from ..strategies.placing import replicated
@@ -306,7 +306,7 @@ def _prepared(trainer: "Trainer", kind: Kind, batch: Any) -> tuple[Dispatch, Pro
     try:
         return engine.prepare(kind, inputs_of(batch))
     except Exception as error:
-        rows = shown(batch)
+        rows = own_of(batch)
         beside = rows[1:] if isinstance(rows, tuple) else ()
         if any(isinstance(part, Whole) for part in beside):
             error.add_note(

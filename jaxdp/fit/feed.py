@@ -177,10 +177,8 @@ class Feed:
         run, source, progress = self._run, self._source, self._run.progress
         limit = None if self._limits is None else self._limits.train_batches
         left = None if limit is None else max(0, limit - progress.done)
-        at = {"epoch": progress.epoch, "batches": progress.done}
-        source.start = source.start._replace(**at)
 
-        batches = itertools.islice(source.epoch(), left)
+        batches = itertools.islice(source.epoch(progress.position()), left)
         steps = windows(batches, run.recipe.accumulate_grad_batches)
         steps = run.record.stopwatch.iterator("data", steps)
         is_single = run.recipe.steps_per_execution == 1

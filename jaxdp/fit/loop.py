@@ -9,7 +9,7 @@ from ..basics.arguments import check_count
 from ..basics.console import say, warn
 from ..basics.tracebacks import UsersFramesFirst
 from ..callbacks.base import HOOKS, Hooks
-from ..data import Dispatch, ListSource, Source, Window, read_only, shown
+from ..data import Dispatch, ListSource, Source, Window, own_of, read_only
 from ..distributed import Preempted, Pulse, is_stop, tell
 from ..engine import Engine
 from ..step import Metrics
@@ -474,7 +474,7 @@ def take(
 
                 if number == 0:
                     results = iter(_dispatched(run, engine, dispatch))
-                progress.count(len(window), dispatch.rows[number])
+                progress.count(window, dispatch.rows[number])
                 access.ahead = last - number
 
                 metrics = next(results)
@@ -506,10 +506,10 @@ def _catch_up(run: "Run", dispatch: Dispatch) -> None:
     rest = list(zip(dispatch.windows, dispatch.rows, strict=True))[-run.access.ahead :]
     run.access.ahead = 0
     for window, rows in rest:
-        run.progress.count(len(window), rows)
+        run.progress.count(window, rows)
 
 
 def _shown(run: "Run", window: Window) -> Any:
     """What batch hooks are given: the rows that are here."""
-    batches = [read_only(shown(batch)) for batch in window]
+    batches = [read_only(own_of(batch)) for batch in window]
     return batches[0] if run.recipe.accumulate_grad_batches == 1 else batches

@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from ..basics.arguments import check_count, parse_duration
-from ..data import NO_LOADER, Position, Share, Source
+from ..data import NO_LOADER, Position, Share, Source, Window, checksum
 
 _ONLY: Final = "val"
 """The name of a validation's loader that is the only one."""
@@ -39,7 +39,7 @@ class Progress:
         self.logged: dict[str, float] = {}
         self.validated_at = 0
         self._source: Source | None = None  # of the batches that are trained on
-        self._at = Position()  # where that goes on, while there is none
+        self._at = Position()  # where its next pass begins
         self._vals: dict[str, Source] = {}
         self._val_states: dict[str, Any] = {}  # in a checkpoint
         self._thread = threading.get_ident()  # that takes the steps
@@ -47,20 +47,15 @@ class Progress:
     def go_on_with(self, source: Source, vals: Mapping[str, Source]) -> None:
         """The next batch is one of `source`, after those of the epoch that are done."""
         last = self._source
-        if last is not None:
-            goes_on = last.loader is source.loader or last.begun is None or self.done
-            self._at = last.mark(self.epoch, self.done) if goes_on else Position()
+        if last is not None and (begun := last.begun) is not None:
+            goes_on = last.loader is source.loader or self.done
+            marked = last.mark(begun, self.epoch, self.done)
+            self._at = marked if goes_on else Position()
         self._keep(source)
-        for name, val in self._vals.items():
-            if val.begun is not None:
-                self._val_states.pop(name, None)  # what was saved is read since
-        if vals:
-            kept = self._val_states.keys() & vals
-            self._val_states = {name: self._val_states[name] for name in kept}
         for name, val in vals.items():
-            val.apart_from = source.loader
-            val.start = Position(state=self._val_states.get(name))
+            val.restore(self._val_states.get(name))
         self._vals = {**vals}
+        self._val_states = {} if vals else self._val_states
 
     def start_with(self, source: Source) -> None:
         """The next batch is the first of `source`."""
@@ -78,6 +73,11 @@ class Progress:
         if source is not None and (source.is_asked or self.is_elsewhere):
             source.note_look(at)
 
+    def position(self) -> Position:
+        """Returns where the next pass over the training data begins, for once."""
+        at, self._at = self._at, Position()
+        return at._replace(epoch=self.epoch, batches=self.done)
+
     def begin_epoch(self) -> None:
         """Its first step is about to be taken."""
         self.examples = self.validated_at = 0
@@ -92,18 +92,16 @@ class Progress:
         """What is left of the present epoch is given up."""
         self.next_epoch()
         self._at = Position(given=self._at.given)
-        if self._source is not None and self._source.begun is None:
-            self._source.start = self._at
 
-    def count(self, batches: int, rows: int) -> None:
-        """A step over so many batches, which have so many real rows, was taken."""
+    def count(self, window: Window, rows: int) -> None:
+        """A step over these batches, which have so many real rows, was taken."""
         self.global_step += 1
         self.examples += rows
         self.epoch_ended = False
-        self.done += batches
-        self.seen += batches
+        self.done += len(window)
+        self.seen += len(window)
         if self._source is not None:
-            self._source.trained_on(batches)
+            self._source.trained_on(window)
 
     def drop(self, batches: int) -> None:
         """So many batches are no good: an iterator does not give them again."""
@@ -115,11 +113,11 @@ class Progress:
         # An epoch that is over counts as the next one, not begun.
         of_epoch = Progress() if self.is_finished else self
         epoch, at = self.epoch + self.is_finished, self._at
-        if (source := self._source) is not None:
-            at = source.mark(epoch, of_epoch.done)
-            if source.begun is not None and at.state is None:
+        source = self._source
+        if source is not None and source.begun is not None:
+            at = source.mark(source.begun, epoch, of_epoch.done)
+            if at.state is None:
                 at = at._replace(state=source.present_state())
-        place, last = at.saved()
 
         states = dict(self._val_states)
         states |= {name: val.state_now() for name, val in self._vals.items()}
@@ -130,9 +128,9 @@ class Progress:
             "batches_seen": self.seen,
             "examples_seen": self.examples,
             "source": share.states(at.state),
-            "place": share.states(place),
+            "place": share.states(at.place),
             "validation": several.get(_ONLY) if set(several) <= {_ONLY} else several,
-            "after": last,
+            "after": checksum(at.last),
             "batches_done": of_epoch.done,
             "epoch_ended": of_epoch.epoch_ended,
             "val_metrics": of_epoch.val_metrics,
@@ -159,7 +157,7 @@ class Progress:
         self._vals, self._val_states = {}, {n: share.state(s) for n, s in saved.items()}
 
     def _keep(self, source: Source) -> None:
-        source.start, source.to_train = self._at, True
+        source.begin_training()
         if self._source is not None and self._source.loader is source.loader:
             source.go_on_from(self._source)
         self._source, self._thread = source, threading.get_ident()

@@ -26,7 +26,7 @@ from ..data import (
     Share,
     Source,
     open_loader,
-    shown,
+    own_of,
     to_host,
 )
 from ..distributed import Interrupts, find_processes, forgotten
@@ -143,7 +143,7 @@ class Recipe:
         """The loss and metrics of steps over batches such as this."""
         if self._objective is not None:
             return self._objective
-        name, reason = losses.infer_loss(split_batch(shown(batch))[1])
+        name, reason = losses.infer_loss(split_batch(own_of(batch))[1])
         say(f"`loss` is not given: {name!r}, as {reason}")
         keeps = bool(self.pass_metrics)
         loss = losses.LOSSES[name]
@@ -341,7 +341,6 @@ class Run:
             recipe.seed,
             self.share(kind),
             in_order=kind != "train",
-            devices=lambda: self.engine.held.leaves[0].sharding.device_set,
         )
         if kind != "predict":
             checks.check_first(loader, argument, needs_pairs=not has_own_loss)

@@ -67,7 +67,6 @@ from .remat import (
 from .returned import AfterUpdate
 from .state import Batch, Group, TrainState, Weights, first_state
 from .steps import Steps
-from .table import TABLE, Picked, Table, opening, shapes_of_rows
 from .value_fn import check_arguments, closed_over, updates_in
 from .whole import (
     NOTHING,

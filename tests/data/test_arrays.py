@@ -1,7 +1,5 @@
 """`Arrays`: batches of arrays in memory, which a trainer shuffles and resumes."""
 
-import contextlib
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -15,16 +13,12 @@ from jaxdp import (
     Arrays,
     Bitwise,
     Callback,
-    LocalSGD,
     Pmap,
     Sharded,
     SingleDevice,
-    TensorParallel,
     Whole,
-    ZeRO,
 )
 from jaxdp.callbacks import DonateBuffers
-from jaxdp.data.arrays import ArraysSource
 
 X, Y = rows(53)
 """In batches of 16: three, and one of five rows."""
@@ -125,38 +119,31 @@ def test_it_is_trained_on_over_several_devices():
     np.testing.assert_allclose(eight, one, rtol=1e-5)
 
 
-# On the devices.
+# On a device.
 
 STRATEGIES = {
     "SingleDevice": SingleDevice,
     "Sharded": Sharded,
     "Pmap": Pmap,
-    "ZeRO": ZeRO,
     "FSDP": FSDP,
-    "LocalSGD": lambda: LocalSGD(every=3),
     "Bitwise": lambda: Bitwise(Sharded()),
-    "TensorParallel": lambda: TensorParallel(
-        {"data": 4, "model": 2},
-        [("first.weight", jax.sharding.PartitionSpec("model", None))],
-    ),
 }
 
 
-def all_numbers(on_device, strategy=SingleDevice, **options):
+def all_numbers(place, strategy=SingleDevice, **options):
     """What training, validation and prediction over ragged batches give."""
 
     def arrays(*leaves):
-        return Arrays(*leaves, batch_size=16, on_device=on_device)
+        return Arrays(*map(place, leaves), batch_size=16)
 
     recorder = Recorder()
-    callbacks = [recorder, *options.pop("callbacks", ())]
     trainer = quiet(
         Mlp(jax.random.key(0)),
         optax.adam(1e-2),
         loss="cross_entropy",
         metrics=["accuracy"],
         strategy=strategy(),
-        callbacks=callbacks,
+        callbacks=[recorder, *options.pop("callbacks", ())],
         **options,
     )
     history = trainer.fit(arrays(X, Y), arrays(X[:21], Y[:21]), max_epochs=2)
@@ -165,41 +152,49 @@ def all_numbers(on_device, strategy=SingleDevice, **options):
     return recorder.losses, bits(trainer.state), str(history), predicted, mixed
 
 
-@pytest.mark.slow_but("SingleDevice-several", "Sharded-accumulated", "FSDP-single")
+@pytest.mark.slow_but("SingleDevice-several", "Sharded-accumulated", "FSDP-donated")
 @pytest.mark.parametrize(
     "options",
-    [{}, {"accumulate_grad_batches": 2}, {"steps_per_execution": 3}],
-    ids=["single", "accumulated", "several"],
+    [
+        {"callbacks": [DonateBuffers("all")]},
+        {"accumulate_grad_batches": 2},
+        {"steps_per_execution": 3},
+    ],
+    ids=["donated", "accumulated", "several"],
 )
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_rows_taken_on_the_devices_give_the_bits_of_the_host(name, options):
-    strategy = STRATEGIES[name]
-    found, wanted = [all_numbers(on, strategy, **options) for on in (True, False)]
+def test_batches_taken_on_a_device_give_the_bits_of_the_host(name, options):
+    def place(array):
+        return array if array is Y else jax.device_put(array)  # one of them stays
+
+    found, wanted = [
+        all_numbers(where, STRATEGIES[name], **options) for where in (place, np.asarray)
+    ]
     assert found == wanted
 
 
-@pytest.mark.slow_cases("no jit")
-@pytest.mark.parametrize("way", ["no jit", "donated"])
-def test_so_they_do_where_the_device_keeps_nothing(way):
-    options = {"callbacks": [DonateBuffers("all")]} if way == "donated" else {}
-    with jax.disable_jit() if way == "no jit" else contextlib.nullcontext():
-        found, wanted = [all_numbers(on, **options) for on in (True, False)]
-    assert found == wanted
+def test_batches_are_taken_where_the_arrays_lie_by_hand_and_in_a_fit():
+    class Shows(Callback):
+        def on_train_batch_start(self, trainer, batch, batch_idx):
+            seen.append(batch)
+
+    seen, device = [], jax.devices()[1]
+    loader = Arrays(*jax.device_put((X, Y), device), batch_size=16)
+    mlp_trainer(Shows()).fit(loader, max_epochs=1)
+    for leaf in jax.tree.leaves([*loader, *seen]):
+        assert isinstance(leaf, jax.Array) and leaf.devices() == {device}
 
 
-@pytest.mark.parametrize("first, then", [(True, False), (False, True)])
-def test_a_run_goes_on_from_inside_an_epoch_wherever_the_rows_are(
-    tmp_path, first, then
-):
-    def fit(on_device, **options):
+def test_a_run_goes_on_from_inside_an_epoch_wherever_the_rows_are(tmp_path):
+    def fit(place, **options):
         trainer = mlp_trainer()
-        loader = Arrays(X, Y, batch_size=16, on_device=on_device)
-        trainer.fit(loader, **options)
+        trainer.fit(Arrays(place(X), place(Y), batch_size=16), **options)
         return trainer
 
-    path = fit(first, max_steps=3).save(tmp_path / "saved")
-    whole = fit(first, max_epochs=2)
-    assert bits(fit(then, max_epochs=2, ckpt_path=path).state) == bits(whole.state)
+    path = fit(jnp.asarray, max_steps=3).save(tmp_path / "saved")
+    full = fit(np.asarray, max_epochs=2)
+    resumed = fit(np.asarray, max_epochs=2, ckpt_path=path)
+    assert bits(resumed.state) == bits(full.state)
 
 
 class TimedLinear(eqx.Module):
@@ -211,100 +206,32 @@ class TimedLinear(eqx.Module):
 
 
 @pytest.mark.parametrize("tree", ["weights", "whole", "dict"])
-def test_trees_are_kept_on_the_devices_with_weights_and_wholes(tree):
-    times, weight = Whole(np.linspace(0, 1, 5)), np.linspace(0.1, 1, 53)
+def test_trees_with_weights_and_wholes_may_lie_on_a_device(tree):
+    times, weight = np.linspace(0, 1, 5, dtype=np.float32), np.arange(53) % 3 / 4
     linear = eqx.nn.Linear(4, 3, key=jax.random.key(0))
     arrays, model, options = {
         "weights": ((X, Y, weight), linear, {"loss": "cross_entropy"}),
-        "whole": (((X, times), Y), TimedLinear(linear), {"loss": "cross_entropy"}),
+        "whole": (((X, Whole(times)), Y), TimedLinear(linear), {"loss": "mse"}),
         "dict": (
             ({"a": X, "b": X[:, :3]},),
             linear,
             {"loss_fn": lambda m, d: ((jax.vmap(m)(d["a"]) - d["b"]) ** 2).mean(1)},
         ),
     }[tree]
+    if tree == "whole":
+        arrays = arrays[0], X[:, :3]
 
-    def run(on_device):
+    def run(arrays):
         recorder = Recorder()
         trainer = quiet(
             model, optax.sgd(0.1), strategy=Sharded(), callbacks=[recorder], **options
         )
-        trainer.fit(Arrays(*arrays, batch_size=16, on_device=on_device), max_epochs=2)
+        trainer.fit(Arrays(*arrays, batch_size=16), max_epochs=2)
         return recorder.losses
 
-    assert run(True) == run(False)
+    assert run(jax.device_put(arrays)) == run(arrays)
 
 
-def test_a_step_is_given_the_numbers_of_rows_and_hooks_see_the_rows(caplog):
-    class Shows(Callback):
-        def __init__(self):
-            self.seen = []
-
-        def on_train_batch_start(self, trainer, batch, batch_idx):
-            self.seen.append(batch)
-
-    def run(on_device):
-        trainer = mlp_trainer(shows := Shows())
-        loader = Arrays(X, Y, batch_size=16, on_device=on_device)
-        trainer.fit(loader, max_epochs=1)
-        return trainer, shows.seen, loader
-
-    trainer, seen, loader = run(True)
-    assert bits(seen) == bits(run(False)[1])
-    batch = [leaf for leaf in trainer.running_plan().leaves if leaf.group == "batch"]
-    named = {leaf.path: leaf.shape for leaf in batch}
-    assert named["batch.rows"] == (1, 16) and named["whole.table[0]"] == (53, 4)
-    assert "arrays (`jaxdp.Arrays`) that each device keeps" in str(trainer.plan(loader))
-    told = "are kept on each device, where the steps take"
-    assert caplog.text.count(told) == 1
-    for _ in range(3):  # of new arrays of the same size nothing is said again
-        assert [*trainer.steps(Arrays(X + 1, Y, batch_size=16, on_device=True))]
-    assert caplog.text.count(told) == 1
-
-
-def test_a_label_that_is_no_class_is_found_on_the_devices_too():
-    wrong = np.where(np.arange(53) == 40, 7, Y)
-    trainer = mlp_trainer()
-    with pytest.raises(ValueError, match="labels must be 0 to 2.*from 0 to 7"):
-        trainer.fit(Arrays(X, wrong, batch_size=16, on_device=True))
-
-
-class Device:
-    process_index = 0
-
-    def __init__(self, limit):
-        self.limit = limit
-
-    def memory_stats(self):
-        return None if self.limit is None else {"bytes_limit": self.limit}
-
-
-SIZE = X.nbytes + Y.nbytes
-
-
-@pytest.mark.parametrize(
-    "on_device, limits, is_kept",
-    [
-        ("auto", [None], False),  # as CPUs are
-        ("auto", [SIZE * 10], True),
-        ("auto", [SIZE * 10, SIZE * 10 - 1], False),
-        (True, [None], True),
-        (False, [SIZE * 100], False),
-    ],
-)
-def test_arrays_are_kept_where_they_take_a_tenth_at_most(on_device, limits, is_kept):
-    loader = Arrays(X, Y, on_device=on_device)
-    devices = list(map(Device, limits))
-    source = ArraysSource(loader, "train_loader", devices=lambda: devices)
-    assert (type(source.peek()) is not tuple) == is_kept
-    in_order = Arrays(X, Y, np.zeros(53, np.float32), on_device=True)
-    assert in_order.table(devices) is None  # rows of weight 0 are replaced on the host
-
-
-def test_rows_of_weight_0_on_the_host_are_said_once(capsys):
-    x, y = np.ones((8, 2), np.float32), np.ones((8, 1), np.float32)
-    weight = np.array([1.0] * 7 + [0.0], np.float32)
-    loader = Arrays(x, y, weight, batch_size=4, on_device=True)
-    devices = jax.devices()
-    assert loader.table(devices) is loader.table(devices) is None
-    assert capsys.readouterr().err.count("stays on the host") == 1
+def test_on_device_says_what_to_do_instead():
+    with pytest.raises(TypeError, match=r"no `on_device` any more.*jax.device_put"):
+        Arrays(X, Y, on_device=True)

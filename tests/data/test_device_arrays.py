@@ -1,7 +1,6 @@
 """Batches that are on the devices already: they never come to the host."""
 
 import contextlib
-import warnings
 
 import equinox as eqx
 import jax
@@ -14,7 +13,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from toys import Mlp, rows
 
 from jaxdp import FSDP, Bitwise, Callback, Sharded, SingleDevice, Trainer, Whole
-from jaxdp.data import open_loader
 from jaxdp.data.conversion import to_host
 from jaxdp.data.padding import Packer
 from jaxdp.data.shares import GlobalShare
@@ -183,32 +181,3 @@ def test_of_several_processes_each_takes_its_rows_there(monkeypatch):
     monkeypatch.setattr(ArrayImpl, "is_fully_addressable", False)
     with pytest.raises(ValueError, match=r"batch\[0\] is a jax.Array that spans"):
         to_host(there[0])
-
-
-def test_tensors_on_a_gpu_are_told_of_once(caplog):
-    torch = pytest.importorskip("torch")
-
-    class OnGpu(torch.Tensor):
-        device = torch.device("cuda")
-
-    for _ in range(2):
-        (x,) = to_host((torch.ones(2).as_subclass(OnGpu),))
-    assert type(x) is np.ndarray
-    assert caplog.text.count("gives tensors on 'cuda': they are copied") == 1
-
-
-def test_pinned_memory_of_an_iterable_is_told_of_once(caplog):
-    pytest.importorskip("torch")
-    from torch.utils.data import DataLoader, IterableDataset
-
-    class Stream(IterableDataset):
-        def __iter__(self):
-            return iter(np.ones((4, 2), np.float32))
-
-    loader = DataLoader(Stream(), 2)
-    loader.pin_memory = True  # torch itself warns where there is no GPU
-    for _ in range(2):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            assert len(list(open_loader(loader, "train_loader", 0).epoch())) == 2
-    assert caplog.text.count("`train_loader` has pin_memory=True") == 1

@@ -1,9 +1,7 @@
 """Loaders that tell their position: they are asked, and where it is right, believed."""
 
 import itertools
-import json
 import random
-import time
 
 import numpy as np
 import optax
@@ -11,10 +9,7 @@ import pytest
 from toys import Recorder, batches, linear_on_one_device, rows
 from twins import check_twins
 
-from jaxdp.data import open_loader
-from jaxdp.data.loader_state import _decoded, _encoded
-
-DATA = batches(*[8] * 12)
+DATA = batches(*[2] * 48)
 
 
 def make(*callbacks, **options):
@@ -32,7 +27,7 @@ def check(tmp_path, make_loader, which, reads=False, **settings):
         return loader
 
     def few(loader, step):
-        assert not reads or loader.reads <= 24 - step + 12
+        assert not reads or loader.reads <= 96 - step + 16
 
     check_twins(tmp_path, lambda c: make(*c, **options), fit, which, few)
 
@@ -43,19 +38,19 @@ class Stream:
     def __init__(self):
         self.at, self.reads = 0, 0
         self.generator = np.random.default_rng(0)
-        self.order = self.generator.permutation(len(DATA))
+        self.order = self.generator.permutation(len(DATA)).tolist()
 
     def __iter__(self):
         while self.at < len(DATA):
             self.at += 1
             self.reads += 1
             yield DATA[self.order[self.at - 1]]
-        self.at, self.order = 0, self.generator.permutation(len(DATA))
+        self.at, self.order = 0, self.generator.permutation(len(DATA)).tolist()
 
     def state_dict(self):
         return {
             "at": self.at,
-            "order": self.order,
+            "order": list(self.order),
             "generator": self.generator.bit_generator.state,
         }
 
@@ -78,21 +73,21 @@ class Endless(Stream):
 
 @pytest.mark.parametrize("kind", [Stream, Endless])
 def test_an_iterable_that_can_tell_is_not_replayed(tmp_path, kind):
-    settings = {"limit_train_batches": 12} if kind is Endless else {}
-    # 13 is the end of the first epoch.
-    check(tmp_path, kind, {5, 13}, reads=True, **settings)
+    settings = {"limit_train_batches": 48} if kind is Endless else {}
+    # 49 is the end of the first epoch.
+    check(tmp_path, kind, {20, 49}, reads=True, **settings)
 
 
 def test_what_is_read_ahead_is_not_taken_for_trained(tmp_path):
     options = {"accumulate_grad_batches": 2, "steps_per_execution": 3}
-    check(tmp_path, Stream, {2, 6, 9}, options=options)
+    check(tmp_path, Stream, {3, 9}, options=options)
 
 
 def test_a_second_fit_goes_on_where_the_first_one_was_trained_to():
     whole, parts = Recorder(), Recorder()
     make(whole).fit(Stream(), max_epochs=2)
     trainer, loader = make(parts), Stream()
-    for steps in (5, 12, 14):
+    for steps in (20, 48, 60):
         trainer.fit(loader, max_steps=steps)
     trainer.fit(loader, max_epochs=2)
     assert parts.losses == whole.losses
@@ -126,7 +121,7 @@ class Shuffled(Stream):
 
 def test_a_state_that_does_not_lead_back_is_noticed(tmp_path):
     with pytest.warns(UserWarning, match="did not lead back to batch .*a shuffle buf"):
-        check(tmp_path, Shuffled, {4, 17})
+        check(tmp_path, Shuffled, {20, 60})
 
 
 def test_a_state_that_json_cannot_hold_is_replayed(tmp_path, caplog):
@@ -137,27 +132,20 @@ def test_a_state_that_json_cannot_hold_is_replayed(tmp_path, caplog):
         def __iter__(self):
             return iter(DATA)
 
-    check(tmp_path, Odd, {5})
-    assert "has a builtins.object in it, which can't be saved" in caplog.text
+    check(tmp_path, Odd, {20})
+    assert "the state of Odd is not JSON" in caplog.text
 
 
-def test_states_are_asked_for_as_often_as_is_cheap():
-    class Slow(Stream):
-        asked = 0
+def test_a_long_epoch_is_read_from_the_newest_state_on(tmp_path):
+    def fit(**options):
+        trainer, loader = make(recorder := Recorder()), Endless()
+        trainer.fit(loader, limit_train_batches=60, **options)
+        return trainer, loader, recorder.losses
 
-        def state_dict(self):
-            self.asked += 1
-            time.sleep(0.01)
-            return super().state_dict()
-
-    loader = Slow()
-    source = open_loader(loader, "train_loader", 0)
-    source.to_train = True
-    list(source.epoch())
-    source.trained_on(5)
-    assert loader.asked == 2  # what the epoch starts from, and before batch 0
-    assert source.mark(0, 5).place["batches"] == 0
-    assert source.mark(0, 0).place is None
+    path = fit(max_steps=40)[0].save(tmp_path / "saved")
+    _, loader, losses = fit(ckpt_path=path)
+    assert losses == fit()[2][40:]
+    assert loader.reads == 60 - 32  # states are noted before every 16th batch
 
 
 def torch_stream():
@@ -190,7 +178,7 @@ def stateful_loader():
 
 def test_an_iterable_dataset_that_can_tell(tmp_path):
     torch, dataset = torch_stream()
-    check(tmp_path, lambda: torch.utils.data.DataLoader(dataset(), 8), {5, 13})
+    check(tmp_path, lambda: torch.utils.data.DataLoader(dataset(), 2), {20, 49})
 
 
 @pytest.mark.filterwarnings("ignore:.*set_vital")
@@ -233,10 +221,10 @@ def test_torchdatas_loader_is_asked(tmp_path, kind):
     def make_loader():
         if kind == "map dataset":
             generator = torch.Generator().manual_seed(2)
-            return stateful_loader()(Items(), 8, shuffle=True, generator=generator)
-        return stateful_loader()(dataset() if "data" in kind else Handed(), 8)
+            return stateful_loader()(Items(), 2, shuffle=True, generator=generator)
+        return stateful_loader()(dataset() if "data" in kind else Handed(), 2)
 
-    check(tmp_path, make_loader, {5, 13})
+    check(tmp_path, make_loader, {20, 49})
 
 
 def numbered(items):
@@ -259,39 +247,13 @@ def test_datasets_of_huggingface_are_asked(tmp_path, kind, shuffled):
         if shuffled:
             dataset = dataset.shuffle(seed=0, buffer_size=20)
         make = torch.utils.data.DataLoader if kind == "torch's" else stateful_loader()
-        return make(dataset, 8, collate_fn=numbered)
+        return make(dataset, 2, collate_fn=numbered)
 
     if shuffled:
         with pytest.warns(UserWarning, match="did not lead back"):
-            check(tmp_path, make_loader, {5, 20})
+            check(tmp_path, make_loader, {20, 60})
     else:
-        check(tmp_path, make_loader, {5, 13})
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        {"a": [1, 2.5, None, True, "x"], "b": (1, (2,)), 3: b"\x00\xff", (1, 2): {}},
-        {"__jaxdp__": "tuple"},
-        2**100,
-        {"x": bytearray(b"abc")},
-    ],
-)
-def test_states_survive_json(value):
-    found = _decoded(json.loads(json.dumps(_encoded(value))))
-    assert found == value and type(found) is type(value)
-
-
-def test_arrays_and_generators_survive_json():
-    torch = pytest.importorskip("torch")
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    found = _decoded(_encoded(states))
-    assert (found[0] == states[0]).all() and found[2] == states[2]
-    for ours, theirs in zip(found[1], states[1], strict=True):
-        np.testing.assert_array_equal(ours, theirs)
-    assert _decoded(_encoded(np.float32(1.5))).dtype == np.float32
-    with pytest.raises(TypeError, match="Random"):
-        _encoded(random.Random())
+        check(tmp_path, make_loader, {20, 49})
 
 
 class Iterations:
@@ -307,7 +269,7 @@ class Iterations:
 class Iteration:
     """An iteration, or a loader by itself."""
 
-    def __init__(self, counted=None, count=12):
+    def __init__(self, counted=None, count=48):
         self.at, self.count, self.counted = 0, count, counted or self
         self.reads = 0
 
@@ -322,17 +284,17 @@ class Iteration:
         return DATA[(5 * self.at) % len(DATA)]
 
     def get_state(self):
-        return {"next_index": self.at, "told": b"by bytes"}
+        return {"next_index": self.at, "told": "by text"}
 
     def set_state(self, state):
-        assert state["told"] == b"by bytes"
+        assert state["told"] == "by text"
         self.at = state["next_index"]
 
 
-@pytest.mark.parametrize("kind", [Iterations, lambda: Iteration(count=24)])
+@pytest.mark.parametrize("kind", [Iterations, lambda: Iteration(count=96)])
 def test_iterators_with_get_state_are_not_replayed(tmp_path, kind):
-    settings = {} if kind is Iterations else {"limit_train_batches": 12}
-    check(tmp_path, kind, {5, 13}, reads=True, **settings)
+    settings = {} if kind is Iterations else {"limit_train_batches": 48}
+    check(tmp_path, kind, {20, 49}, reads=True, **settings)
 
 
 @pytest.mark.slow_cases("iter", "iterator")
@@ -347,16 +309,16 @@ def test_grains_datasets_and_loaders_are_asked(tmp_path, kind):
             sampler = grain.samplers.IndexSampler(
                 96, shuffle=True, seed=0, num_epochs=1
             )
-            batch = grain.transforms.Batch(8)
+            batch = grain.transforms.Batch(2)
             return grain.DataLoader(
                 data_source=items, sampler=sampler, operations=[batch]
             )
         dataset = grain.MapDataset.source(items).shuffle(seed=1)
         if kind == "map":
-            return dataset.batch(8)
+            return dataset.batch(2)
         if kind == "iter":
-            return dataset.to_iter_dataset().batch(8)
-        return iter(dataset.repeat().batch(8).to_iter_dataset())
+            return dataset.to_iter_dataset().batch(2)
+        return iter(dataset.repeat().batch(2).to_iter_dataset())
 
-    settings = {"limit_train_batches": 12} if kind == "iterator" else {}
-    check(tmp_path, make_loader, {5, 13}, **settings)
+    settings = {"limit_train_batches": 48} if kind == "iterator" else {}
+    check(tmp_path, make_loader, {20, 49}, **settings)

@@ -14,36 +14,29 @@ if not pathlib.Path("/proc/self/stat").exists():
     pytest.skip("processes are looked up in /proc", allow_module_level=True)
 
 SCRIPT = '''
-"""Trains with workers that last, and validates with some that never answer."""
-import sys, time
+"""Trains with workers that last, and then does nothing."""
+import time
 import equinox as eqx, jax, numpy as np, optax
 from torch.utils.data import DataLoader, Dataset
 import jaxdp
 
 class Rows(Dataset):
-    def __init__(self, blocks):
-        self.blocks = blocks
-
     def __len__(self):
         return 16
 
     def __getitem__(self, index):
-        if self.blocks and index == 12:
-            time.sleep(600)
         return np.full(4, index, np.float32), index % 3
 
 if __name__ == "__main__":
-    context = sys.argv[1] or None
-    def loader(blocks):
-        return DataLoader(Rows(blocks), 4, num_workers=2, persistent_workers=not blocks,
-                          multiprocessing_context=context)
+    loader = DataLoader(Rows(), 4, num_workers=2, persistent_workers=True)
     trainer = jaxdp.Trainer(eqx.nn.Linear(4, 3, key=jax.random.key(0)), optax.sgd(0.1),
                             loss="cross_entropy", enable_progress_bar=False)
-    class Say(jaxdp.Callback):
-        def on_validation_batch_end(self, trainer, batch_idx):
-            print("validates", batch_idx, flush=True)
-    trainer.callbacks.append(Say())
-    trainer.fit(loader(False), loader(True), max_epochs=2)
+    class Wait(jaxdp.Callback):
+        def on_train_epoch_end(self, trainer, metrics):
+            print("waits", flush=True)
+            time.sleep(600)
+    trainer.callbacks.append(Wait())
+    trainer.fit(loader)
 '''
 
 
@@ -70,25 +63,23 @@ def is_running(pid):
     return stat.rpartition(")")[2].split()[0] != "Z"
 
 
-@pytest.mark.slow_but("")
-@pytest.mark.parametrize("context", ["", "fork", "spawn"])
-def test_workers_and_their_server_end_with_a_killed_trainer(tmp_path, context):
+def test_workers_and_their_server_end_with_a_killed_trainer(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     with subprocess.Popen(
-        [sys.executable, "-W", "ignore", str(script), context],
+        [sys.executable, "-W", "ignore", str(script)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     ) as trainer:
         assert trainer.stdout is not None
         said = ""
-        while "validates 2" not in said:
+        while "waits" not in said:
             line = trainer.stdout.readline()
             assert line, said
             said += line
         started = descendants(trainer.pid)
-        assert len(started) >= 4  # the workers of both loaders, and what helps them
+        assert len(started) >= 3  # the workers, and the server that starts them
         try:
             trainer.send_signal(signal.SIGKILL)
             trainer.wait()

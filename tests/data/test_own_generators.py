@@ -1,8 +1,6 @@
 """Loaders and samplers with generators of torch, and samplers that tell their state.
 
-They give the same rows on resume. Other orders are noticed."""
-
-import warnings
+They give the same rows on resume. Others are named."""
 
 import numpy as np
 import pytest
@@ -21,7 +19,6 @@ from torch.utils.data import (  # noqa: E402
 
 from jaxdp.data import Position, open_loader  # noqa: E402
 from jaxdp.data.random_states import states_of, torch_generators  # noqa: E402
-from jaxdp.data.torch_source import noted  # noqa: E402
 
 X, Y = rows(24)
 DATA = TensorDataset(torch.from_numpy(X), torch.from_numpy(Y))
@@ -118,58 +115,26 @@ class Counts(Sampler):
         return iter(np.random.default_rng(self.epochs).permutation(24).tolist())
 
 
-class Numpys(Counts):
-    """Draws with a generator of NumPy, and tells nobody."""
+class Seeded(Counts):
+    """The order of an epoch is that of its number."""
 
-    def __init__(self):
-        self.generator = np.random.default_rng(3)
-
-    def __iter__(self):
-        return iter(self.generator.permutation(24).tolist())
+    def set_epoch(self, epoch):
+        self.epochs = epoch
 
 
-class Same(Counts):
-    """The same order in every epoch."""
-
-    def __iter__(self):
-        return iter(range(23, -1, -1))
-
-
-def resumed_after(steps, tmp_path, sampler, until=12):
-    """What a run that was saved after so many steps warns of, and one that was not."""
-    first, again = make(), make()
-    first.fit(DataLoader(DATA, 6, sampler=sampler()), max_steps=steps, max_epochs=9)
-    path = first.save(tmp_path / str(steps))
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        loader = DataLoader(DATA, 6, sampler=sampler())
-        again.fit(loader, max_steps=until, max_epochs=9, ckpt_path=path)
-    return [str(each.message) for each in found]
-
-
-@pytest.mark.parametrize("sampler", [Counts, Numpys])
-@pytest.mark.parametrize("steps", [6, 10])
-def test_other_rows_after_a_resume_are_noticed(tmp_path, steps, sampler):
-    (message,) = resumed_after(steps, tmp_path, sampler, until=steps + 8)
-    name = sampler.__name__
-    for part in ("`train_loader`", name, "state_dict", "torch.Gen", "set_epoch"):
-        assert part in message
-
-
-@pytest.mark.slow_but("Same-2", "Tells-6", "<lambda>-8")
-@pytest.mark.parametrize("steps", [2, 6, 8])
-@pytest.mark.parametrize("sampler", [Same, Tells, lambda: Draws(24)])
-def test_the_same_rows_after_a_resume_are_no_cause_for_alarm(tmp_path, steps, sampler):
-    assert resumed_after(steps, tmp_path, sampler) == []
-
-
-def test_index_lists_are_noted_by_their_numbers():
-    for kind in (int, np.int64, torch.tensor):
-        first, second = [kind(3), kind(1)], [kind(2), kind(0)]
-        assert noted(second, noted(first, 0)) != noted(first, noted(second, 0))
-    of_each_kind = [3, 1], np.array([3, 1]), [np.int64(3), 1], torch.tensor([3, 1])
-    assert len({noted(indices, 0) for indices in of_each_kind}) == 1
-    assert noted([1], noted([object()], 0)) is None
+@pytest.mark.parametrize("sampler", [Counts, Seeded, Tells, Draws])
+def test_a_sampler_that_no_checkpoint_contains_is_named_when_a_fit_starts(
+    caplog, sampler
+):
+    loader = DataLoader(DATA, 6, sampler=sampler())
+    make().validate(loader)
+    assert "no checkpoint contains" not in caplog.text
+    for _ in range(2):
+        make().fit(loader, max_steps=1)
+    texts = [r.getMessage() for r in caplog.records if "resumed run takes" in r.msg]
+    assert len(texts) == (sampler is Counts)
+    for part in ("`train_loader`", "Counts", "state_dict", "torch.Gen", "set_epoch"):
+        assert not texts or part in texts[0]
 
 
 def test_each_generator_is_found_once_by_its_path():

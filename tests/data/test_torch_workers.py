@@ -1,4 +1,4 @@
-"""Workers of torch loaders: the same batches, put together and sent faster."""
+"""Workers of torch loaders give the same batches, and are not forked."""
 
 import multiprocessing
 import os
@@ -13,14 +13,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from squares import Squares, assert_same, flat  # noqa: E402
-from torch.utils.data import DataLoader, Dataset  # noqa: E402
+from torch.utils.data import DataLoader  # noqa: E402
 
 from jaxdp import Trainer  # noqa: E402
 from jaxdp.callbacks import ModelCheckpoint  # noqa: E402
 from jaxdp.data import Position, open_loader  # noqa: E402
-from jaxdp.data.conversion import to_host  # noqa: E402
-from jaxdp.data.torch_source import TorchSource  # noqa: E402
-from jaxdp.data.torch_workers import PIPE_BYTES  # noqa: E402
 
 
 def linear():
@@ -79,28 +76,6 @@ def test_workers_give_the_same_batches_without_fork_warnings(persistent):
     assert loader.multiprocessing_context is None
 
 
-def test_batches_fit_into_the_pipe_that_they_come_through(monkeypatch):
-    fcntl = pytest.importorskip("fcntl")
-    if not hasattr(fcntl, "F_GETPIPE_SZ"):
-        pytest.skip("only Linux has wider pipes")
-    sizes, set_size = [], fcntl.fcntl
-
-    def noted(pipe, *arguments):
-        try:
-            return set_size(pipe, *arguments)
-        finally:
-            sizes.append(set_size(pipe, fcntl.F_GETPIPE_SZ))
-
-    monkeypatch.setattr(fcntl, "fcntl", noted)
-    plain = DataLoader(Squares(), 4)
-    loader = DataLoader(Squares(), 4, num_workers=1)
-    assert_same(open_loader(loader, "train_loader", seed=0).epoch(), plain)
-    # Where that is forbidden, they come through a narrow one.
-    monkeypatch.setattr(fcntl, "F_SETPIPE_SZ", -1)
-    assert_same(open_loader(loader, "train_loader", seed=0).epoch(), plain)
-    assert sizes == [PIPE_BYTES, 2**16]
-
-
 class Platforms(Squares):
     """What a worker's JAX may open."""
 
@@ -146,70 +121,15 @@ def test_errors_of_sending_and_of_samplers_are_told_apart():
     assert not multiprocessing.active_children()
 
 
-LIBRARY = """
-import os
-
-PID = os.getpid()
-"""
-
-
-SCRIPT = """
-import os
-import sys
-import sysconfig
-
-import numpy as np
-import own
-from torch.utils.data import DataLoader, Dataset
-
-from jaxdp.data import open_loader
-from jaxdp.data import Position
-
-
-class Imported(Dataset):
-    def __len__(self):
-        return 2
-
-    def __getitem__(self, i):
-        return np.array([i, own.library.PID == os.getpid()])
-
-
-if __name__ == "__main__":
-    sysconfig.get_path = lambda name: os.path.dirname(own.library.__file__)
-    loader = DataLoader(Imported(), 2, num_workers=1)
-    print(next(open_loader(loader, "train_loader", seed=0).epoch()).tolist())
-"""
-
-
-@pytest.mark.slow
-def test_workers_find_the_libraries_of_the_script_already_imported(tmp_path):
-    libraries = tmp_path / "libraries"
-    libraries.mkdir()
-    (libraries / "library.py").write_text(LIBRARY)
-    (tmp_path / "own.py").write_text("import library\n")
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    paths = [str(libraries), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.stdout.split("\n")[0] == "[[0, 0], [1, 0]]", done.stderr
-
-
 UNPACKED = """
 import jax
 import numpy as np
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from jaxdp.data import open_loader
 
 
-class Unpacked:
+class Unpacked(Dataset):
     def __setstate__(self, state):
         vars(self).update(state, platforms=jax.config.jax_platforms)
 
@@ -220,22 +140,13 @@ class Unpacked:
         return np.array([self.platforms == "cpu", jax.config.jax_platforms == "cpu"])
 
 
-class Indexed(Unpacked, Dataset):
-    pass
-
-
-class Stream(Unpacked, IterableDataset):
-    def __iter__(self):
-        return iter([self[0], self[1]])
-
-
 if __name__ == "__main__":
     print(jax.config.jax_platforms)
-    for dataset in Indexed(), Stream():
-        dataset.any = 1  # else there is nothing to unpack
-        loader = DataLoader(dataset, 2, num_workers=1)
-        (batch,) = open_loader(loader, "train_loader", seed=0).epoch()
-        print(batch.tolist())
+    dataset = Unpacked()
+    dataset.any = 1  # else there is nothing to unpack
+    loader = DataLoader(dataset, 2, num_workers=1)
+    (batch,) = open_loader(loader, "train_loader", seed=0).epoch()
+    print(batch.tolist())
 """
 
 
@@ -252,57 +163,37 @@ def test_workers_leave_gpus_alone_before_they_unpack_their_dataset(tmp_path):
         text=True,
         timeout=300,
     )
-    true = [[True, True]] * 2
-    assert done.stdout.splitlines() == ["None", str(true), str(true)], done.stderr
+    assert done.stdout.splitlines() == ["None", str([[True] * 2] * 2)], done.stderr
 
 
-class Rows(Dataset):
-    """Rows of every kind that torch's collation knows."""
+SESSION = """
+import warnings
 
-    def __init__(self, kind, size=5):
-        self.kind, self.size = kind, size
+warnings.simplefilter("error")  # no fork
+from torch.utils.data import DataLoader
 
-    def __len__(self):
-        return self.size
+from jaxdp.data import open_loader
+from squares import Squares
 
-    def __getitem__(self, index):
-        random = np.random.default_rng(index)
-        values = {
-            "arrays": (random.normal(size=(3, 2)).astype(np.float32), np.int64(index)),
-            "wide": (random.normal(size=3), index, float(index) / 3, index > 2),
-            "bytes": {"x": random.integers(0, 256, (4, 4), dtype=np.uint8), "y": 1},
-            "tensors": (torch.full((2,), float(index)), torch.tensor(index)),
-            "bfloat16": (torch.full((2,), index, dtype=torch.bfloat16), index),
-            "large": (np.full((300, 300), index, np.float32), [index, index + 1]),
-            "transposed": (random.normal(size=(3, 2)).T, np.float32(index)),
-            "mixed": (index if index % 2 else index + 0.5, np.zeros(())),
-        }
-        return values[self.kind]
+class Rows(Squares):
+    pass
+
+loader = DataLoader(Squares(), 4, num_workers=1)
+print(len(list(open_loader(loader, "train_loader", seed=0).epoch())))
+loader = DataLoader(Rows(), 4, num_workers=1)
+next(open_loader(loader, "train_loader", seed=0).epoch())
+"""
 
 
-KINDS = "arrays wide bytes tensors bfloat16 large transposed mixed".split()
-
-
-@pytest.mark.parametrize(
-    ("kind", "workers"),
-    [(kind, 0) for kind in KINDS]
-    + [(kind, 2) for kind in ("arrays", "bfloat16", "large")],
-)
-def test_collation_gives_what_torchs_gives(kind, workers):
-    loader = DataLoader(Rows(kind), 3, num_workers=workers)
-    plain = [to_host(batch) for batch in DataLoader(Rows(kind), 3)]
-    found = list(TorchSource(loader, "loader", seed=0).epoch())
-    for one, other in zip(found, plain, strict=True):
-        assert jax.tree.structure(one) == jax.tree.structure(other)
-        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-            assert (a.dtype, a.shape) == (b.dtype, b.shape)
-            np.testing.assert_array_equal(a, b)
-
-
-def test_rows_that_differ_get_the_error_of_torchs_collation():
-    class Uneven(Rows):
-        def __getitem__(self, index):
-            return np.zeros(index + 1)
-
-    with pytest.raises(RuntimeError, match="equal size"):
-        list(TorchSource(DataLoader(Uneven(""), 3), "loader", seed=0).epoch())
+def test_a_dataset_of_a_notebook_is_to_be_put_into_a_module():
+    folder = os.path.dirname(__file__)
+    paths = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run(
+        [sys.executable, "-c", SESSION],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert "TypeError: `train_loader` has Rows, which is defined" in done.stderr
+    assert "put it into a module" in done.stderr and done.stdout.split() == ["6"]

@@ -226,8 +226,8 @@ def loaders():
     found = {
         "list": losses(arrays()),
         "Arrays": losses(Arrays(*rows(ROWS), batch_size=16)),
-        "Arrays on the devices": losses(
-            Arrays(*rows(ROWS), batch_size=16, on_device=True)
+        "Arrays on a device": losses(
+            Arrays(*jax.device_put(rows(ROWS)), batch_size=16)
         ),
         "iterator": losses(iter(arrays()), epochs=1),
         "by index": losses(DataLoader(logged, 16, shuffle=True)),

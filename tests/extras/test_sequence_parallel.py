@@ -113,7 +113,7 @@ def mean_of_tokens(prediction, target):
 
 def arrays():
     x, y = (np.concatenate(parts) for parts in zip(*RAGGED, strict=True))
-    return Arrays(x, y, batch_size=4, on_device=True)
+    return Arrays(*jax.device_put((x, y)), batch_size=4)
 
 
 CASES = {

@@ -17,7 +17,7 @@ from jax.experimental import topologies
 
 from ...basics.arguments import check_number
 from ...basics.hardware import float32_by_default, memory_of
-from ...step import BY_DEFAULT, Batch, Picked, Table, map_rows
+from ...step import BY_DEFAULT, Batch, map_rows
 from ..pipeline import Pipeline
 from .hardware import (
     HARDWARE,
@@ -259,8 +259,6 @@ def _zeros(batch: Batch, rows: int | None = None) -> Batch:
     def zeros(leaf: Any) -> Any:
         return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
 
-    if isinstance(batch, Picked):
-        return Picked(_zeros(batch.index, rows), Table(_zeros(batch.table.tree)))
     if rows is not None:
         batch = map_rows(lambda x: np.broadcast_to(x[:1], (rows, *x.shape[1:])), batch)
     return jax.tree.map(zeros, batch)

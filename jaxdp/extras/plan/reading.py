@@ -13,7 +13,7 @@ from ...basics.host_memory import HOST
 from ...basics.tree import leaf_path, nbytes
 from ...basics.units import in_bytes
 from ...engine import num_in_flight
-from ...step import LONG_IN_FLIGHT, TABLE
+from ...step import LONG_IN_FLIGHT
 from ..local_sgd import LocalSGD
 from . import hlo
 from .hardware import Hardware, usable_memory
@@ -109,9 +109,7 @@ class Reading:
         """Bytes of batches that wait on a device for their steps: those of the steps
         that are launched, but for the one that runs, and the next one."""
         nbytes = sum(
-            leaf.bytes_per_device
-            for leaf in self.batch
-            if leaf.path != "counts" and f"whole.{TABLE}" not in leaf.path
+            leaf.bytes_per_device for leaf in self.batch if leaf.path != "counts"
         )
         launched = num_in_flight(nbytes, memory)
         return nbytes * (min(launched, LONG_IN_FLIGHT) if self.steps > 1 else launched)
@@ -411,10 +409,6 @@ def notes_on(
         f"this is the step for the shape of the first batch, {shapes}; other"
         " shapes have programs of their own"
     ]
-    kept = [leaf.bytes_per_device for leaf in batch if f"whole.{TABLE}" in leaf.path]
-    if kept:
-        exact.append(f"{in_bytes(sum(kept))} of the batch are arrays (`jaxdp.Arrays`)")
-        exact[-1] += " that each device keeps; steps take their rows there"
     unknown = ["memory of the program itself, of collectives' libraries and of JAX"]
 
     # What the compiler of other devices can't tell.
