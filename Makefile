@@ -29,14 +29,16 @@ LIGHTLY = $(if $(DEFAULT),JAX_DISABLE_MOST_OPTIMIZATIONS=1 XLA_FLAGS="$$XLA_FLAG
   --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1")
 # What is installed besides what jaxdp needs: an extra of setup.cfg.
 EXTRA := test
+WANTED = --editable '.[$(EXTRA)]'
 TORCH := torch==2.13.0
-TORCHVISION := torchvision==0.28.0
-TORCHDATA := torchdata==0.11.0
+# Without what they depend on, which would bring another torch.
+BESIDE_TORCH := torchvision==0.28.0 torchdata==0.11.0
 
 DEFAULT := $(filter $(DEFAULT_PYTHON),$(notdir $(PYTHON)))
 VENV := $(if $(DEFAULT),.venv,.venv-$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check -qq install
+INSTALL := -m pip --disable-pip-version-check -qq install
+PIP := $(BIN)/python $(INSTALL)
 READY := $(VENV)/.ready
 
 .PHONY: demo test test-all test-guards test-short test-lowest faults dist lint docs format bench bench-gpu bench-quick clean
@@ -66,7 +68,8 @@ test-short: $(READY)
 	  tests/checkpoint/test_saving.py
 
 test-lowest:
-	$(MAKE) --no-print-directory VENV=.venv-lowest LOWEST=1 test-short
+	$(MAKE) --no-print-directory VENV=.venv-lowest LOWEST=1 \
+	  WANTED='-c tests/lowest.txt --editable . beartype pytest pytest-xdist' test-short
 
 faults: $(READY)
 	JAXDP_FAULTS=long JAXDP_FAULTS_TABLE=docs/reliability.md \
@@ -78,8 +81,7 @@ lint: $(READY)
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 docs: $(READY)
-	@$(BIN)/python -c 'import material, mkdocstrings' 2>/dev/null || $(PIP) \
-	  'mkdocs-material>=9.5' 'mkdocstrings[python]>=0.26'
+	@test -x $(BIN)/mkdocs || $(PIP) --editable '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
 format: $(READY)
@@ -106,10 +108,10 @@ dist: $(READY)
 	$(BIN)/python -m build --outdir dist .
 	$(BIN)/python -m twine check --strict dist/*
 	$(FOUND) -m venv .venv-dist
-	.venv-dist/bin/python -m pip --disable-pip-version-check -qq install '$(TORCH)+cpu' \
-	  || .venv-dist/bin/python -m pip --disable-pip-version-check -qq install '$(TORCH)'
-	.venv-dist/bin/python -m pip --disable-pip-version-check -qq install dist/*.whl
-	$(BIN)/python -c "$$EXAMPLE" > dist/readme.py
+	.venv-dist/bin/python $(INSTALL) '$(TORCH)+cpu' \
+	  || .venv-dist/bin/python $(INSTALL) '$(TORCH)'
+	.venv-dist/bin/python $(INSTALL) dist/*.whl
+	sed -n '/^```python$$/,/^```$$/{/^```/!p;}' README.md > dist/readme.py
 	cd dist && ../.venv-dist/bin/python readme.py && ../.venv-dist/bin/jaxdp --help
 	rm dist/readme.py
 
@@ -117,40 +119,16 @@ clean:
 	rm -rf dist build .venv .venv-* .pytest_cache .ruff_cache jaxdp.egg-info site
 
 # The first Python that runs. pyenv knows those that it has but that are not switched
-# on; the default one may be replaced by any that is new enough.
+# on; the default one may be replaced by any that is new enough, as pip finds out.
 FOUND = $(shell for python in $(PYTHON) \
 	  $$(pyenv whence --path $(notdir $(PYTHON)) 2>/dev/null) $(if $(DEFAULT),python3); do \
-	    $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
-	    && echo $$python && break; done)
+	    $$python --version >/dev/null 2>&1 && echo $$python && break; done)
 
 # torch comes first, as a CPU build if there is one: the plain Linux package brings
 # gigabytes of CUDA libraries. The default environment takes it all the same, because
 # the demo reads its data with torch; another one goes without, and its tests that
 # need torch skip.
-TORCH_ELSE = $(if $(DEFAULT)$(filter-out Linux,$(shell uname -s)),$(PIP) '$(TORCH)',\
-	echo "No CPU build of $(TORCH) for $(PYTHON): the tests that need torch skip.")
-
-# What setup.cfg lists, torch excepted.
-define LISTED
-import configparser
-config = configparser.ConfigParser()
-config.read("setup.cfg")
-extra = config["options.extras_require"]["$(EXTRA)"]
-text = config["options"]["install_requires"] + extra
-if "$(LOWEST)":
-    needed = ("beartype", "pytest", "pytest-xdist")
-    extra = "\n".join(line for line in extra.split() if line.split(">")[0] in needed)
-    text = config["options"]["install_requires"].replace(">=", "==") + "\n" + extra
-print("\n".join(line for line in text.split("\n") if not line.startswith("torch")))
-endef
-export LISTED
-
-# The code that README shows.
-define EXAMPLE
-import re
-print("\n".join(re.findall(r"^```python\n(.*?)^```", open("README.md").read(), re.M | re.S)))
-endef
-export EXAMPLE
+TORCH_ELSE = $(if $(DEFAULT)$(filter-out Linux,$(shell uname -s)),$(PIP) '$(TORCH)',false)
 
 # The stamp is written last, so that an interrupted installation is taken up again.
 $(READY): setup.cfg pyproject.toml Makefile
@@ -159,11 +137,11 @@ $(READY): setup.cfg pyproject.toml Makefile
 	@echo "Installing into $(VENV): a few minutes the first time"
 	@rm -f $@
 	$(FOUND) -m venv $(VENV)
-	@$(if $(LOWEST),true,$(PIP) '$(TORCH)+cpu' 2>/dev/null || $(TORCH_ELSE))
-	@$(BIN)/python -c "$$LISTED" > $(VENV)/requirements.txt
-	$(PIP) -r $(VENV)/requirements.txt
-	$(PIP) --no-deps --editable .
-	@! $(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) --no-deps '$(TORCHVISION)' \
-	  || echo "No $(TORCHVISION): the tests that need it skip."
-	@! $(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) --no-deps '$(TORCHDATA)'
+ifndef LOWEST
+	@if $(PIP) '$(TORCH)+cpu' 2>/dev/null || $(TORCH_ELSE); then \
+	  for package in $(BESIDE_TORCH); do $(PIP) --no-deps $$package \
+	    || echo "No $$package: the tests that need it skip."; done; \
+	else echo "No $(TORCH) for $(PYTHON): the tests that need torch skip."; fi
+endif
+	$(PIP) $(WANTED)
 	@touch $@

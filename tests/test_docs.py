@@ -1,6 +1,7 @@
 """The code in the documentation runs as it stands."""
 
 import ast
+import configparser
 import importlib.util
 import os
 import pathlib
@@ -154,6 +155,14 @@ def test_commands_of_a_page_are_there(page, monkeypatch):
     targets = re.findall(r"^([\w-]+):", pathlib.Path("Makefile").read_text(), re.M)
     for target in re.findall(r"^    make ([\w-]+)|`make ([\w-]+)", text, re.M):
         assert "".join(target) in targets
+
+
+def test_the_lowest_versions_that_are_tried_are_those_of_setup_cfg():
+    config = configparser.ConfigParser()
+    config.read(DOCS.parent / "setup.cfg")
+    allowed = config["options"]["install_requires"].replace(">=", "==").split()
+    tried = (DOCS.parent / "tests" / "lowest.txt").read_text().splitlines()
+    assert [line for line in tried if not line.startswith("#")] == allowed
 
 
 def _anchors(page):
