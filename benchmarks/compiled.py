@@ -1,6 +1,6 @@
 """The steps that the compilers for GPUs and TPUs make, beside those of steps by hand.
 
-    pip install 'jaxdp[plan]'
+    pip install '.[plan]'
     python -m benchmarks.compiled                       # no GPU or TPU is needed
     python -m benchmarks.compiled --only MLP,GPT --topologies h100x8
 

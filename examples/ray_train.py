@@ -5,7 +5,7 @@
 The script calls `jaxdp.distributed.initialize()` at its top, which finds its place in
 three variables that are set here. Ray starts all workers again if one dies
 (`--restarts`); a script with `ckpt_path="auto"` then resumes from its last checkpoint.
-Needs the extra `ray`: `pip install "jaxdp[ray]"`. On several machines, start Ray there
+Needs Ray: `pip install "ray[train]"`. On several machines, start Ray there
 first (`ray start`), and let checkpoints go to a folder that all can reach.
 """
 

@@ -10,6 +10,7 @@ import pkgutil
 from typing import TYPE_CHECKING, Any
 
 from . import callbacks, distributed, losses, strategies
+from .basics.environment import warn_of_namesake
 from .callbacks import Callback
 from .data import Arrays
 from .fit import PassMetric
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     from .extras.sequence_parallel import SequenceParallel
 
 __version__ = "0.3.0.dev0"
+
+warn_of_namesake()
 
 __all__ = [
     "FSDP",
@@ -109,6 +112,9 @@ _EXTRAS = {
     "jaxdp.save_model": "extras.model_files:save_model",
     "jaxdp.save_weights": "extras.save_weights:save_weights",
     "jaxdp.testing": "testing",
+    "jaxdp.callbacks.LivePlot": "extras.live_plot:LivePlot",
+    "jaxdp.callbacks.MLFlowLogger": "extras.mlflow_logger:MLFlowLogger",
+    "jaxdp.callbacks.WandbLogger": "extras.wandb_logger:WandbLogger",
     "jaxdp.callbacks.OptunaPruning": "extras.optuna_pruning:OptunaPruning",
     "jaxdp.callbacks.Samples": "extras.samples:Samples",
     "jaxdp.strategies.Bitwise": "extras.bitwise:Bitwise",

@@ -1,5 +1,6 @@
 """Versions and hardware of this process, and packages that not everybody has."""
 
+import contextlib
 import functools
 import importlib
 import importlib.metadata
@@ -9,6 +10,10 @@ import warnings
 from typing import Any, Final
 
 import jax
+
+from .console import warn
+
+DISTRIBUTION: Final = "jaxdp-trainer"
 
 PACKAGES: Final = (
     "jaxdp",
@@ -32,7 +37,8 @@ def _found() -> dict[str, str]:
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            versions[name] = importlib.metadata.version(name)
+            distribution = DISTRIBUTION if name == "jaxdp" else name
+            versions[name] = importlib.metadata.version(distribution)
         except importlib.metadata.PackageNotFoundError:
             continue
     return versions
@@ -52,14 +58,35 @@ def hardware() -> dict[str, Any]:
 
 
 def import_extra(module: str, who: str, extra: str) -> Any:
-    """A module that `who` needs, of a package that an extra of this one installs."""
+    """A module that `who` needs, of a package that an extra of this one installs.
+
+    The error names that package, and never an extra of `jaxdp`: on the public index `jaxdp` is
+    somebody else's, with the same import name.
+    """
     try:
         with warnings.catch_warnings():
             # Of their own dependencies; nobody here can do anything about it.
             warnings.simplefilter("ignore")
             return importlib.import_module(module)
     except ImportError as error:
+        package = module.partition(".")[0]
         raise ImportError(
-            f"{who} needs {module.partition('.')[0]}, which is not installed; run"
-            f' `pip install "jaxdp[{extra}]"`.'
+            f"{who} needs {package}, which is not installed; run `pip install"
+            f" {package}` (it is in this library's extra `{extra}`)."
         ) from error
+
+
+def warn_of_namesake() -> None:
+    """Warns if the package index's `jaxdp`, which is another library, is installed.
+
+    Both are imported as `jaxdp`, so their files would lie in one folder.
+    """
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        other = importlib.metadata.metadata("jaxdp")
+        if other["Author"] == "The jaxdp authors":  # this one, under its former name
+            return
+        warn(
+            f"the distribution `jaxdp` {other['Version']} is installed beside this"
+            f" library, which is named {DISTRIBUTION!r} and imported as `jaxdp`, too."
+            " Run `pip uninstall jaxdp`, and then install this one again"
+        )

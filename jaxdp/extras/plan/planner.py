@@ -476,7 +476,8 @@ def _unusable(name: str, what: str, error: Exception) -> ImportError:
     """The error of a compiler that is missing, or does not start."""
     return ImportError(
         f"`topology`={name!r} needs JAX's compiler for {what}, and no such device; it"
-        f" does not start: {_line(error)} Run pip install 'jaxdp[plan]' --upgrade."
+        f" does not start: {_line(error)} Run pip install --upgrade"
+        f" 'jax[cuda12-local,tpu]=={jax.__version__}' 'nvidia-cuda-nvcc-cu12>=12.8'."
     )
 
 

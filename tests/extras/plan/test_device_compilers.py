@@ -65,7 +65,9 @@ def test_a_gpu_compiler_that_does_not_start_says_why(cuda_plugin):
         raise RuntimeError("a library is broken.\nThe rest of it")
 
     cuda_plugin.initialize = initialize
-    message = r"does not start: a library is broken\. Run pip install 'jaxdp\[plan\]'"
+    message = (
+        r"a library is broken\. Run pip install --upgrade 'jax\[cuda12-local,tpu\]"
+    )
     with pytest.raises(ImportError, match=message):
         planner.gpu_devices("h100x8", "", "1x1x8")
 

@@ -46,7 +46,8 @@ def test_slices_have_the_shapes_that_are_offered():
 @pytest.mark.skipif(installed("libtpu"), reason="the TPU compiler is installed")
 def test_a_missing_tpu_compiler_names_the_extra():
     with pytest.raises(
-        ImportError, match=r"JAX TPU support not installed.*pip install 'jaxdp\[plan\]'"
+        ImportError,
+        match=r"JAX TPU support not installed.*pip install --upgrade 'jax\[",
     ):
         trainer().plan([batch()], topology="v5e-8")
 

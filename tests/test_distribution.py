@@ -1,0 +1,44 @@
+"""The name that the library is installed by, which differs from its import name."""
+
+import importlib.metadata
+import re
+from pathlib import Path
+
+import pytest
+
+from jaxdp.basics import environment
+
+ROOT = Path(__file__).parents[1]
+WHERE = "jaxdp", "docs", "examples", "benchmarks", "tests"
+TEXTS = {".py", ".md", ".yaml", ".yml", ".cfg", ".toml", ".sh", ".sbatch", ".ipynb"}
+
+
+def test_nothing_installs_the_library_by_the_name_of_another():
+    """On the package index `jaxdp` is somebody else's."""
+    found = re.compile(r"pip install[^#\n]*\bjaxdp(?!-trainer)\b|['\"]jaxdp\[")
+    files = [ROOT / "README.md", ROOT / "setup.cfg", ROOT / "Makefile"]
+    files += [f for d in WHERE for f in (ROOT / d).rglob("*") if f.suffix in TEXTS]
+    assert len(files) > 300
+    allowed = {ROOT / "docs" / "install.md", Path(__file__)}  # which warn of it
+    wrong = [
+        f"{file.relative_to(ROOT)}: {line.strip()}"
+        for file in {*files} - allowed
+        for line in file.read_text().splitlines()
+        if found.search(line)
+    ]
+    assert not wrong
+
+
+def test_the_other_library_is_warned_of(monkeypatch):
+    other = {"Author": "Somebody else", "Version": "0.1"}
+    monkeypatch.setattr(importlib.metadata, "metadata", {"jaxdp": other}.get)
+    with pytest.warns(UserWarning, match="`jaxdp` 0.1 .* `pip uninstall jaxdp`"):
+        environment.warn_of_namesake()
+
+
+def test_versions_have_the_library_by_its_import_name():
+    try:
+        expected = importlib.metadata.version(environment.DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("the library is not installed, only on the path")
+    assert environment.versions()["jaxdp"] == expected
