@@ -124,6 +124,11 @@ class History(Mapping[str, list[float]]):
         Returns:
             A `matplotlib.figure.Figure` that belongs to no window.
         """
+        if isinstance(path, str) and path in self:
+            raise ValueError(
+                f"`path`={path!r} is the name of a metric; plot() draws all of them."
+                " (A path ends with the format, such as 'curves.png'.)"
+            )
         x = [float(epoch + 1) for epoch in self.epochs]
         points = {name: list(zip(x, self[name], strict=True)) for name in self}
         means = [name for name in self if not _OF_MEMBER.search(name)]

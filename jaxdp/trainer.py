@@ -150,7 +150,14 @@ class Trainer:
     def __setattr__(self, name: str, value: Any) -> None:
         if "run" in vars(self):
             surface.check_may_be_set(self.run.arguments, name)
+        if "num_training_batches" in vars(self):  # the last one that is set above
+            surface.check_attribute(self, name)
         super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if "run" in vars(self):
+            surface.check_attribute(self, name)
+        return super().__getattribute__(name)  # raises, as a property of ours did
 
     def fit(
         self,

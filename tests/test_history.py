@@ -161,3 +161,10 @@ def test_of_equal_values_the_older_is_the_best():
         curve = [(1.0, 0.2), (2.0, 0.7), (3.0, 0.7), (4.0, 0.2)]
         run = run._replace(columns={name: curve})
         assert run.best(name)[1] == {"acc": 2.0, "loss": 1.0}[name]
+
+
+def test_a_metric_is_no_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="'loss' is the name of a metric"):
+        make_history().plot("loss")
+    assert not [*tmp_path.iterdir()]

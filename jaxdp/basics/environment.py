@@ -60,7 +60,7 @@ def hardware() -> dict[str, Any]:
 def import_extra(module: str, who: str, extra: str) -> Any:
     """A module that `who` needs, of a package that an extra of this one installs.
 
-    The error names that package, and never an extra of `jaxdp`: on the public index `jaxdp` is
+    The error names that package, and no extra of `jaxdp`: on the public index that is
     somebody else's, with the same import name.
     """
     try:

@@ -57,6 +57,24 @@ INSTEAD: Final[dict[str, dict[str, str]]] = {
         "sample_weight": _WEIGHTS,
         "verbose": "Trainer(enable_progress_bar=False) shows no bar",
     },
+    # Attributes and methods of a trainer.
+    "trainer": {
+        # Lightning's.
+        "lightning_module": "trainer.model",
+        "optimizers": "trainer.state.opt_state",
+        "logged_metrics": "trainer.callback_metrics",
+        "save_checkpoint": "trainer.save(path)",
+        "world_size": "jax.device_count()",
+        "num_devices": "jax.device_count()",
+        "estimated_stepping_batches": "trainer.num_training_batches",
+        # Keras's, Hugging Face's.
+        "stop_training": "trainer.should_stop",
+        "evaluate": "trainer.validate(loader), or trainer.test(loader)",
+        "train": "trainer.fit(loader)",
+        "train_on_batch": "trainer.steps(loader), which yields each step's metrics",
+        "save_model": "jaxdp.save_model(path, trainer.model), or trainer.save(path)",
+        "load_weights": "jaxdp.load_weights(path, like, names), or trainer.load(path)",
+    },
     # Hooks, by those that do their work here.
     "Callback": {
         "on_train_start": "on_fit_start",

@@ -167,7 +167,9 @@ class EarlyStopping(MetricCheck):
         self.reason = self._best = None
 
     def _stop_if_due(self, trainer: Trainer, value: float, improved: bool) -> None:
-        self.reason = self._reason(value, improved)
+        before, self.reason = self.reason, self._reason(value, improved)
+        if before is not None and self.reason is None:
+            trainer.should_stop = False  # the fit went on, to reach its minimum
         if self.reason is not None:
             was_said, trainer.should_stop = trainer.should_stop, True
             if self.verbose and not was_said:

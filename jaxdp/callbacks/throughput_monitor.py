@@ -101,7 +101,10 @@ class ThroughputMonitor(Callback):
             self._count_flops(trainer, shapes, batch)
             self._begin()  # what was traced just now is no part of the run
         elif shapes not in self._flops:
-            self._count_flops(trainer, shapes, batch)
+            try:
+                self._count_flops(trainer, shapes, batch)
+            except Exception:
+                return  # the step will say what is wrong with this shape
         self._flops_of_row = self._flops[shapes]
         self._examples_before = trainer.record.examples
 

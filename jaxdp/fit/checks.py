@@ -287,7 +287,12 @@ def check_callbacks(
             f"`callbacks` must be a list of callbacks, one, or None; got {callbacks!r}."
         )
     callbacks = tuple(callbacks)
-    for callback in callbacks:
+    for place, callback in enumerate(callbacks):
+        if any(callback is other for other in callbacks[:place]):
+            raise ValueError(
+                f"`callbacks` has the same {type(callback).__name__} twice, whose hooks"
+                " would be called twice. Pass it once."
+            )
         _check_is_made("`callbacks` has", callback, Callback)
         if not isinstance(callback, Callback):
             raise TypeError(

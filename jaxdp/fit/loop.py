@@ -322,7 +322,8 @@ class Loop:
             )
 
     def _warn_of_nan(self, means: dict[str, float]) -> None:
-        if not (math.isfinite(means["loss"]) or self._warned_of_nan):
+        is_guarded = self._run.engine.options.skip_nonfinite
+        if not (math.isfinite(means["loss"]) or self._warned_of_nan or is_guarded):
             self._warned_of_nan = True
             warn(
                 f"the loss of epoch {self.progress.epoch} is {means['loss']}:"

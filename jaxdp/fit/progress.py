@@ -263,6 +263,19 @@ class Limits:
         self.accumulate = accumulate
         self.batches_per_epoch = per_epoch
         self.steps_per_epoch = self.steps_by(accumulate)
+        self._check_minimum()
+
+    def _check_minimum(self) -> None:
+        """Raises for a minimum of steps that the epochs can't reach."""
+        if self.max_epochs is None or self.steps_per_epoch is None:
+            return
+        most = self.max_epochs * self.steps_per_epoch
+        if self.min_steps > most:
+            raise ValueError(
+                f"`min_steps`={self.min_steps} is more than the {most} steps of"
+                f" `max_epochs`={self.max_epochs}, {self.steps_per_epoch} an epoch;"
+                " raise `max_epochs`, or pass -1 for no limit."
+            )
 
     def steps_by(self, accumulate: int) -> int | None:
         """Optimizer steps of an epoch, of so many batches each."""

@@ -51,6 +51,19 @@ def check_may_be_set(arguments: Container[str], name: str) -> None:
         )
 
 
+def check_attribute(trainer: "Trainer", name: str) -> None:
+    """Raises for an attribute that a trainer has under another name, or misspelt."""
+    if hasattr(type(trainer), name) or name in vars(trainer) or name.startswith("_"):
+        return
+    instead = INSTEAD["trainer"].get(name)
+    if instead is None:
+        ours = [each for each in dir(type(trainer)) if not each.startswith("_")]
+        near = find_near(name, [*ours, *vars(trainer)], cutoff=0.9)
+        instead = near and f"trainer.{near}"
+    if instead is not None:
+        raise AttributeError(f"`trainer` has no attribute {name!r}; use {instead}.")
+
+
 def whole_model(run: "Run", wanted: str) -> tuple[Any, Any]:
     """The model as trained so far, and its `eqx.nn.State`: live copies."""
     if not run.has_engine:

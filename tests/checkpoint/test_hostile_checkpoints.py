@@ -1,10 +1,7 @@
 """Checkpoints of strangers, who know how they are sealed, and states half loaded."""
 
-import base64
 import hashlib
 import json
-import pathlib
-import pickle
 import shutil
 
 import jax
@@ -226,33 +223,6 @@ def test_no_string_of_the_metadata_leads_out_of_the_run(run, tmp_path, kind):
     assert contents(victim) == before
     assert b"precious" in contents(run.logs).values()
     assert {*tmp_path.rglob("*")} == {victim, victim / "1", *before}
-
-
-class Touch:
-    """Makes a file when it is unpickled."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return pathlib.Path.touch, (self.path,)
-
-
-def test_no_pickle_is_read(run, tmp_path):
-    run.reset()
-    content = pickle.dumps(Touch(tmp_path / "ran"))
-    meta = json.loads(run.meta)
-    meta["source"]["own"]["at"] = {
-        "__jaxdp__": "array",
-        "of": base64.b64encode(content).decode(),
-        "as": ["|O", [1]],
-    }
-    run.forge(meta)
-    with pytest.raises(ValueError, match="`train_loader`: Told can't load"):
-        run.fit(ckpt_path=run.steps / "8", max_steps=11)
-    assert not (tmp_path / "ran").exists()
-    pickle.loads(content)
-    assert (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize(

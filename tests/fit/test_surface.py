@@ -257,3 +257,31 @@ def test_the_table_of_arguments_has_none_that_are_ours():
         assert not others.keys() & ours, method
         for name in re.findall(r"jaxdp\.([\w.]+)", " ".join(others.values())):
             pkgutil.resolve_name(f"jaxdp.{name}")
+
+
+@pytest.mark.parametrize(
+    "name, instead",
+    [
+        ("stop_training", "trainer.should_stop"),
+        ("evaluate", "trainer.validate"),
+        ("shoud_stop", "trainer.should_stop"),
+        ("global_steps", "trainer.global_step"),
+        ("callback_metric", "trainer.callback_metrics"),
+    ],
+)
+def test_attributes_by_other_names_are_refused(name, instead):
+    trainer = make_small()
+    for use in (lambda: getattr(trainer, name), lambda: setattr(trainer, name, True)):
+        with pytest.raises(
+            AttributeError, match=rf"no attribute '{name}'; use {instead}"
+        ):
+            use()
+
+
+def test_own_attributes_may_be_set():
+    trainer = make_small()
+    trainer.my_steps = 3
+    assert trainer.my_steps == 3
+    with pytest.raises(AttributeError, match="object has no attribute 'yours'"):
+        trainer.yours  # noqa: B018
+    assert not hasattr(trainer, "__deepcopy__")
