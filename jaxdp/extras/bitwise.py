@@ -81,6 +81,14 @@ class Bitwise(DataParallel):
                 f" round differently on other device counts; use {self.strategy!r}: on"
                 " the same devices the bits are the same anyway."
             )
+        remat = arguments["remat"]
+        if remat is not True and remat and not callable(remat):
+            raise ValueError(
+                f"`strategy`: Bitwise can't keep the bits with `remat`={remat!r}, since"
+                " XLA fuses submodules that are computed again otherwise on other"
+                " device counts. Put equal blocks into a jaxdp.Stack, and pass"
+                " remat=True."
+            )
         loss_fn = arguments["loss_fn"]
         if loss_fn is not None and not isinstance(loss_fn, PerExample):
             raise ValueError(

@@ -56,6 +56,13 @@ def test_early_stopping_waits_for_patience_checks_without_improvement():
     assert stopping.reason == "val_loss did not improve on 2 for 3 checks."
 
 
+def test_a_bad_stretch_before_the_minimum_ends_no_fit_that_improves():
+    values, stopping = [3, 4, 5, 2, 1, 0.5, 0.4], EarlyStopping("val_loss", patience=1)
+    trainer = make_trainer(Values(values), stopping)
+    history = trainer.fit(batches(8), batches(8), max_epochs=7, min_epochs=4)
+    assert len(history.epochs) == 7 and stopping.reason is None
+
+
 def test_early_stopping_counts_from_the_last_improvement():
     epochs, stopping = epochs_until_stopped([3, 3, 2, 2, 1, 1, 0.5], patience=2)
     assert epochs == 7 and stopping.stopped_epoch is None

@@ -11,7 +11,7 @@ import optax
 import pytest
 from toys import Mlp, NormNet, Recorder, batches, cross_entropy
 
-from jaxdp import Bitwise, Pmap, Sharded, SingleDevice, Trainer, per_example
+from jaxdp import Bitwise, Pmap, Sharded, SingleDevice, Stack, Trainer, per_example
 from jaxdp.extras.bitwise import _options_on
 
 pytestmark = pytest.mark.bits
@@ -37,6 +37,39 @@ class ConvNet(eqx.Module):
         x = pool(jax.nn.gelu(self.conv1(x)))
         x = pool(jax.nn.silu(self.conv2(x)))
         return self.last(self.dropout(x.ravel(), key=key))
+
+
+class Block(eqx.Module):
+    norm: eqx.nn.LayerNorm
+    attention: eqx.nn.MultiheadAttention
+    mlp: eqx.nn.MLP
+
+    def __init__(self, key):
+        keys = jax.random.split(key)
+        self.norm = eqx.nn.LayerNorm(64)
+        self.attention = eqx.nn.MultiheadAttention(4, 64, dropout_p=0.1, key=keys[0])
+        self.mlp = eqx.nn.MLP(64, 64, 128, 1, key=keys[1])
+
+    def __call__(self, x, *, key=None):
+        h = jax.vmap(self.norm)(x)
+        x = x + self.attention(h, h, h, key=key)
+        return x + jax.vmap(self.mlp)(x)
+
+
+class Blocks(eqx.Module):
+    embedding: eqx.nn.Embedding
+    blocks: Stack
+    last: eqx.nn.Linear
+
+    def __init__(self, key):
+        keys = jax.random.split(key, 4)
+        self.embedding = eqx.nn.Embedding(32, 64, key=keys[0])
+        self.blocks = Stack([Block(keys[1]), Block(keys[2])])
+        self.last = eqx.nn.Linear(64, 10, key=keys[3])
+
+    def __call__(self, tokens, *, key=None):
+        x = self.blocks(jax.vmap(self.embedding)(tokens), key=key)
+        return self.last(x.mean(0))
 
 
 class Transformer(eqx.Module):
@@ -154,7 +187,12 @@ CASES = {
     "bf16": (
         lambda: Transformer(jax.random.key(0)),
         words(32, 13),
-        {"precision": "bf16-mixed", "remat": ["attention", "mlp"]},
+        {"precision": "bf16-mixed"},
+    ),
+    "blocks": (
+        lambda: Blocks(jax.random.key(0)),
+        words(32, 13),
+        {"precision": "bf16-mixed", "remat": True},
     ),
     "accumulation": (
         lambda: ConvNet(jax.random.key(0)),
@@ -164,7 +202,7 @@ CASES = {
 }
 
 
-SLOW = "bf16", "transformer", "adafactor"
+SLOW = "bf16", "blocks", "transformer", "adafactor"
 
 
 @pytest.mark.slow_cases("accumulation", "division", "conv")
@@ -347,3 +385,10 @@ def test_a_run_that_is_to_repeat_itself_is_compiled_so():
         "xla_gpu_deterministic_ops": True,
         "xla_gpu_autotune_level": 0,
     }
+
+
+@pytest.mark.parametrize("remat", ["attention", ["attention", "mlp"]])
+def test_submodules_that_are_computed_again_are_refused(remat):
+    model = Transformer(jax.random.key(0))
+    with pytest.raises(ValueError, match=r"can't keep the bits.*Stack.*remat=True"):
+        Trainer(model, strategy=Bitwise(SingleDevice()), remat=remat)
