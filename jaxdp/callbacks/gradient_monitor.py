@@ -12,6 +12,7 @@ from ..basics.arguments import check_count
 from ..basics.console import some_of, warn
 from ..basics.tree import leaf_path
 from ..record import Row
+from ..strategies.base import adds_state
 from .base import Callback, Trainer
 
 _SQUARES: Final = "gradient_monitor/squares"
@@ -40,6 +41,7 @@ class GradientMonitor(Callback):
     - `update_ratio`, the norm of the update divided by the norm of the weights it was
       added to, and `update_ratio/<layer>`. With Adam, about 1e-3 is common. Much less
       means that the model hardly learns; much more means that training is unstable.
+      (Under `LocalSGD` the update is of the outer weights: zero between outer steps.)
 
     They are computed inside the compiled step, in one pass over gradients, updates and
     weights; the host reads a few numbers per leaf (array), some steps late.
@@ -68,7 +70,7 @@ class GradientMonitor(Callback):
         self.never_updated: list[str] = []
         self._leaves: tuple[str, ...] = ()
         self._layers: dict[str, list[int]] = {}
-        self._checked = 0
+        self._checked, self._is_seldom = 0, False
         self._alive: np.ndarray | None = None
 
     def inside_step(
@@ -77,7 +79,8 @@ class GradientMonitor(Callback):
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(grads)]
         self._leaves = tuple(map(leaf_path, paths))
         self._layers = layers(paths, self.max_layers)
-        trees = [jax.tree.leaves(tree) for tree in (grads, updates, state.params)]
+        weights = jax.tree.map(lambda new, update: new - update, state.params, updates)
+        trees = [jax.tree.leaves(tree) for tree in (grads, updates, weights)]
         values = {
             _SQUARES: jnp.stack([jnp.stack([_square(x) for x in t]) for t in trees])
         }
@@ -88,6 +91,7 @@ class GradientMonitor(Callback):
         return values
 
     def setup(self, trainer: Trainer) -> None:
+        self._is_seldom = adds_state(trainer.strategy)
         if self._checked < self.check_steps:
             trainer.record.read_steps(self._check)
 
@@ -127,7 +131,7 @@ class GradientMonitor(Callback):
         for path, has_gradient, is_updated in zip(self._leaves, *alive, strict=True):
             if not has_gradient:
                 self.dead.append(path)
-            elif not is_updated:
+            elif not is_updated and not self._is_seldom:
                 self.never_updated.append(path)
         problems = {_DEAD: self.dead, _NEVER_UPDATED: self.never_updated}
         for text, names in problems.items():

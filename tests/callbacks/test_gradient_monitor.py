@@ -11,7 +11,7 @@ import optax
 import pytest
 from toys import batches, cross_entropy, on_one_device
 
-from jaxdp import Callback, Pmap, Sharded, SingleDevice
+from jaxdp import Callback, LocalSGD, Pmap, Sharded, SingleDevice
 from jaxdp.callbacks import CSVLogger, GradientMonitor
 from jaxdp.callbacks.gradient_monitor import layers
 
@@ -40,8 +40,8 @@ def test_norms_are_those_of_plain_jax(tmp_path, strategy):
     for row, (x, y) in zip(read(tmp_path), data, strict=False):
         grads = eqx.filter_grad(cross_entropy)(model, x, y)
         updates = jax.tree.map(lambda g: -0.5 * g, grads)
-        model = eqx.apply_updates(model, updates)
         weights = eqx.filter(model, eqx.is_inexact_array)
+        model = eqx.apply_updates(model, updates)
         assert float(row["grad_norm"]) == pytest.approx(norm(grads), rel=1e-4)
         ratio = norm(updates) / norm(weights)
         assert float(row["update_ratio"]) == pytest.approx(ratio, rel=1e-4)
@@ -162,3 +162,10 @@ def test_a_failing_fit_keeps_its_own_error():
 
     with pytest.raises(RuntimeError, match="the cable"):
         make_trainer(GradientMonitor(), Fails()).fit(batches(*[8] * 5))
+
+
+def test_replicas_that_have_not_met_are_no_leaves_without_update(recwarn):
+    monitor = GradientMonitor(check_steps=4)
+    trainer = make_trainer(monitor, strategy=LocalSGD(every=6))
+    trainer.fit(batches(*[8] * 5))
+    assert monitor.never_updated == [] and not recwarn.list
