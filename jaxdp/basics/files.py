@@ -107,12 +107,24 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
         return file.read()
 
 
-def parse_json(content: bytes) -> Any:
-    """The value of a JSON text in UTF-8, or a ValueError."""
+def parse_json(content: bytes, *, unique_keys: bool = False) -> Any:
+    """Returns the value of a JSON text in UTF-8.
+
+    Raises:
+        ValueError: if it is none; with `unique_keys`, also if an object has one twice.
+    """
+    hook = _with_unique_keys if unique_keys else None
     try:
-        return json.loads(content.decode())
+        return json.loads(content.decode(), object_pairs_hook=hook)
     except RecursionError as error:
         raise ValueError("it is nested too deep") from error
+
+
+def _with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key is there twice")
+    return found
 
 
 def check_size(size: int) -> None:

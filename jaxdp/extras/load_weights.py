@@ -228,6 +228,11 @@ def _files(path: str) -> tuple[list[str], Mapping[str, str] | None]:
         raise CheckpointCorrupt(
             f"`path`: {path} is no index of safetensors files: it has no `weight_map`."
         ) from error
+    if outside := [name for name in names if os.path.basename(name) != name]:
+        raise CheckpointCorrupt(
+            f"`path`: {path} names {outside[0]!r}; an index may only name files beside"
+            " it, not paths, since it may come from a stranger."
+        )
     return files, index
 
 

@@ -365,7 +365,7 @@ def _views_of(content: np.ndarray) -> dict[str, np.ndarray]:
     if length > content.size - 8:
         raise ValueError("it is no safetensors file, or only the beginning of one")
     try:
-        header = parse_json(content[8 : 8 + length].tobytes())
+        header = parse_json(content[8 : 8 + length].tobytes(), unique_keys=True)
     except ValueError as error:
         raise ValueError(f"its header is no JSON ({error})") from error
     check_fields(header, {}, "header")
@@ -376,10 +376,16 @@ def _views_of(content: np.ndarray) -> dict[str, np.ndarray]:
         flat = numbers[start:end].view(_DTYPES[described["dtype"]])
         tensors[name] = flat.reshape(described["shape"])
 
+    # As the format has it, tensors fill the file without a gap.
     placed = sorted((header[name]["data_offsets"], name) for name in tensors)
+    placed = [([0, 0], "the header"), *placed, ([numbers.size] * 2, "the file's end")]
     for (first, name), (second, other) in itertools.pairwise(placed):
         if second[0] < first[1]:
             raise ValueError(f"{name} and {other} overlap, at {first} and {second}")
+        if second[0] > first[1]:
+            raise ValueError(
+                f"{second[0] - first[1]} bytes between {name} and {other} are no tensor"
+            )
     return tensors
 
 

@@ -367,7 +367,10 @@ def test_files_that_are_not_there_or_damaged_are_named(tmp_path):
         jaxdp.load_weights("gs://bucket/a.safetensors", like, LLAMA_NAMES)
     save_file(llama(), path := tmp_path / "model.safetensors")
     whole = path.read_bytes()
-    for damaged in whole[:-100], whole[:50], b"\xff" * 9, b"", whole[:8] + b"[]":
+    doubled = b'{"w": {}, "w": {}}'
+    twice = len(doubled).to_bytes(8, "little") + doubled
+    cut = whole[:-100], whole[:50], b"\xff" * 9, b"", whole[:8] + b"[]"
+    for damaged in *cut, whole + b"more", twice:
         path.write_bytes(damaged)
         with pytest.raises(CheckpointCorrupt, match="can't be read"):
             jaxdp.load_weights(path, like, LLAMA_NAMES)
@@ -383,6 +386,10 @@ def test_files_that_are_not_there_or_damaged_are_named(tmp_path):
     for text in "{}", "[1]", '{"weight_map": [1]}', '{"weight_map": {"w": 3}}':
         index.write_text(text)
         with pytest.raises(CheckpointCorrupt, match="weight_map"):
+            jaxdp.load_weights(tmp_path, like, LLAMA_NAMES)
+    for name in "../w.safetensors", str(tmp_path / "w.safetensors"), "a/w.safetensors":
+        index.write_text(json.dumps({"weight_map": {"w": name}}))
+        with pytest.raises(CheckpointCorrupt, match="may only name files beside it"):
             jaxdp.load_weights(tmp_path, like, LLAMA_NAMES)
     with pytest.raises(ValueError, match="stay as it is, but `like` has only"):
         save_file({"w": numbers(32, WIDTH)}, tmp_path / "w.safetensors")
