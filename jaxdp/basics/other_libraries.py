@@ -57,6 +57,28 @@ INSTEAD: Final[dict[str, dict[str, str]]] = {
         "sample_weight": _WEIGHTS,
         "verbose": "Trainer(enable_progress_bar=False) shows no bar",
     },
+    # Words for `strategy`: Lightning's, Keras's, DeepSpeed's.
+    "strategy": {
+        "auto": "leave it out: Sharded() over all devices",
+        "ddp": "Sharded()",
+        "ddp_spawn": "Sharded()",
+        "ddp_notebook": "Sharded()",
+        "mirrored": "Sharded()",
+        "dp": "Pmap()",
+        "pmap": "Pmap()",
+        "single_device": "SingleDevice()",
+        "zero": "ZeRO()",
+        "deepspeed": "ZeRO() or FSDP()",
+        "deepspeed_stage_1": "ZeRO()",
+        "deepspeed_stage_2": "ZeRO()",
+        "deepspeed_stage_3": "FSDP()",
+        "fsdp": "FSDP()",
+        "fsdp2": "FSDP()",
+        "hsdp": "FSDP(groups=...)",
+        "tp": "TensorParallel(mesh_shape, rules)",
+        "pp": "Pipeline(stages, microbatches)",
+        "diloco": "LocalSGD(every=...)",
+    },
     # Attributes and methods of a trainer.
     "trainer": {
         # Lightning's.

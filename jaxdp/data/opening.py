@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
+import equinox as eqx
 import jax
 
 from ..step import NOTHING, Batch
@@ -77,9 +78,11 @@ def open_loader(
             " 'shifted': b}."
         )
     if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
+        is_model = isinstance(loader, eqx.Module)
+        model = " (The trainer has its model: Trainer(model).fit(loader).)" * is_model
         raise TypeError(
             f"`{argument}` is a {type(loader).__name__} and can't be iterated; pass a"
-            " DataLoader, a list or a generator of batches."
+            f" DataLoader, a list or a generator of batches.{model}"
         )
     if isinstance(loader, list | tuple):
         return ListSource(loader, argument, share)

@@ -12,6 +12,7 @@ from jaxtyping import PyTree
 from .. import losses
 from ..basics.arguments import check_choice, check_count, check_is_local, check_number
 from ..basics.console import listed, say_once
+from ..basics.other_libraries import INSTEAD
 from ..basics.tracebacks import noted
 from ..basics.tree import leaf_path
 from ..callbacks import Callback, check_hooks
@@ -270,9 +271,12 @@ def _check_is_made(what: str, value: Any, kind: type) -> None:
 def check_strategy_argument(strategy: Any) -> None:
     _check_is_made("`strategy` is", strategy, DataParallel)
     if not isinstance(strategy, DataParallel):
+        name = strategy.lower() if isinstance(strategy, str) else ""
+        instead = INSTEAD["strategy"].get(name)
+        meant = f" For {strategy!r} that is {instead}." if instead else ""
         raise TypeError(
             "`strategy` must be an instance of a jaxdp.DataParallel subclass, such as"
-            f" Sharded(), Pmap() or SingleDevice(); got {strategy!r}."
+            f" Sharded(), Pmap() or SingleDevice(); got {strategy!r}.{meant}"
         )
 
 

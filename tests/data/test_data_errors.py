@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import re
 
+import equinox as eqx
 import jax
 import numpy as np
 import pytest
@@ -113,3 +114,9 @@ def test_a_dataset_of_torch_is_no_loader():
     words = "a torch Dataset, which gives single examples; wrap it"
     with pytest.raises(TypeError, match=words):
         open_loader(squares.Squares(), "train_loader", seed=0)
+
+
+def test_a_model_is_no_loader():
+    model = eqx.nn.Linear(4, 3, key=jax.random.key(0))
+    with pytest.raises(TypeError, match=r"is a Linear and.*Trainer\(model\).fit"):
+        open_loader(model, "train_loader", seed=0)
