@@ -89,6 +89,7 @@ class Record:
         names: what steps and validations log; known once the program of a step is.
         names_are_all: whether validations log nothing else; a `PassMetric` may.
         steps_per_epoch: optimizer steps of an epoch of the fit, None if not known.
+        min_epochs, min_steps: totals that the fit does before it may be stopped.
         num_val_batches: batches of a validation of it, None if not known.
         stopwatch: measures the phases of the fit, if a callback has asked for it.
     """
@@ -102,6 +103,7 @@ class Record:
         self.stopwatch: Stopwatch = NO_STOPWATCH
         self.names_are_all = True
         self.steps_per_epoch: int | None = None
+        self.min_epochs = self.min_steps = 0
         self.num_val_batches: int | None = None
         self._processes, self._progress = processes, progress
         self._accumulate = accumulate

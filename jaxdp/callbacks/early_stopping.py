@@ -103,7 +103,7 @@ class EarlyStopping(MetricCheck):
             self._best = _copy(trainer) if self.restore_best else None
         self._last = value, improved
         self._stop_if_due(trainer, value, improved)
-        if self.reason is not None:
+        if self.reason is not None and trainer.should_stop:
             self.stopped_epoch = trainer.current_epoch
 
     def on_exception(self, trainer: Trainer, exception: BaseException) -> None:
@@ -167,10 +167,12 @@ class EarlyStopping(MetricCheck):
         self.reason = self._best = None
 
     def _stop_if_due(self, trainer: Trainer, value: float, improved: bool) -> None:
-        before, self.reason = self.reason, self._reason(value, improved)
-        if before is not None and self.reason is None:
-            trainer.should_stop = False  # the fit went on, to reach its minimum
-        if self.reason is not None:
+        self.reason = self._reason(value, improved)
+        # Before the fit's minimum a wish would be kept, whatever came later.
+        record = trainer.record
+        is_early = trainer.current_epoch + 1 < record.min_epochs
+        is_early = is_early or trainer.global_step < record.min_steps
+        if self.reason is not None and not is_early:
             was_said, trainer.should_stop = trainer.should_stop, True
             if self.verbose and not was_said:
                 announce(trainer, "EarlyStopping", self.reason)

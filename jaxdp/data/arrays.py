@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import AxisType
 
 from ..basics.arguments import check_choice, check_count
 from ..step import Batch, as_given, map_rows, with_rows
@@ -68,6 +69,7 @@ class Arrays:
         self.batch_size, self.seed = int(batch_size), int(seed)
         self.shuffle, self.drop_last = shuffle, drop_last
         self._columns, self.num_rows = _columns(tree)
+        _check_devices(self._columns)
         # The first row tells what conversion makes of the tree.
         columns = iter(self._columns)
         self._first = to_host(map_rows(lambda _: next(columns)[:1], tree))
@@ -163,6 +165,23 @@ class ArraysSource(Source):
     @property
     def is_at_hand(self) -> bool:
         return True
+
+
+def _check_devices(columns: list[Any]) -> None:
+    """Raises unless one program can take rows of all arrays that lie on devices."""
+    layouts = [each.sharding for each in columns if isinstance(each, jax.Array)]
+    if len({frozenset(layout.device_set) for layout in layouts}) > 1:
+        raise ValueError(
+            "`Arrays`: the arrays lie on different devices, and batches are taken where"
+            " they lie. Put all of them on the same, by jax.device_put."
+        )
+    for layout in layouts:
+        mesh = getattr(layout, "mesh", None)
+        if mesh is not None and AxisType.Explicit in mesh.axis_types:
+            raise ValueError(
+                "`Arrays`: an array lies on a mesh with Explicit axes. Make the mesh"
+                " with axis_types=(jax.sharding.AxisType.Auto,) for each axis."
+            )
 
 
 def _columns(tree: Any) -> tuple[list[Any], int]:

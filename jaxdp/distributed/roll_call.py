@@ -31,7 +31,10 @@ def installed_versions() -> dict[str, str]:
     """Returns what must be the same for processes to understand each other."""
     found = versions()
     python = found["python"].rpartition(".")[0]
-    packages = {f"the version of {n}": found[n] for n in ("jax", "jaxlib", "jaxdp")}
+    packages = {
+        f"the version of {n}": found.get(n, "unknown")
+        for n in ("jax", "jaxlib", "jaxdp")
+    }
     return {"the version of Python": python, **packages}
 
 

@@ -84,6 +84,8 @@ class Loop:
             vals = dict(zip(vals, firsts, strict=True))
 
         self.limits = Limits(train, vals, wanted, trainer.accumulate_grad_batches)
+        at = self.progress
+        self.limits.check_minimum(at.global_step, at.epoch, at.done)
         self.train, self.vals = train, {} if self.limits.skips_validation else vals
         self.hooks = Hooks(
             callback
@@ -182,6 +184,8 @@ class Loop:
         trainer.max_epochs, trainer.max_steps = limits.max_epochs, limits.max_steps
         trainer.num_training_batches = limits.batches_per_epoch
         self._record.steps_per_epoch = limits.steps_per_epoch
+        self._record.min_epochs = limits.min_epochs
+        self._record.min_steps = limits.min_steps
         self._record.num_val_batches = limits.val_batches if self.vals else None
 
         if loaded is None or loaded.padded_rows is None:
@@ -231,7 +235,9 @@ class Loop:
         One that is due does, and the last of a fit, unless these weights are validated.
         """
         at, limits = self.progress, self.limits
-        ends = not self._epoch_is_over or limits.done(at.global_step, at.epoch + 1)
+        stops = self._is_done(between_epochs=True)  # which all processes ask
+        ends = stops or not self._epoch_is_over
+        ends = ends or limits.done(at.global_step, at.epoch + 1)
         is_due = ends or limits.epoch_is_due(at.epoch)
         return bool(self.vals) and is_due and at.validated_at != at.done
 

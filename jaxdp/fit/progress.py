@@ -263,18 +263,21 @@ class Limits:
         self.accumulate = accumulate
         self.batches_per_epoch = per_epoch
         self.steps_per_epoch = self.steps_by(accumulate)
-        self._check_minimum()
 
-    def _check_minimum(self) -> None:
-        """Raises for a minimum of steps that the epochs can't reach."""
-        if self.max_epochs is None or self.steps_per_epoch is None:
+    def check_minimum(self, step: int, epoch: int, batches_done: int) -> None:
+        """Raises for a minimum of steps that the epochs left can't reach."""
+        if self.max_epochs is None or self._whole is None:
             return
-        most = self.max_epochs * self.steps_per_epoch
-        if self.min_steps > most:
+        here, of_each = (
+            -(-batches // self.accumulate)
+            for batches in (max(0, self._whole - batches_done), self._whole)
+        )
+        most = step + here + (self.max_epochs - epoch - 1) * of_each
+        if epoch < self.max_epochs and most < self.min_steps:
             raise ValueError(
-                f"`min_steps`={self.min_steps} is more than the {most} steps of"
-                f" `max_epochs`={self.max_epochs}, {self.steps_per_epoch} an epoch;"
-                " raise `max_epochs`, or pass -1 for no limit."
+                f"`min_steps`={self.min_steps} is more than the {most} steps that"
+                f" `max_epochs`={self.max_epochs} allows; raise `max_epochs`, or pass"
+                " -1 for no limit."
             )
 
     def steps_by(self, accumulate: int) -> int | None:

@@ -12,7 +12,7 @@ from jax._src.array import ArrayImpl
 from jax.sharding import NamedSharding, PartitionSpec
 from toys import Mlp, rows
 
-from jaxdp import FSDP, Bitwise, Callback, Sharded, SingleDevice, Trainer, Whole
+from jaxdp import FSDP, Arrays, Bitwise, Callback, Sharded, SingleDevice, Trainer, Whole
 from jaxdp.data.conversion import to_host
 from jaxdp.data.padding import Packer
 from jaxdp.data.shares import GlobalShare
@@ -181,3 +181,21 @@ def test_of_several_processes_each_takes_its_rows_there(monkeypatch):
     monkeypatch.setattr(ArrayImpl, "is_fully_addressable", False)
     with pytest.raises(ValueError, match=r"batch\[0\] is a jax.Array that spans"):
         to_host(there[0])
+
+
+def test_arrays_that_one_program_cant_take_are_refused():
+    x, y = np.ones((16, 4), np.float32), np.zeros(16, np.int32)
+    first, second, *_ = jax.devices()
+    with pytest.raises(ValueError, match="lie on different devices"):
+        Arrays(jax.device_put(x, first), jax.device_put(y, second))
+    rows = jax.sharding.PartitionSpec("data")
+    for kind, match in (("Explicit", "with Explicit axes"), ("Auto", None)):
+        mesh = jax.make_mesh(
+            (8,), ("data",), axis_types=(getattr(jax.sharding.AxisType, kind),)
+        )
+        split = jax.device_put(x, jax.sharding.NamedSharding(mesh, rows))
+        if match is None:
+            assert Arrays(split, y, batch_size=8).num_rows == 16
+            continue
+        with pytest.raises(ValueError, match=match):
+            Arrays(split, y)

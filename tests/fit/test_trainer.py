@@ -436,3 +436,27 @@ def test_what_an_optimizer_starts_from_is_never_computed_beside_the_state():
     optimizer = optax.GradientTransformation(init, plain.update)
     quiet(Mlp(jax.random.key(0)), optimizer, loss="cross_entropy").fit(batches(8))
     assert is_traced and all(is_traced)
+
+
+def test_a_fit_that_is_stopped_between_epochs_is_validated():
+    class Ends(Callback):
+        def on_train_batch_end(self, trainer, metrics, batch_idx):
+            trainer.should_stop = trainer.global_step == 4  # the last of an epoch
+
+    trainer = quiet(
+        eqx.nn.Linear(4, 3, key=jax.random.key(0)), loss="cross_entropy",
+        callbacks=[Ends()],
+    )  # fmt: skip
+    history = trainer.fit(
+        batches(8, 8), batches(8), max_epochs=9, check_val_every_n_epoch=7
+    )
+    assert trainer.global_step == 4 and len(history["val_loss"]) == 2
+
+
+def test_a_minimum_of_steps_is_of_what_is_left():
+    trainer = quiet(eqx.nn.Linear(4, 3, key=jax.random.key(0)), loss="cross_entropy")
+    trainer.fit(batches(*[8] * 9))
+    trainer.fit(batches(8, 8), max_epochs=2, min_steps=11)
+    assert trainer.global_step == 11
+    with pytest.raises(ValueError, match="`min_steps`=14 is more than the 13 steps"):
+        trainer.fit(batches(8, 8), max_epochs=3, min_steps=14)

@@ -42,7 +42,6 @@ def plan_step(
         NO_LOADER if loader is None else loader,
         "loader",
         recipe.seed,
-        devices=jax.local_devices,
     )
     with contextlib.closing(source):
         batch = source.peek()

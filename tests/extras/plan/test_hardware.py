@@ -56,7 +56,7 @@ def test_a_missing_tpu_compiler_names_the_extra():
     installed("jax_cuda12_plugin"), reason="the GPU compiler is installed"
 )
 def test_a_missing_gpu_compiler_names_the_extra():
-    with pytest.raises(ImportError, match=r"jax_plugins.*'jaxdp\[plan\]'"):
+    with pytest.raises(ImportError, match=r"jax_plugins.*'jax\[cuda12-local"):
         trainer().plan([batch()], topology="h100x8")
 
 

@@ -21,6 +21,7 @@ from toys import batches
 
 from jaxdp import (
     FSDP,
+    Arrays,
     DataParallel,
     Pmap,
     Sharded,
@@ -208,3 +209,11 @@ def test_a_model_of_shapes_is_planned_as_the_model_itself():
             ValueError, match="`model` has shapes instead of arrays.*only `pl"
         ):
             run(data)
+
+
+def test_arrays_are_planned_as_their_batches():
+    x, y = np.ones((32, 4), np.float32), np.zeros(32, np.int32)
+    model = eqx.nn.Linear(4, 3, key=jax.random.key(0))
+    trainer = Trainer(model, loss="cross_entropy", strategy=SingleDevice())
+    plans = [trainer.plan(loader) for loader in ([(x, y)], Arrays(x, y, batch_size=32))]
+    assert plans[0].memory == plans[1].memory
