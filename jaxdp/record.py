@@ -89,7 +89,8 @@ class Record:
         names: what steps and validations log; known once the program of a step is.
         names_are_all: whether validations log nothing else; a `PassMetric` may.
         steps_per_epoch: optimizer steps of an epoch of the fit, None if not known.
-        min_epochs, min_steps: totals that the fit does before it may be stopped.
+        min_epochs: the total that the fit does before it may be stopped.
+        min_steps: the same, in optimizer steps.
         num_val_batches: batches of a validation of it, None if not known.
         stopwatch: measures the phases of the fit, if a callback has asked for it.
     """
