@@ -1,11 +1,11 @@
-"""Where arrays are: in host memory that devices read by themselves, on no mesh."""
+"""Where arrays are: in host memory that devices read by themselves, on which mesh."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
 HOST: Final = "pinned_host"
@@ -35,3 +35,16 @@ def no_ambient_mesh() -> AbstractContextManager[Any]:
     if jax.sharding.get_abstract_mesh().empty:  # setting one takes 10 us
         return nullcontext()
     return jax.set_mesh(Mesh(np.empty((), dtype=object), ()))
+
+
+def with_auto_axes(tree: PyTree) -> PyTree:
+    """Arrays on meshes with Explicit axes, as on the same meshes with Auto axes."""
+
+    def auto(leaf: Any) -> Any:
+        sharding = getattr(leaf, "sharding", None)
+        if not isinstance(sharding, NamedSharding):
+            return leaf
+        mesh = Mesh(np.asarray(sharding.mesh.devices), sharding.mesh.axis_names)
+        return jax.device_put(leaf, NamedSharding(mesh, sharding.spec))
+
+    return jax.tree.map(auto, tree)

@@ -5,9 +5,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType
 
 from ..basics.arguments import check_choice, check_count
+from ..basics.host_memory import with_auto_axes
 from ..step import Batch, as_given, map_rows, with_rows
 from .batches import take_there
 from .conversion import as_numpy, fetch, to_host, with_key_data
@@ -66,6 +66,7 @@ class Arrays:
         check_choice("drop_last", drop_last, (True, False))
         check_count("seed", seed, least=0)
         tree = with_key_data(arrays[0] if len(arrays) == 1 else arrays)
+        tree = with_auto_axes(tree)
         self.batch_size, self.seed = int(batch_size), int(seed)
         self.shuffle, self.drop_last = shuffle, drop_last
         self._columns, self.num_rows = _columns(tree)
@@ -175,13 +176,6 @@ def _check_devices(columns: list[Any]) -> None:
             "`Arrays`: the arrays lie on different devices, and batches are taken where"
             " they lie. Put all of them on the same, by jax.device_put."
         )
-    for layout in layouts:
-        mesh = getattr(layout, "mesh", None)
-        if mesh is not None and AxisType.Explicit in mesh.axis_types:
-            raise ValueError(
-                "`Arrays`: an array lies on a mesh with Explicit axes. Make the mesh"
-                " with axis_types=(jax.sharding.AxisType.Auto,) for each axis."
-            )
 
 
 def _columns(tree: Any) -> tuple[list[Any], int]:

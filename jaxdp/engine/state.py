@@ -17,14 +17,14 @@ import numpy as np
 from jax.tree_util import DictKey, GetAttrKey
 from jaxtyping import Array, PyTree
 
-from ..basics.host_memory import no_ambient_mesh
+from ..basics.host_memory import no_ambient_mesh, with_auto_axes
 from ..basics.tree import leaf_path
 from ..distributed import put
 from ..step import Steps, TrainState, as_own, as_stored, find_evaluated, first_state
 from ..strategies import DataParallel
 from ..strategies.base import adds_state, state_shardings
 from ..strategies.offload import optimizer_on_host
-from ..strategies.placing import fetch, place_copy, with_auto_axes
+from ..strategies.placing import fetch, place_copy
 
 RATES: Final = ("learning_rate", "lr", "step_size")
 """How optimizers call their learning rate."""

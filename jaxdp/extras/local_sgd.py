@@ -26,6 +26,7 @@ from ..step import (
     Results,
     TrainState,
     Weights,
+    evaluated_params,
     init_each,
     update_each,
 )
@@ -55,9 +56,13 @@ class LocalState(NamedTuple):
     """int32 `()`. Steps since the first."""
 
     def evaluated_params(self, params: PyTree) -> PyTree:
-        """Returns the means over all replicas, in the dtypes of `params`."""
+        """Returns the means over all replicas, in the dtypes of `params`.
+
+        Of a schedule-free optimizer these are the means of what each one evaluates.
+        """
+        replicas = evaluated_params(self.replicas, self.inner)
         return jax.tree.map(
-            lambda p, leaf: _mean(leaf).astype(p.dtype), params, self.replicas
+            lambda p, leaf: _mean(leaf).astype(p.dtype), params, replicas
         )
 
 

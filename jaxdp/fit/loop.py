@@ -235,11 +235,11 @@ class Loop:
         One that is due does, and the last of a fit, unless these weights are validated.
         """
         at, limits = self.progress, self.limits
-        stops = self._is_done(between_epochs=True)  # which all processes ask
-        ends = stops or not self._epoch_is_over
-        ends = ends or limits.done(at.global_step, at.epoch + 1)
+        if not self.vals or at.validated_at == at.done:
+            return False
+        ends = limits.done(at.global_step, at.epoch + 1) or not self._epoch_is_over
         is_due = ends or limits.epoch_is_due(at.epoch)
-        return bool(self.vals) and is_due and at.validated_at != at.done
+        return is_due or self._is_done(between_epochs=True)
 
     def _validate(self) -> None:
         """A validation within a fit; the epoch's metrics have the last one's."""

@@ -8,7 +8,7 @@ from .collectives import (
     Results,
 )
 from .ensemble import Ensemble, init_each, update_each
-from .evaluated import find_evaluated
+from .evaluated import evaluated_params, find_evaluated
 from .jaxprs import (
     BY_DEFAULT,
     OWN_LOOP,

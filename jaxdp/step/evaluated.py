@@ -49,14 +49,16 @@ def _evaluated(state: TrainState) -> TrainState:
     if not isinstance(jax.tree.leaves(state)[0], jax.Array):  # of a plan: shapes
         return state
     layouts = jax.tree.map(lambda leaf: leaf.sharding, state.params)
-    evaluate = jax.jit(_evaluated_params, out_shardings=layouts)
+    evaluate = jax.jit(evaluated_params, out_shardings=layouts)
     nodes = jax.tree.leaves(state.opt_state, is_leaf=_keeps_weights)
     nodes = on_device([node for node in nodes if _keeps_weights(node)])
     return state._replace(params=evaluate(state.params, nodes))
 
 
-def _evaluated_params(params: PyTree, nodes: list[Any]) -> PyTree:
-    for node in nodes:
+def evaluated_params(params: PyTree, opt_state: PyTree) -> PyTree:
+    """Returns the weights to evaluate of an optimizer that has trained `params`."""
+    nodes = jax.tree.leaves(opt_state, is_leaf=_keeps_weights)
+    for node in filter(_keeps_weights, nodes):
         if isinstance(node, ScheduleFreeState | SAMState):
             other = node.z if isinstance(node, ScheduleFreeState) else node.cache
             if other is not None:  # SAM in its opaque mode trains the outer weights

@@ -7,26 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from ..basics.host_memory import HOST, on_device
 from ..basics.tree import is_key
 from ..distributed import RowBlocks, put
 from ..step import Group
-
-
-def with_auto_axes(tree: PyTree) -> PyTree:
-    """Arrays on meshes with Explicit axes, as on the same meshes with Auto axes."""
-
-    def auto(leaf: Any) -> Any:
-        sharding = getattr(leaf, "sharding", None)
-        if not isinstance(sharding, NamedSharding):
-            return leaf
-        mesh = Mesh(np.asarray(sharding.mesh.devices), sharding.mesh.axis_names)
-        return jax.device_put(leaf, NamedSharding(mesh, sharding.spec))
-
-    return jax.tree.map(auto, tree)
 
 
 def place_copy(tree: PyTree, shardings: PyTree) -> PyTree:

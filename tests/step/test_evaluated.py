@@ -9,7 +9,7 @@ import pytest
 from optax.contrib import SAMState, ScheduleFreeState, schedule_free_eval_params
 from toys import batches
 
-from jaxdp import FSDP, Part, Sharded, SingleDevice, Trainer, load_model
+from jaxdp import FSDP, LocalSGD, Part, Sharded, SingleDevice, Trainer, load_model
 from jaxdp.callbacks import WeightAveraging
 
 DATA = batches(16, 16, 16, 5)
@@ -108,6 +108,12 @@ def test_those_of_an_ensemble_are_each_members():
     alone = jax.tree.map(lambda x: x[1] if eqx.is_array(x) else x, models)
     together = train(FREE, models, ensemble=3)
     assert_close(weights(together.member(1)), weights(train(FREE, alone).model))
+
+
+def test_those_of_replicas_are_the_mean_of_theirs():
+    alone = train(FREE, strategy=SingleDevice())
+    one = train(FREE, strategy=LocalSGD(1, optax.sgd(1.0), devices=1))
+    assert_close(weights(one.model), weights(alone.model))
 
 
 def test_sam_is_evaluated_before_its_adversarial_steps():
