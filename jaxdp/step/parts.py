@@ -293,7 +293,7 @@ class StepsOfParts(Steps):
             )
             taken = Taken(grads, updates, opt_state, model_state, joined)
             state, metrics = self.finished(collectives, state, groups, taken)
-            config: Any = jax.config
+            config: Any = jax.config  # debug_nans would raise for the NaN set below
             if any(part.every > 1 for part in self.parts) and not config.jax_debug_nans:
                 means = metrics.means
                 means = means.at[: len(due)].set(
