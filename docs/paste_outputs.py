@@ -1,0 +1,71 @@
+"""Runs the code of pages, and pastes in what it prints and the pictures that it saves.
+
+    python docs/paste_outputs.py getting_started [index ...]
+
+A block of code (```python) whose output is shown has a fence without a language after
+it, at once or after a line that ends in a colon. A line `...` in that fence stands for
+lines that are left out. Pictures go to docs/images/. `tests/test_docs.py` compares the
+pages with what is printed.
+"""
+
+import contextlib
+import io
+import pathlib
+import re
+import shutil
+import sys
+import tempfile
+
+import jax
+
+DOCS = pathlib.Path(__file__).parent
+_BLOCK = re.compile(
+    r"^```python\n(?P<code>.*?)^```\n"
+    r"(?:(?P<gap>\n(?:\S[^\n]*:\n\n)?)```\n(?P<shown>.*?)^```\n)?",
+    re.M | re.S,
+)
+
+
+def run_page(text, name):
+    """Yields for each block of code what the page shows after it (or None), and what
+    the block printed, on the standard output and error streams."""
+    namespace = {"__name__": "docs"}
+    for block in _BLOCK.finditer(text):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            exec(compile(block["code"], name, "exec"), namespace)
+        yield block["shown"], printed.getvalue().replace(f"{pathlib.Path.cwd()}/", "")
+
+
+def shorten(printed, shown):
+    """Returns `printed` with as many lines left out as `shown` leaves out by `...`."""
+    lines = [line.rstrip() for line in printed.splitlines()]
+    if "..." in shown.splitlines():
+        at = shown.splitlines().index("...")
+        tail = len(shown.splitlines()) - at - 1
+        lines = [*lines[:at], "...", *lines[len(lines) - tail :]]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def paste(page):
+    """Runs a page in an empty folder, and writes what it prints into its fences."""
+    text = page.read_text()
+    outputs = iter(list(run_page(text, page.name)))
+
+    def fill(block):
+        shown, printed = next(outputs)
+        if shown is None:
+            return block[0]
+        output = shorten(printed, shown)
+        return f"```python\n{block['code']}```\n{block['gap']}```\n{output}```\n"
+
+    page.write_text(_BLOCK.sub(fill, text))
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 8)
+    for name in sys.argv[1:]:
+        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+            paste(DOCS / f"{name}.md")
+            for picture in pathlib.Path().glob("*.png"):
+                shutil.copy(picture, DOCS / "images")
