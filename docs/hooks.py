@@ -32,6 +32,7 @@ ORDER = {
         "own_strategy",
         "plan",
         "long_context",
+        "llama",
         "gpu",
         "distributed",
         "processes",

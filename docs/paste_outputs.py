@@ -25,6 +25,9 @@ _BLOCK = re.compile(
     re.M | re.S,
 )
 
+_SLOWNESS = re.compile(r"^jaxdp: .*(compiling|was compiled in) .*\n", re.M)
+"""Lines that only a slow machine prints."""
+
 
 def run_page(text, name):
     """Yields for each block of code what the page shows after it (or None), and what
@@ -34,7 +37,8 @@ def run_page(text, name):
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
             exec(compile(block["code"], name, "exec"), namespace)
-        yield block["shown"], printed.getvalue().replace(f"{pathlib.Path.cwd()}/", "")
+        text = printed.getvalue().replace(f"{pathlib.Path.cwd()}/", "")
+        yield block["shown"], _SLOWNESS.sub("", text)
 
 
 def shorten(printed, shown):

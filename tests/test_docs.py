@@ -34,6 +34,7 @@ def _name(page):
     "reproducibility.md",
     "checkpoints.md",
     "getting_started.md",
+    "llama.md",
 )
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_code_blocks_of_a_page_run_in_order(page, tmp_path, monkeypatch):
