@@ -3,8 +3,7 @@
 python -m benchmarks.side_by_side [--only mnist,ppo] [--turns 3] [--write]
 
 Each run is a process of its own, in turns; compilation counts. With `--write` the table
-and the code go into docs/side_by_side.md. The data of four of them are in the folder in
-JAXDP_DATA_DIR.
+goes into docs/examples.md. JAXDP_DATA_DIR is the folder with the data of four of them.
 """
 
 import argparse
@@ -29,7 +28,7 @@ TITLES = {
     "nanogpt": "nanoGPT",
     "ppo": "PPO",
 }
-"""What its heading on the page is."""
+"""Its name on the page."""
 WAYS = ("by_hand", "with_jaxdp")
 SHOWN = {
     "mnist": "val_accuracy",
@@ -38,7 +37,7 @@ SHOWN = {
     "ppo": "moves",
 }
 """Whose last value is in the table; of the others it is the loss."""
-PAGE = ROOT / "docs" / "side_by_side.md"
+PAGE = ROOT / "docs" / "examples.md"
 
 ONE_RUN = """
 import importlib, json, sys, time
@@ -95,35 +94,19 @@ def row_of(name: str, turns: int) -> str:
     last = [rounds[0][way][2] for way in range(2)]
     lines = " / ".join(str(lines_of(name, way)) for way in WAYS)
     what = f"{SHOWN.get(name, 'loss')} {last[0]:.4g} / {last[1]:.4g}"
-    return f"| {link_to(name)} | {lines} | {' | '.join(cells)} | {what} |"
+    return f"| {title_of(name)} | {lines} | {' | '.join(cells)} | {what} |"
 
 
-def link_to(name: str) -> str:
-    """A link to the code of a training on its page."""
-    return f"[{TITLES[name]}](#{TITLES[name].lower().replace(' ', '-')})"
+def title_of(name: str) -> str:
+    """The first cell of its row."""
+    return f"{TITLES[name]} (`{name}.py`)"
 
 
 def page_with(rows: dict[str, str], text: str) -> str:
-    """The page with other rows of its table, and the code as it is now."""
+    """The page with other rows of its table."""
     for name, row in rows.items():
-        link = re.escape(link_to(name))
-        text = re.sub(rf"^\| {link} .*$", row, text, flags=re.M)
-    for name in NAMES:
-        for way in WAYS:
-            code = "".join(
-                f"    {line}" if line.strip() else line
-                for line in code_of(name, way).splitlines(keepends=True)
-            )
-            pattern = rf"(    ```py\n)    def {way}\((?:(?!```).)*(    ```)"
-            start = text.index(f"\n## {TITLES[name]}\n")
-            new = re.sub(
-                pattern,
-                lambda match, code=code: match[1] + code + match[2],
-                text[start:],
-                count=1,
-                flags=re.S,
-            )
-            text = text[:start] + new
+        pattern = rf"^\| {re.escape(title_of(name))} .*$"
+        text = re.sub(pattern, row, text, flags=re.M)
     return text
 
 

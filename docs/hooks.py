@@ -33,7 +33,6 @@ ORDER = {
         "plan",
         "long_context",
         "llama",
-        "gpu",
         "distributed",
         "processes",
         "failures",
@@ -50,14 +49,11 @@ ORDER = {
     ],
     "Explanations": [
         "reproducibility",
-        "own_keys",
         "reliability",
         "speed",
         "speed_inside",
         "inside",
-        "ladder",
         "examples",
-        "side_by_side",
     ],
 }
 

@@ -70,6 +70,14 @@ def test_its_docstring_has_its_command_and_it_is_short(path):
     assert len(text.splitlines()) <= 150
 
 
+def test_transformations_agree_on_one_device_and_on_eight():
+    import transformations as example
+
+    batch, *on_eight = example.main()
+    assert batch[0].tolist() == [11.0, 20.0, 29.0]
+    assert all(len(ys.sharding.device_set) == 8 for ys in on_eight)
+
+
 def test_equinox_autoparallel_equals_a_hand_written_loop():
     import equinox_autoparallel as example
 
