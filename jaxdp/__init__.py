@@ -15,7 +15,7 @@ from .callbacks import Callback
 from .data import Arrays
 from .fit import PassMetric
 from .history import History
-from .step import Ensemble, Part, TrainState, Whole, per_example
+from .step import Part, TrainState, Whole, per_example
 from .strategies import (
     FSDP,
     DataParallel,
@@ -31,15 +31,16 @@ from .trainer import Trainer
 if TYPE_CHECKING:
     from . import testing
     from .extras import comparison as comparison
+    from .extras import ensembles as ensembles
     from .extras import finders
     from .extras import plan as plan
     from .extras import reports as reports
     from .extras.bitwise import Bitwise
+    from .extras.ensembles import Ensemble, Members
     from .extras.fuse_attention import fuse_attention
     from .extras.load_weights import load_weights
     from .extras.local_sgd import LocalSGD
     from .extras.lora import lora, merge_lora
-    from .extras.members import Members
     from .extras.model_files import load_model, save_model
     from .extras.muon import muon
     from .extras.pipeline import Pipeline
@@ -94,12 +95,14 @@ __all__ = [
 
 _EXTRAS = {
     "jaxdp.Bitwise": "extras.bitwise:Bitwise",
+    "jaxdp.Ensemble": "extras.ensembles:Ensemble",
     "jaxdp.LocalSGD": "extras.local_sgd:LocalSGD",
-    "jaxdp.Members": "extras.members:Members",
+    "jaxdp.Members": "extras.ensembles:Members",
     "jaxdp.Pipeline": "extras.pipeline:Pipeline",
     "jaxdp.Plan": "extras.plan:Plan",
     "jaxdp.SequenceParallel": "extras.sequence_parallel:SequenceParallel",
     "jaxdp.comparison": "extras.comparison",
+    "jaxdp.ensembles": "extras.ensembles",
     "jaxdp.finders": "extras.finders",
     "jaxdp.fuse_attention": "extras.fuse_attention:fuse_attention",
     "jaxdp.load_model": "extras.model_files:load_model",
@@ -119,7 +122,7 @@ _EXTRAS = {
     "jaxdp.callbacks.Samples": "extras.samples:Samples",
     "jaxdp.strategies.Bitwise": "extras.bitwise:Bitwise",
     "jaxdp.strategies.LocalSGD": "extras.local_sgd:LocalSGD",
-    "jaxdp.strategies.Members": "extras.members:Members",
+    "jaxdp.strategies.Members": "extras.ensembles:Members",
     "jaxdp.strategies.Pipeline": "extras.pipeline:Pipeline",
     "jaxdp.strategies.SequenceParallel": "extras.sequence_parallel:SequenceParallel",
     "jaxdp.losses.token_cross_entropy": (

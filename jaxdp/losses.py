@@ -32,7 +32,7 @@ def cross_entropy(prediction: Array, target: Array) -> Array:
     """
     target = _classes("cross_entropy", prediction, target)
     if target.ndim < prediction.ndim:
-        values = optax.softmax_cross_entropy_with_integer_labels(prediction, target)
+        values = jax.nn.logsumexp(prediction, axis=-1) - _pick(prediction, target)
     else:
         values = optax.softmax_cross_entropy(prediction, _numbers(target, prediction))
     return per_row(values)
@@ -311,6 +311,18 @@ def name_of(metric: str | Criterion) -> str:
             f"`metrics`: {metric!r} has no name; pass {{name: callable}} instead."
         )
     return name
+
+
+def _pick(logits: Array, labels: Array) -> Array:
+    """The logit of each label; NaN for a label of no class.
+
+    By comparison, whose gradient XLA fuses with that of the softmax. That of indexing
+    is a scatter into another array as large as the logits.
+    """
+    labels = labels.astype(jnp.promote_types(labels.dtype, jnp.int32))
+    classes = jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1)
+    picked = jnp.where(classes == labels[..., None], logits, 0).sum(axis=-1)
+    return jnp.where((labels >= 0) & (labels < logits.shape[-1]), picked, jnp.nan)
 
 
 def _is_float(array: Any) -> bool:

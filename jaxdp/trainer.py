@@ -17,7 +17,7 @@ from .fit import Metric, Run, Wanted, checks, evaluation, loop, surface
 from .fit import snapshot as snapshots
 from .fit.run import with_defaults
 from .history import History
-from .step import Ensemble, InferenceModel, Metrics, Part, Remat, TrainState
+from .step import InferenceModel, Metrics, Part, Remat, TrainState
 from .strategies import DataParallel
 
 
@@ -120,7 +120,7 @@ class Trainer:
         steps_per_execution: int | str = 1,
         remat: Remat = False,
         data: str = "global",
-        ensemble: int | Ensemble | None = None,
+        ensemble: "int | jaxdp.Ensemble | None" = None,
         seed: int = 0,
         reproducible: str | None = None,
         compiler_options: Mapping[str, Any] | str | None = None,

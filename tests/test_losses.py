@@ -217,3 +217,21 @@ def test_complex_numbers_are_compared_by_their_distance():
         np.testing.assert_allclose(found, values, rtol=1e-5)
         grad = jax.grad(lambda z, name=name: losses.LOSSES[name](z, z).sum())(z)
         assert not np.asarray(grad).any()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_cross_entropy_has_the_bits_of_optax_and_nan_for_no_class(dtype):
+    rng = np.random.default_rng(0)
+    logits = jnp.asarray(rng.normal(size=(64, 300)) * 9, dtype)
+    labels = jnp.asarray(rng.integers(0, 256, 64), jnp.uint8)
+    theirs = optax.softmax_cross_entropy_with_integer_labels
+
+    def loss_and_gradient(criterion):
+        return jax.value_and_grad(lambda z: criterion(z, labels).sum())(logits)
+
+    for ours, expected in zip(
+        loss_and_gradient(losses.cross_entropy), loss_and_gradient(theirs), strict=True
+    ):
+        np.testing.assert_array_equal(ours, expected)
+    outside = losses.cross_entropy(logits[:2], jnp.array([300, -1]))
+    assert jnp.isnan(outside).all()

@@ -26,7 +26,6 @@ from ..step import (
     TrainState,
     check_gradients,
     has_convolutions,
-    means_of,
     products,
     tells_of_gradients,
 )
@@ -331,7 +330,8 @@ class Engine:
     def epoch_means(self) -> dict[str, float]:
         """Means over the epoch's rows so far. Waits for the device."""
         self.in_flight.check_all()
-        return means_of(self.held.fetch_totals(), self.steps["train"].facts)
+        facts = self.steps["train"].facts
+        return self.pure.means_of(self.held.fetch_totals(), facts)
 
     def flops_per_row(self, window: Sequence[Batch]) -> float:
         """Operations of a train step over `window`, per row that is computed."""

@@ -455,6 +455,8 @@ def _as_present(name: str, value: Any, leaf: Any) -> np.ndarray:
             f"{what}, and can't be set to {value!r} of type {type(value).__name__};"
             f" pass {'a number' if is_floating else 'an int'}."
         )
+    if not array.ndim:  # one for each member of an ensemble
+        array = np.broadcast_to(array, leaf.shape)
     if array.shape != leaf.shape:
         raise ValueError(f"{what}; got a value of shape {array.shape}.")
 

@@ -27,8 +27,7 @@ from ..step import (
     TrainState,
     Weights,
     evaluated_params,
-    init_each,
-    update_each,
+    update_with,
 )
 from ..strategies.base import Layout, Rows, state_name
 from ..strategies.by_rows import ByRows
@@ -133,7 +132,7 @@ class LocalSGD(Sharded):
             replicas = jax.tree.map(
                 lambda leaf: jnp.broadcast_to(leaf, (count, *leaf.shape)), params
             )
-            first, outer = init_each(inner, replicas), self.outer.init(params)
+            first, outer = _init_each(inner, replicas), self.outer.init(params)
             return LocalState(replicas, first, outer, jnp.int32(0))
 
         def update(
@@ -142,7 +141,7 @@ class LocalSGD(Sharded):
             if _ndims(updates) == _ndims(params):  # of all rows: for each replica
                 updates = _for_each(updates, state.replicas)
             value = extra.get("value", jnp.zeros(()))
-            updates, inner_state = update_each(inner, state.inner, value)(
+            updates, inner_state = _update_each(inner, state.inner, value)(
                 updates, state.inner, state.replicas
             )
             replicas = eqx.apply_updates(state.replicas, updates)
@@ -284,6 +283,68 @@ class _Replica(AxisCollectives):
         """Gradients of sums over the replicas' mean number of rows: their mean over
         replicas is the one over all rows."""
         return jax.tree.map(lambda leaf: leaf * self.num_shards, gradients)
+
+
+def _init_each(inner: Any, replicas: PyTree) -> PyTree:
+    """The state of the optimizer `inner` for each replica.
+
+    Scalars that are like no parameter are taken to be the same for all, which learning
+    rates must be to be set; unless an update makes them of gradients.
+    """
+    states = jax.vmap(inner.init)(replicas)
+    shared = _share_scalars(inner, states)
+    update = _update_each(inner, shared, jnp.zeros(()))
+    try:
+        jax.eval_shape(update, replicas, shared, replicas)
+    except _NeedsLosses:
+        raise
+    except ValueError:  # of vmap, which finds that a scalar differs
+        return states
+    return shared
+
+
+def _share_scalars(inner: Any, each: PyTree) -> PyTree:
+    """The states of all replicas, with one of each scalar that is like no parameter."""
+
+    def one(leaf: Any) -> Any:
+        return leaf[0] if leaf.ndim == 1 else leaf
+
+    try:
+        return optax.tree_utils.tree_map_params(
+            inner, lambda leaf: leaf, each, transform_non_params=one
+        )
+    except Exception:  # of an optimizer that optax can't ask for its parameters
+        return jax.tree.map(one, each)
+
+
+def _update_each(
+    inner: Any, state: PyTree, value: Array
+) -> Callable[..., tuple[PyTree, PyTree]]:
+    """`inner.update` for gradients, states like `state`, and weights of each replica.
+
+    `value` is the loss.
+    """
+    axes = jax.tree.map(lambda leaf: 0 if jnp.ndim(leaf) else None, state)
+
+    def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        known = {"value": value, "grad": grads}
+        known |= dict.fromkeys(["value_fn", "grad_fn"], _refuse)
+        return update_with(inner.update, grads, state, params, known)
+
+    return jax.vmap(update, in_axes=(0, axes, 0), out_axes=(0, axes))
+
+
+class _NeedsLosses(ValueError):
+    pass
+
+
+def _refuse(*_: Any) -> Any:
+    """Stands in the place of the loss, which is one of all replicas."""
+    raise _NeedsLosses(
+        "`optimizer` evaluates the loss, as optax.lbfgs does, but under LocalSGD there"
+        " are several models with a loss each. Use an optimizer that only needs"
+        " gradients, such as optax.adamw."
+    )
 
 
 def _change(outer: Array, replicas: Array) -> Array:

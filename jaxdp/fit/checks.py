@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import PyTree
 
+import jaxdp
+
 from .. import losses
 from ..basics.arguments import check_choice, check_count, check_is_local, check_number
 from ..basics.console import listed, say_once
@@ -20,7 +22,6 @@ from ..data import own_of, to_host
 from ..distributed import find_processes
 from ..step import (
     CriterionObjective,
-    Ensemble,
     FoundPart,
     LossFnObjective,
     Objective,
@@ -62,7 +63,8 @@ def checked(arguments: dict[str, Any]) -> dict[str, Any]:
     has_own_loss = several or result["loss_fn"] is not None
     check_model(result["model"], must_be_callable=not has_own_loss)
     check_state(result["model"], result["state"])
-    result["ensemble"] = checked_ensemble(result)
+    if result["ensemble"] is not None:
+        result["ensemble"] = jaxdp.ensembles.find_ensemble(result)
     check_strategy_argument(result["strategy"])
     check_choice("reproducible", result["reproducible"], (None, "run"))
     check_choice("offload", result["offload"], (None, "optimizer"))
@@ -163,27 +165,7 @@ def parts_of(arguments: Mapping[str, Any]) -> tuple[FoundPart, ...]:
     if not is_several(optimizer):
         return ()
     keeps = bool(split_metrics(arguments["metrics"])[1])
-    of = arguments["model"], arguments["ensemble"]
-    return find_parts(optimizer, *of, keeps_outputs=keeps)
-
-
-def checked_ensemble(arguments: Mapping[str, Any]) -> Ensemble | None:
-    """What `ensemble` means, if the model is one."""
-    ensemble = arguments["ensemble"]
-    if ensemble is None:
-        return None
-    if not isinstance(ensemble, Ensemble):
-        check_count("ensemble", ensemble, or_else=" (members) or a jaxdp.Ensemble")
-        ensemble = Ensemble(ensemble)
-
-    if arguments["precision"] == "16-mixed":
-        raise ValueError(
-            "`precision`='16-mixed' scales the loss of all members alike, so that one"
-            " that diverges would stop the others; use 'bf16-mixed' with `ensemble`."
-        )
-    ensemble.check("model", arguments["model"])
-    ensemble.check("state", arguments["state"])
-    return ensemble
+    return find_parts(optimizer, arguments["model"], keeps_outputs=keeps)
 
 
 def _check_clipping(norm: Any) -> None:

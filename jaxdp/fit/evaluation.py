@@ -16,7 +16,7 @@ from ..basics.tracebacks import UsersFramesFirst, noted
 from ..callbacks.base import Hooks
 from ..data import Dispatch, Packer, Source, inputs_of, own_of, real_rows
 from ..engine import Kind, Program
-from ..step import IN_FLIGHT, Batch, Whole, means_of
+from ..step import IN_FLIGHT, Batch, Whole
 from ..strategies.placing import replicated
 from .around import doing, noting
 from .pass_metrics import add_pass_values
@@ -115,11 +115,12 @@ class Evaluation:
             ]
 
         metrics, facts = {}, run.engine.steps["evaluate"].facts
+        pure = run.engine.pure
         for prefix, sums in zip(self._sources, totals, strict=True):
-            means = means_of(np.asarray(sums), facts)  # waits for the device
+            means = pure.means_of(np.asarray(sums), facts)  # waits for the device
             if of_passes := run.recipe.pass_metrics:
                 rows = self._outputs[prefix].rows()
-                add_pass_values(means, of_passes, rows, run.recipe.ensemble)
+                add_pass_values(means, of_passes, rows, pure.measure_outputs)
             named = {f"{prefix}_{name}": value for name, value in means.items()}
             check_names([*metrics, *named])
             metrics |= named

@@ -1,5 +1,6 @@
 """Metrics of a whole pass, such as AUROC, from all of its predictions and targets."""
 
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping
@@ -12,7 +13,6 @@ from jaxtyping import PyTree
 from .. import losses
 from ..basics.arguments import as_number
 from ..basics.tracebacks import noted
-from ..step import Ensemble
 
 
 class PassMetric:
@@ -112,7 +112,7 @@ def add_pass_values(
     means: dict[str, float],
     metrics: Mapping[str, PassMetric],
     outputs: PyTree,
-    ensemble: Ensemble | None,
+    measure: Callable[..., Mapping[str, float]],
 ) -> None:
     """Adds what metrics of passes are to the means of a pass, by name.
 
@@ -120,33 +120,25 @@ def add_pass_values(
         means: which they are added to.
         metrics: by name.
         outputs: the predictions and targets of all rows of the pass; of parts, by the
-            part's name. Of an ensemble they are `(rows, members, ...)`.
-        ensemble: of the models, if there are several.
+            part's name.
+        measure: `Steps.measure_outputs`, which calls a metric.
     """
     of_parts = outputs if isinstance(outputs, dict) else {"": outputs}
     for (part, given), (name, metric) in itertools.product(
         of_parts.items(), metrics.items()
     ):
         name = f"{part}_{name}" if part else name
-        if ensemble is None:
-            values = metric(name, *given)
-        else:
-            of_members = [
-                metric(name, *jax.tree.map(lambda leaf, at=member: leaf[:, at], given))
-                for member in range(ensemble.size)
-            ]
-            # on the host
-            stacks = {
-                key: np.array([of[key] for of in of_members]) for key in of_members[0]
-            }
-            named = ensemble.named(stacks)
-            values = {key: float(value) for key, value in named.items()}
+        values = measure(functools.partial(_call, metric, name), given)
         if clash := {*values} & {*means}:
             raise ValueError(
                 f"`metrics`: there are two values named {sorted(clash)}, one of them of"
                 f" the PassMetric {name!r}; rename it."
             )
         means |= values
+
+
+def _call(metric: PassMetric, name: str, outputs: PyTree) -> Mapping[str, float]:
+    return metric(name, *outputs)
 
 
 def _widened(leaf: np.ndarray) -> np.ndarray:

@@ -37,7 +37,6 @@ from ..step import (
     AfterUpdate,
     Batch,
     CriterionObjective,
-    Ensemble,
     Objective,
     Steps,
     StepsOfParts,
@@ -71,7 +70,7 @@ class Recipe:
         self.arguments = arguments
         self.model, self.model_state = arguments["model"], arguments["state"]
         self.strategy: DataParallel = arguments["strategy"]
-        self.ensemble: Ensemble | None = arguments["ensemble"]
+        self.ensemble = arguments["ensemble"]
         self.compiler_options = spelled_here(arguments["compiler_options"])
         if arguments["reproducible"]:
             self.compiler_options = {**DETERMINISTIC, **self.compiler_options}
@@ -82,8 +81,8 @@ class Recipe:
         several = self.several = checks.parts_of(arguments)
         trained = trained_by(several) if several else arguments["filter_spec"]
         self.parts = checks.split_model(self.model, trained)
-        if self.ensemble is not None:  # can the optimizer be that of members?
-            jax.eval_shape(self._own_optimizer().init, self.parts[0])
+        if self.ensemble is not None:
+            self.ensemble.check_values(self._own_optimizer(), self.parts[0])
         self._after_update = self._checked_after_update()
         self._criteria, self.pass_metrics = split_metrics(arguments["metrics"])
         choose = checks.choose_objective
@@ -97,24 +96,26 @@ class Recipe:
     ) -> Engine:
         """Another engine, with the state of a trainer that has not been trained."""
         objectives = self._objectives()
+        steps = (StepsOfParts if self.several else Steps)(
+            self.parts[2],
+            self._objective,
+            self.optimizer_for(strategy, hooks),
+            hooks.inside_step(),
+            remat=self._recomputed,
+            precision=self._precision,
+            conjugate_complex=self.arguments["conjugate_complex"],
+            after_update=self._after_update,
+            after_step=hooks.after_step(),
+            parts=self.several,
+            has_state=self.model_state is not None,
+            losses_per_example=all(one.is_per_example for one in objectives),
+        )
+        if self.ensemble is not None:
+            steps, strategy = self.ensemble.wrap(steps, strategy)
         return Engine(
             self.parts,
             self.model_state,
-            (StepsOfParts if self.several else Steps)(
-                self.parts[2],
-                self._objective,
-                self.optimizer_for(strategy, hooks),
-                hooks.inside_step(),
-                remat=self._recomputed,
-                precision=self._precision,
-                conjugate_complex=self.arguments["conjugate_complex"],
-                after_update=self._after_update,
-                after_step=hooks.after_step(),
-                parts=self.several,
-                ensemble=self.ensemble,
-                has_state=self.model_state is not None,
-                losses_per_example=all(one.is_per_example for one in objectives),
-            ),
+            steps,
             strategy,
             seed=self.seed,
             micro_batches=self.accumulate_grad_batches,
@@ -166,18 +167,16 @@ class Recipe:
         if self.several:
             return optimizer_of(self.several)
         given = self.arguments
-        optimizer = with_clipping(given["optimizer"], given["gradient_clip_val"])
-        if self.ensemble is None:
-            return optimizer
-        return self.ensemble.wrap_optimizer(optimizer)
+        return with_clipping(given["optimizer"], given["gradient_clip_val"])
 
     def _checked_after_update(self) -> AfterUpdate | None:
         """What changes weights after each update, if it keeps shapes and dtypes."""
         if (function := self.arguments["after_update"]) is None:
             return None
         *arrays, static = self.parts
-        members = None if self.ensemble is None else self.ensemble.size
-        change = AfterUpdate(function, static, members)
+        change = AfterUpdate(function, static)
+        if self.ensemble is not None:
+            arrays = self.ensemble.shapes_of_one(arrays)
         jax.eval_shape(change, *arrays, jax.random.key(0), jax.numpy.int32(1))
         return change
 

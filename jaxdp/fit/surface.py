@@ -79,8 +79,9 @@ def inference_model(run: "Run", member: int | None) -> InferenceModel:
     model_and_state = whole_model(run, "`inference_model`")
     if member is not None:
         return InferenceModel(*member_of(run, model_and_state, member))
-    is_ensemble = run.recipe.ensemble is not None
-    return InferenceModel(*model_and_state, is_ensemble=is_ensemble)
+    if run.recipe.ensemble is not None:
+        return run.recipe.ensemble.make_inference_model(*model_and_state)
+    return InferenceModel(*model_and_state)
 
 
 def check_callable(run: "Run", method: str) -> None:
@@ -101,7 +102,7 @@ def member_of(run: "Run", model: Any, index: int) -> Any:
     """One model of those that `model` holds."""
     if run.recipe.ensemble is None:
         raise ValueError("`member` needs a Trainer with `ensemble`; use `model`.")
-    return run.recipe.ensemble.member_of(model, index)
+    return run.recipe.ensemble.select_member(model, index)
 
 
 def shapes_of(run: "Run") -> tuple[Any, Any, Any]:

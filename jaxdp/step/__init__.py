@@ -7,7 +7,6 @@ from .collectives import (
     OnRows,
     Results,
 )
-from .ensemble import Ensemble, init_each, update_each
 from .evaluated import evaluated_params, find_evaluated
 from .jaxprs import (
     BY_DEFAULT,
@@ -31,7 +30,6 @@ from .metrics import (
     Facts,
     Metrics,
     check_gradients,
-    means_of,
     tells_of_gradients,
 )
 from .model_call import InferenceModel, check_is_told, named_by, takes_by_name
@@ -67,7 +65,7 @@ from .remat import (
 from .returned import AfterUpdate
 from .state import Batch, Group, TrainState, Weights, first_state
 from .steps import Steps
-from .value_fn import check_arguments, closed_over, updates_in
+from .value_fn import check_arguments, closed_over, update_with, updates_in
 from .whole import (
     NOTHING,
     KeyData,

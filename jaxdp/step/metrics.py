@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from .ensemble import Ensemble
 from .objective import Values
 from .state import Group
 
@@ -187,36 +186,15 @@ def count_rows(groups: Sequence[Group]) -> Float[Array, ""]:
     return total.astype(sum_dtype())
 
 
-def facts_of(found: Values, ensemble: Ensemble | None, most: int) -> Facts:
-    """Returns the facts that hold for all batches; at most `most` values are kept."""
-    names, weighted = tuple(found.by_name), tuple(weights_of(found, ensemble))
-    if ensemble is not None:
-        names += tuple(one for name in names for one in ensemble.names(name))
-    check_count(names + weighted, most)
-    return Facts(names, found.num_classes, found.notes, weighted)
-
-
-def weights_of(found: Values, ensemble: Ensemble | None) -> dict[str, Array]:
-    """The weights of values by name, those of members too."""
-    names_of = ensemble.names if ensemble is not None else lambda _: ()
-    return {
-        name: result.weights
-        for of, result in found.by_name.items()
-        if result.weights is not None
-        for name in (of, *names_of(of))
-    }
-
-
-def sums_of(
-    found: Values, mask: Array, facts: Facts, ensemble: Ensemble | None
-) -> Sums:
+def sums_of(found: Values, mask: Array) -> Sums:
     """Sums over the real rows of a micro-batch, of its loss and of each metric."""
-    over = _over_rows if ensemble is None else jax.vmap(_over_rows, (-1, None))
-    sums = {name: over(one.values, mask) for name, one in found.by_name.items()}
-    weights = weights_of(found, ensemble)
-    if ensemble is not None:  # of sums: under Members no rows are exchanged
-        sums = ensemble.named(sums)
-    weights = {name: _over_rows(weight, mask) for name, weight in weights.items()}
+    sums, weights = {}, {}
+    for name, one in found.by_name.items():
+        sums[name] = _over_rows(one.values, mask)
+        if one.weights is not None:
+            weights[name] = _over_rows(one.weights, mask)
+    facts = Facts(tuple(sums), found.num_classes, found.notes, tuple(weights))
+    check_count(facts.names + facts.weighted)
     hidden = found.by_name["loss"].hidden
     hidden = None if hidden is None else _over_rows(hidden, mask)
     return Sums(sums, weights, hidden, facts)
@@ -295,12 +273,12 @@ def means_of(totals: np.ndarray, facts: Facts) -> dict[str, float]:
     }
 
 
-def check_count(names: Sequence[str], most: int = MAX_METRICS) -> None:
+def check_count(names: Sequence[str]) -> None:
     """Raises if there are more values and weights of values than are kept."""
-    if len(names) > most:
+    if len(names) > MAX_METRICS:
         raise ValueError(
             f"there are {len(names)} values per step, the loss, its metrics and their"
-            f" weights; at most {most} can be kept."
+            f" weights; at most {MAX_METRICS} can be kept."
         )
 
 
@@ -325,11 +303,8 @@ def add_to_totals(totals: Array, total: Array, sums: Array) -> Array:
     total, sums = total.astype(totals.dtype), sums.astype(totals.dtype)
     places = jnp.arange(totals.shape[1])
     step = jnp.zeros_like(totals[0])
-    if len(sums) > MAX_METRICS:  # those of each member of an ensemble
-        step = step.at[: len(sums) + 1].set(jnp.stack([total, *sums]))
-    else:
-        for place, value in enumerate([total, *sums]):
-            step = jnp.where(places == place, value, step)
+    for place, value in enumerate([total, *sums]):
+        step = jnp.where(places == place, value, step)
     corrected = step - totals[1]
     summed = totals[0] + corrected
     lost = (summed - totals[0]) - corrected

@@ -202,33 +202,20 @@ class InferenceModel(eqx.Module):
         infer = trainer.inference_model()
         infer(x), jax.vmap(infer)(xs), eqx.filter_jit(infer)(x)
 
-    Of an ensemble, all members are called: predictions are shaped `(members, ...)`.
-
     Args:
         model: takes one example, and the state if there is one.
         state: the state that belongs to `model`, or None.
-        is_ensemble: whether the first axis of all arrays counts members.
     """
 
     model: PyTree
     state: eqx.nn.State | None
-    is_ensemble: bool = eqx.field(static=True)
 
-    def __init__(
-        self, model: PyTree, state: eqx.nn.State | None, is_ensemble: bool = False
-    ):
+    def __init__(self, model: PyTree, state: eqx.nn.State | None):
         self.model, self.state = eqx.nn.inference_mode(model), state
-        self.is_ensemble = is_ensemble
 
     def __call__(self, x: PyTree, *, key: PRNGKeyArray | None = None) -> PyTree:
         """The prediction for one example; `key` is for models that draw here, too."""
-        arrays, static = eqx.partition((self.model, self.state), eqx.is_array)
         keywords = offered_to(self.model, training=False)(key)
-
-        def call(arrays: PyTree) -> PyTree:
-            model, state = eqx.combine(arrays, static)
-            if state is None:
-                return model(x, **keywords)
-            return model(x, copy_state(state), **keywords)[0]
-
-        return jax.vmap(call)(arrays) if self.is_ensemble else call(arrays)
+        if self.state is None:
+            return self.model(x, **keywords)
+        return self.model(x, copy_state(self.state), **keywords)[0]

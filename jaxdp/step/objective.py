@@ -38,8 +38,7 @@ class Values(NamedTuple):
     """What an objective makes of one batch."""
 
     by_name: dict[str, Returned]
-    """`"loss"` first; values are `(rows,)`, or `()` for a mean over the batch. Of an
-    ensemble they have an axis of members behind the rows."""
+    """`"loss"` first; values are `(rows,)`, or `()` for a mean over the batch."""
     model_state: PyTree
     num_classes: int | None
     """The bound that integer labels must keep, where the loss implies one."""

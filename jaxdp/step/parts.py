@@ -22,7 +22,6 @@ from .. import losses
 from ..basics.tracebacks import noted
 from ..basics.tree import at_path, leaf_path
 from .collectives import Collectives
-from .ensemble import Ensemble
 from .metrics import Facts, Metrics, Sums, check_count, count_rows
 from .objective import LossFnObjective
 from .remat import matches
@@ -95,7 +94,6 @@ class FoundPart:
 def find_parts(
     parts: Sequence[Part],
     model: PyTree,
-    ensemble: Ensemble | None = None,
     *,
     keeps_outputs: bool = False,
 ) -> tuple[FoundPart, ...]:
@@ -143,8 +141,6 @@ def find_parts(
             part.loss_fn, keeps_outputs=keeps_outputs, is_part=True
         )
         optimizer = with_clipping(part.optimizer, part.gradient_clip_val)
-        if ensemble is not None:
-            optimizer = ensemble.wrap_optimizer(optimizer)
         optimizer = optax.with_extra_args_support(optimizer)
         known.append(FoundPart(name, mask, int(part.every), objective, optimizer))
     return tuple(known)
@@ -335,15 +331,8 @@ class StepsOfParts(Steps):
         means = [part_sums.means(total) for part_sums in summed]
         sums: dict[str, Array] = {}
         weights: dict[str, Array] = {}
-        members = () if self.ensemble is None else self.ensemble.names("loss")
-        for name in ("loss", *members):
-            places = [part_sums.facts.names.index(name) for part_sums in summed]
-            losses = [
-                part_sums[place] for part_sums, place in zip(means, places, strict=True)
-            ]
-            sums[name] = functools.reduce(jnp.add, losses) * total
-
-        due = [jnp.array(True)] * len(sums)
+        sums["loss"] = functools.reduce(jnp.add, [each[0] for each in means]) * total
+        due = [jnp.array(True)]
         for part, did, part_sums in zip(self.parts, ran, summed, strict=True):
             for short in part_sums.facts.names:
                 name = f"{part.name}_{short}"
@@ -363,7 +352,7 @@ class StepsOfParts(Steps):
         facts = [part_sums.facts for part_sums in summed]
         notes = dict.fromkeys(note for part_sums in facts for note in part_sums.notes)
         joined = Facts(tuple(sums), None, tuple(notes), tuple(weights))
-        check_count(joined.names + joined.weighted, self.most_values)
+        check_count(joined.names + joined.weighted)
         hidden = [one.hidden for one in summed if one.hidden is not None]
         of_all = functools.reduce(jnp.add, hidden) if hidden else None
         return Sums(sums, weights, of_all, joined), jnp.stack(due)

@@ -100,7 +100,7 @@ def as_stored(tree: PyTree, precision: Precision) -> PyTree:
     """A model's leaves as they are kept between steps."""
     if precision.stored is None:
         return tree
-    return _cast_model(tree, precision.stored, widen_norms=False)
+    return _cast_model(tree, precision.stored, is_stored=True)
 
 
 def as_own(tree: PyTree, like: PyTree) -> PyTree:
@@ -243,15 +243,31 @@ def _cast(tree: PyTree, dtype: Any, only: Any = None) -> PyTree:
     return jax.tree.map(cast, tree, is_leaf=lambda n: isinstance(n, eqx.nn.State))
 
 
-def _cast_model(model: PyTree, dtype: Any, *, widen_norms: bool = True) -> PyTree:
-    """A model's floating leaves in `dtype`, but for those of norms."""
+def _cast_model(model: PyTree, dtype: Any, *, is_stored: bool = False) -> PyTree:
+    """A model's floating leaves in `dtype`, but for those of norms.
+
+    If it is not `is_stored` so, BatchNorm and the gradients of embeddings are summed in
+    float32.
+    """
+    kinds = (*_NORMS, eqx.nn.Embedding)
 
     def cast(node: Any) -> Any:
-        if widen_norms and isinstance(node, eqx.nn.BatchNorm):
+        if not is_stored and isinstance(node, eqx.nn.BatchNorm):
             return with_call(node, _norm_in_float32)
+        if not is_stored and isinstance(node, eqx.nn.Embedding):
+            return with_call(_cast(node, dtype), _look_up_in_float32)
         return node if isinstance(node, _NORMS) else _cast(node, dtype)
 
-    return jax.tree.map(cast, model, is_leaf=lambda node: isinstance(node, _NORMS))
+    return jax.tree.map(cast, model, is_leaf=lambda node: isinstance(node, kinds))
+
+
+def _look_up_in_float32(embedding: Any, *arguments: Any, **keywords: Any) -> Array:
+    """An embedding's call, whose gradient is summed over tokens in float32.
+
+    Thousands of tokens may share a row, and a sum of so many in bfloat16 stops growing.
+    """
+    row = _cast(embedding, jnp.float32)(*arguments, **keywords)
+    return row.astype(embedding.weight.dtype)
 
 
 def _norm_in_float32(norm: Any, x: Array, *arguments: Any, **keywords: Any) -> Any:

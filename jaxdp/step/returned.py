@@ -216,16 +216,13 @@ class AfterUpdate:
     Args:
         function: `model -> model`, which may name `key` and `step`.
         static: the leaves of the model that are not arrays.
-        members: how many models the arrays hold, if they are those of an ensemble.
 
     Raises:
         TypeError: if the function can't be called like that.
     """
 
-    def __init__(
-        self, function: Callable[..., PyTree], static: PyTree, members: int | None
-    ):
-        self.function, self.static, self.members = function, static, members
+    def __init__(self, function: Callable[..., PyTree], static: PyTree):
+        self.function, self.static = function, static
         if not callable(function):
             raise TypeError(
                 "`after_update` must be a function model -> model, which may name `key`"
@@ -248,16 +245,6 @@ class AfterUpdate:
         self, params: PyTree, buffers: PyTree, key: Any, step: Int[Array, ""]
     ) -> tuple[PyTree, PyTree]:
         """The trained leaves and the other arrays, as the function changes them."""
-        if self.members is None:
-            return self._of_one(params, buffers, key, step)
-
-        def of_member(params: PyTree, buffers: PyTree, member: Any) -> Any:
-            member_key = jax.random.fold_in(key, member)
-            return self._of_one(params, buffers, member_key, step)
-
-        return jax.vmap(of_member)(params, buffers, jnp.arange(self.members))
-
-    def _of_one(self, params: PyTree, buffers: PyTree, key: Any, step: Any) -> Any:
         model = eqx.combine(params, buffers, self.static)
         offered = {"key": key, "step": step}
         new = self.function(model, **{name: offered[name] for name in self._names})

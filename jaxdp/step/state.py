@@ -9,7 +9,7 @@ from jaxtyping import Array, Int, PRNGKeyArray, PyTree
 
 from ..basics.tree import describe_difference, leaf_path
 from .collectives import Collectives
-from .precision import first_scale, next_scale
+from .precision import next_scale
 
 if TYPE_CHECKING:
     from .steps import Steps
@@ -179,7 +179,7 @@ def first_state(
 
     params, buffers, model_state = jax.tree.map(strong, (params, buffers, model_state))
     init = jax.jit(
-        lambda p: jax.tree.map(fixed, steps.optimizer.init(p)),
+        lambda p: jax.tree.map(fixed, steps.init_optimizer(p)),
         out_shardings=optimizer_layout,
     )
     return TrainState(
@@ -190,7 +190,7 @@ def first_state(
         key=jax.random.key_data(jax.random.key(seed)),
         step=np.int32(0),
         totals=steps.new_totals(),
-        loss_scale=first_scale(steps.precision),
+        loss_scale=steps.new_loss_scale(),
     )
 
 

@@ -6,7 +6,7 @@ and the randomness of each in `state`.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -17,23 +17,31 @@ import optax
 from jaxtyping import Array, Float, Int, PyTree
 
 from .collectives import Collectives
-from .ensemble import Ensemble, OfMembers, call_members
 from .jaxprs import OWN_LOOP, has_convolutions
 from .metrics import (
     MAX_METRICS,
+    Facts,
     Metrics,
     Sums,
     add_to_totals,
     count_rows,
-    facts_of,
+    means_of,
     seen_inside,
     sum_dtype,
     sums_of,
     with_names,
 )
 from .model_call import call_model, told_of_dicts
-from .objective import Objective, Values
-from .precision import PRECISIONS, LossScale, Precision, cast_batch, computing, widen
+from .objective import Objective
+from .precision import (
+    PRECISIONS,
+    LossScale,
+    Precision,
+    cast_batch,
+    computing,
+    first_scale,
+    widen,
+)
 from .remat import Recomputed
 from .returned import AfterUpdate, check_constant, check_depends
 from .state import (
@@ -78,8 +86,6 @@ class Steps(NamedTuple):
     precision: Precision = PRECISIONS["32-true"]
     unroll_convolutions: bool = False
     """Whether micro-batches with convolutions are no loop in the compiled step."""
-    ensemble: Ensemble | None = None
-    """Whose members the models are, if there are several."""
     has_state: bool = False
     """Whether the model has an `eqx.nn.State`, so that it is written for a batch."""
     losses_per_example: bool = False
@@ -93,6 +99,8 @@ class Steps(NamedTuple):
     """Whether optimizers are given the conjugates of complex gradients."""
     parts: tuple[Any, ...] = ()
     """What `parts.StepsOfParts` takes one after the other."""
+    extra: Any = None
+    """What a subclass that an extra adds needs besides."""
 
     def is_per_example(self, kind: str) -> bool:
         """Returns True if all that a kind of step calls is written for one example.
@@ -115,22 +123,27 @@ class Steps(NamedTuple):
         objectives = [part.objective for part in self.parts] or [self.objective]
         return all(one.knows_padding(batch) for one in objectives)
 
-    @property
-    def most_values(self) -> int:
-        """How many values an epoch can sum: as many again for each member."""
-        members = 0 if self.ensemble is None else self.ensemble.size
-        return MAX_METRICS * (1 + members)
+    def init_optimizer(self, params: PyTree) -> PyTree:
+        """Returns the optimizer's first state."""
+        return self.optimizer.init(params)
 
     def new_totals(self) -> np.ndarray:
         """The zero that `TrainState.totals` starts an epoch from."""
-        return np.zeros((2, self.most_values + 1), sum_dtype())
+        return np.zeros((2, MAX_METRICS + 1), sum_dtype())
 
-    @property
-    def _objective_of_all(self) -> Objective | OfMembers:
-        assert self.objective is not None
-        if self.ensemble is None:
-            return self.objective
-        return OfMembers(self.objective, self.ensemble)
+    def new_loss_scale(self) -> LossScale | None:
+        """The `TrainState.loss_scale` of a run."""
+        return first_scale(self.precision)
+
+    def means_of(self, totals: np.ndarray, facts: Facts) -> dict[str, float]:
+        """Returns exact means over real rows, from fetched totals."""
+        return means_of(totals, facts)
+
+    def measure_outputs(
+        self, function: Callable[[PyTree], Mapping[str, float]], outputs: PyTree
+    ) -> Mapping[str, float]:
+        """Calls a function of the fetched outputs of a pass, which names its values."""
+        return function(outputs)
 
     @property
     def keeps_outputs(self) -> bool:
@@ -156,9 +169,6 @@ class Steps(NamedTuple):
         grads, model_state, summed = self._mean_gradients(collectives, state, groups)
         total = count_rows(groups)
         loss = summed.means(total)[0]
-        if self.ensemble is not None:  # each member's
-            places = [summed.facts.names.index(n) for n in self.ensemble.names("loss")]
-            loss = summed.means(total)[jnp.array(places)]
         state = state._replace(params=collectives.like_gradients(state.params))
         with jax.named_scope("update"):
 
@@ -203,8 +213,6 @@ class Steps(NamedTuple):
             new = self._after_update(collectives, state, new)
 
         seen = collectives.mean_gradients(grads)
-        if (ensemble := self.ensemble) is not None:  # they are of the mean loss
-            seen = jax.tree.map(lambda leaf: leaf * ensemble.size, seen)
         inside = seen_inside(self.inside, (seen, updates, new), summed.facts)
 
         if self.skip_nonfinite or state.loss_scale is not None:
@@ -297,7 +305,8 @@ class Steps(NamedTuple):
 
         Here is all that looks at rows; a device may be shown its own only.
         """
-        objective = self._objective_of_all
+        objective = self.objective
+        assert objective is not None
         weights, scale = inputs
 
         # The same keys whatever the devices: of the seed and the step.
@@ -326,7 +335,7 @@ class Steps(NamedTuple):
                 if self.conjugate_complex:
                     notes = *result.notes, *notes_on_complex(params)
                     result = result._replace(notes=notes)
-                summed = self._summed(result, rows.mask)
+                summed = sums_of(result, rows.mask)
 
                 # The share of these rows in the mean over all.
                 loss = summed.sums["loss"]
@@ -357,7 +366,8 @@ class Steps(NamedTuple):
         groups: Sequence[Group],
     ) -> tuple[Sums, PyTree]:
         """Sums over all rows in inference mode, and what is kept of each row."""
-        objective = self._objective_of_all
+        objective = self.objective
+        assert objective is not None
         weights, batch_idx = inputs
         micro = only_micro_batch(groups[0])
         key = key_outside_training(weights)
@@ -367,13 +377,8 @@ class Steps(NamedTuple):
         model = self._whole_model(collectives, weights)
         batch = self._batch(model, micro)
         result = objective(self._inference(model), weights.model_state, batch, rows)
-        summed = self._summed(result, rows.mask)
+        summed = sums_of(result, rows.mask)
         return collectives.sum(summed), result.outputs
-
-    def _summed(self, found: Values, mask: Array) -> Sums:
-        """Returns the sums over the rows seen here."""
-        facts = facts_of(found, self.ensemble, self.most_values)
-        return sums_of(found, mask, facts, self.ensemble)
 
     def _predictions(
         self, collectives: Collectives, weights: Weights, groups: Sequence[Group]
@@ -386,8 +391,6 @@ class Steps(NamedTuple):
         x = as_given(joined(micro.batch, micro.whole))
         given = self._inference(model), weights.model_state, x, rows
         with told_of_dicts(x):
-            if self.ensemble is not None:
-                return call_members(self.ensemble.size, *given)
             return call_model(*given)[0]
 
     def _batch(self, model: PyTree, micro: MicroBatch) -> PyTree:

@@ -301,6 +301,12 @@ def layouts_of(strategy: DataParallel, state: TrainState) -> dict[str, Layout]:
     return {state_name(path): layout for path, layout in leaves}
 
 
+def layouts_in(strategy: DataParallel, state: TrainState) -> dict[str, Layout]:
+    """How a strategy splits each leaf of a state, by its `layouts` if it has them."""
+    find = getattr(strategy, "layouts", functools.partial(layouts_of, strategy))
+    return find(state)
+
+
 def state_shardings(strategy: DataParallel, state: TrainState) -> TrainState:
     """The sharding of each leaf of `state`, from its shape and the strategy's specs."""
     if not hasattr(strategy, "mesh"):
@@ -309,8 +315,7 @@ def state_shardings(strategy: DataParallel, state: TrainState) -> TrainState:
             " which `param_spec` and `update_spec` say how each leaf is held."
         )
 
-    find = getattr(strategy, "layouts", functools.partial(layouts_of, strategy))
-    layouts = find(state)
+    layouts = layouts_in(strategy, state)
 
     def held(path: tuple[Any, ...], _: Any) -> NamedSharding:
         return NamedSharding(strategy.mesh, layouts[state_name(path)].spec)

@@ -1,7 +1,7 @@
 """Memory split over the devices: optimizer state (`ZeRO`), parameters too (`FSDP`)."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import equinox as eqx
@@ -109,15 +109,6 @@ class Gathering(Sharded):
         """Sets which do: `gather` of `FSDP`."""
         self._gather = _checked(gather)
         self.gatherers = NO_GATHERERS
-
-    def check(self, arguments: Mapping[str, Any]) -> None:
-        ensemble, model = arguments["ensemble"], arguments["model"]
-        if ensemble is not None and self._gather != "once" and stacks_in(model):
-            raise ValueError(
-                "`ensemble`: the blocks of a Stack in an ensemble can't be gathered one"
-                f' by one; pass {type(self).__name__}(gather="once"), which gathers all'
-                " parameters before the step."
-            )
 
     def gathered(self, path: str, spec: PartitionSpec) -> str:
         """How a leaf that is split like this is gathered, to be said of it."""

@@ -37,7 +37,7 @@ class SingleDevice(DataParallel):
                 f"`devices`: SingleDevice uses 1 device, not {len(devices)}; plan with"
                 " a strategy that splits the batch, such as Sharded()."
             )
-        return SingleDevice(devices[0])
+        return changed(self, mesh=mesh_on(devices, {DATA: 1}))
 
     def __repr__(self) -> str:
         return f"SingleDevice({self.mesh.devices.flat[0]})"

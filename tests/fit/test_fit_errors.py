@@ -10,7 +10,16 @@ from test_logged import Logs
 from toys import NormNet, batches, mlp_trainer
 from toys import make_small as make
 
-from jaxdp import Callback, Ensemble, Members, PassMetric, Pipeline, Sharded, Whole
+from jaxdp import (
+    Callback,
+    Ensemble,
+    LocalSGD,
+    Members,
+    PassMetric,
+    Pipeline,
+    Sharded,
+    Whole,
+)
 
 
 def mlp():
@@ -150,9 +159,8 @@ INJECTED = optax.inject_hyperparams(optax.adam)(1e-3)
          r"\['learning_rate'\].*inject_hyperparams"),
         ({"ensemble": Ensemble(4, lr=[1, 2, 3, 4]), "optimizer": INJECTED},
          r"\['lr'\].* holds b1, .*, learning_rate"),
-        ({"optimizer": optax.lbfgs()}, "`optimizer` evaluates the loss"),
         ({"strategy": Members()}, "4 members can't be split over the 8 devices"),
-        ({"precision": "16-mixed"}, "scales the loss of all members alike"),
+        ({"strategy": LocalSGD(2)}, "LocalSGD keeps weights of its own"),
     ]),
 ])  # fmt: skip
 def test_constructor_refuses(arguments, error, message):

@@ -8,7 +8,7 @@ import optax
 import pytest
 from toys import batches
 
-from jaxdp import FSDP, Ensemble, Part, Pmap, Sharded, SingleDevice, Trainer
+from jaxdp import FSDP, Part, Pmap, Sharded, SingleDevice, Trainer
 
 softmax = optax.softmax_cross_entropy_with_integer_labels
 
@@ -123,11 +123,6 @@ def test_they_are_refused_wherever_a_loss_may_be():
     ):
         with pytest.raises(ValueError, match="depends on the model's parameters"):
             trainer.fit(batches(8, 8))
-    many = eqx.filter_vmap(lambda key: eqx.nn.Linear(4, 3, key=key))(
-        jax.random.split(jax.random.key(0), 2)
-    )
-    with pytest.raises(ValueError, match="weights differ by member.*into a dict"):
-        Trainer(many, loss_fn=hits, ensemble=Ensemble(2)).fit(batches(8))
 
 
 @pytest.mark.parametrize("loss_fn", [stopped, stopped_model, scanned_mask, of_data])

@@ -133,6 +133,32 @@ def test_batch_norm_has_its_statistics_in_float32(mode):
     np.testing.assert_allclose(means, means[0], rtol=2e-2)
 
 
+@pytest.mark.parametrize("name", ["bf16-mixed", "bf16-true"])
+def test_gradients_of_common_words_are_summed_in_float32(name):
+    class Words(eqx.Module):
+        table: eqx.nn.Embedding
+
+        def __call__(self, x):
+            return jax.vmap(self.table)(x)
+
+    rng = np.random.default_rng(0)
+    x = np.where(rng.random((16, 1024)) < 0.3, 0, rng.integers(0, 50, (16, 1024)))
+    weight = rng.normal(0.5, 1, (16, 1024, 4)).astype(np.float32)
+    table = eqx.nn.Embedding(weight=jnp.zeros((50, 4)))
+
+    def loss_fn(model, x, weight):
+        return (jax.vmap(model)(x) * weight).sum((1, 2))
+
+    _, trainer = make(
+        Words(table), data=[(x, weight)], loss_fn=loss_fn, precision=name,
+        optimizer=optax.sgd(1.0), strategy=SingleDevice(),
+    )  # fmt: skip
+    expected = np.zeros((50, 4))
+    np.add.at(expected, x.ravel(), -weight.reshape(-1, 4).astype(np.float64) / 16)
+    error = np.linalg.norm(np.asarray(trainer.model.table.weight) - expected, axis=1)
+    assert (error < 0.005 * np.linalg.norm(expected, axis=1)).all()
+
+
 def test_bf16_mixed_is_the_textbook_cast():
     """Float32 parameters and Adam; a cast in the loss; the loss in float32."""
     model, data = Mlp(jax.random.key(0), rate=0.0), batches(16, 16, 16)

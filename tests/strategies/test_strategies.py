@@ -372,3 +372,13 @@ def test_placed_arrays_share_no_memory_with_those_they_are_copies_of(devices, sp
 
 def addresses(array):
     return {shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards}
+
+
+def test_a_subclass_is_itself_on_another_device():
+    class Mine(SingleDevice):
+        def param_spec(self, path, leaf):
+            return PartitionSpec(None)
+
+    device = jax.devices()[1]
+    other = Mine().on([device])
+    assert type(other) is Mine and [*other.mesh.devices.flat] == [device]
