@@ -155,17 +155,16 @@ class OfMembers:
             traced[:] = [result]
             values = {name: one.values for name, one in result.by_name.items()}
             weights = {name: one.weights for name, one in result.by_name.items()}
-            hidden = result.by_name["loss"].hidden
-            return values, weights, result.model_state, result.outputs, hidden
+            return values, weights, result.model_state, result.outputs
 
         try:
-            values, weights, new_state, outputs, hidden = over_members(
+            values, weights, new_state, outputs = over_members(
                 of_one,
                 self.ensemble.size,
                 model,
                 model_state,
                 rows,
-                (-1, None, 0, 1, 0),
+                (-1, None, 0, 1),
             )
         except ValueError as error:
             if "out_axes" not in str(error):
@@ -180,8 +179,6 @@ class OfMembers:
         (one,) = traced
         # Dicts lose their order on their way through JAX. Weights are checked above.
         by_name = {name: Returned(values[name], weights[name]) for name in one.by_name}
-        if hidden is not None:
-            by_name["loss"] = by_name["loss"]._replace(hidden=hidden.any(axis=0))
         return one._replace(by_name=by_name, model_state=new_state, outputs=outputs)
 
 
