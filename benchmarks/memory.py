@@ -1,6 +1,6 @@
 """Does a long run keep its memory flat? 20,000 steps of W1, watched.
 
-python -m benchmarks.memory [--steps 20000] [--steps-per-execution auto]
+python -m benchmarks.memory [--steps 20000] [--steps-per-execution 32]
 
 Prints a table of the memory that the process holds (its resident set) and of the live
 arrays of JAX, and fails if either grows after the first fifth of the run by more than
@@ -89,16 +89,10 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m benchmarks.memory", description=__doc__.partition("\n")[0]
     )
     parser.add_argument("--steps", type=int, default=20_000)
-    parser.add_argument(
-        "--steps-per-execution", default="1", help='a number, or "auto"'
-    )
+    parser.add_argument("--steps-per-execution", type=int, default=1)
     args = parser.parse_args(argv)
     if args.steps < 20:
         parser.error(f"`--steps` is {args.steps}; at least 20 are needed.")
-    per_execution = args.steps_per_execution
-    if per_execution != "auto":
-        per_execution = int(per_execution)
-
     per_epoch = min(1000, args.steps)
     work = dataclasses.replace(WORKS["W1"], steps=per_epoch)
     watch = Watch(max(1, args.steps // 20))
@@ -109,7 +103,7 @@ def main(argv: list[str] | None = None) -> int:
             loss=work.criterion,
             strategy=SingleDevice(),
             callbacks=[watch],
-            steps_per_execution=per_execution,
+            steps_per_execution=args.steps_per_execution,
             default_root_dir=folder,
         )
         trainer.fit(work.loader(), max_steps=args.steps)

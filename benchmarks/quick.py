@@ -21,7 +21,7 @@ from .processes import choose, run_round
 RECORDED = Path(__file__).with_name("recorded.json")
 ALLOWED = 0.15
 """How much worse a ratio may be."""
-PEERS_WATCHED = "jaxdp,jaxdp_auto"
+PEERS_WATCHED = "jaxdp"
 
 
 def compare(

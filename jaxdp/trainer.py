@@ -77,9 +77,9 @@ class Trainer:
         gradient_clip_val: the largest global norm that the gradient may have.
         conjugate_complex: whether optimizers are given the conjugates of JAX's
             gradients of complex leaves; not for one that conjugates them itself.
-        steps_per_execution: optimizer steps per call of the compiled program, or
-            "auto", which measures and picks. It changes only the speed: hooks see every
-            step. If a hook may look at the state, steps run one by one.
+        steps_per_execution: optimizer steps per call of the compiled program. Hooks and
+            loggers get the metrics of each step; the state that they see is that after
+            the last one of the call. See docs/callbacks.md.
         remat: recompute activations in the backward pass to save memory. True: those of
             each block of every `Stack`. A policy of `jax.checkpoint_policies`: the same
             blocks, but for what it keeps. Or path patterns of submodules, such as
@@ -117,7 +117,7 @@ class Trainer:
         accumulate_grad_batches: int = 1,
         gradient_clip_val: float | None = None,
         conjugate_complex: bool = True,
-        steps_per_execution: int | str = 1,
+        steps_per_execution: int = 1,
         remat: Remat = False,
         data: str = "global",
         ensemble: "int | jaxdp.Ensemble | None" = None,
@@ -230,9 +230,8 @@ class Trainer:
 
         `setup`, `teardown` and the batch hooks of callbacks run; validation and the
         rest are up to you. `current_epoch` grows when the generator is exhausted. It
-        yields the lazy metrics of each optimizer step. `steps_per_execution` holds for
-        a list of batches or a loader with a length, if the loop does not use the
-        trainer after its first step.
+        yields the lazy metrics of each optimizer step. With `steps_per_execution` the
+        batches of so many steps are read first, and the state is that of the last one.
         """
         return loop.own_loop(self, train_loader)
 
@@ -346,7 +345,7 @@ class Trainer:
     @property
     def model(self) -> PyTree:
         """The model as trained so far: a live copy, whole, on the default device."""
-        return surface.whole_model(self.run, "`trainer.model`")[0]
+        return surface.whole_model(self.run)[0]
 
     def member(self, index: int) -> PyTree:
         """One model of an ensemble, an ordinary model."""
@@ -355,7 +354,7 @@ class Trainer:
     @property
     def model_state(self) -> eqx.nn.State | None:
         """The `eqx.nn.State` that belongs to `model`, or None."""
-        return surface.whole_model(self.run, "`trainer.model_state`")[1]
+        return surface.whole_model(self.run)[1]
 
     def inference_model(self, member: int | None = None) -> InferenceModel:
         """The model in inference mode with its state inside, to call on one example.
@@ -371,7 +370,7 @@ class Trainer:
     def state(self) -> TrainState:
         """The `TrainState` on the devices. The next step overwrites it: `copy.deepcopy`
         it first, also to write into it."""
-        return self.run.settled_engine("`trainer.state`").held.hand_out()
+        return self.run.checked_engine().held.hand_out()
 
     @property
     def hyperparams(self) -> Mapping[str, Any]:
@@ -408,7 +407,6 @@ class Trainer:
     @property
     def callback_metrics(self) -> dict[str, float]:
         """The last value of everything logged, by name. Waits for the last step."""
-        self.run.progress.note_look("`trainer.callback_metrics`")
         return self.record.last_values()
 
     @property
@@ -419,7 +417,6 @@ class Trainer:
     @property
     def global_step(self) -> int:
         """How many optimizer steps were taken."""
-        self.run.progress.note_look("`trainer.global_step`")
         return self.run.progress.global_step
 
     @property

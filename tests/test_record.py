@@ -34,8 +34,6 @@ class Keeps(Logger):
 
 
 class Watches(Callback):
-    looks_inside_blocks = False
-
     def __init__(self):
         self.read, self.latest = [], []
 

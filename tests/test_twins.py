@@ -336,8 +336,7 @@ def test_a_run_goes_on_as_its_twin(tmp_path, loader, way, moment):
             trainer.fit(batches, **settings, **more)
 
     which = MOMENTS[moment]
-    in_blocks = "steps_per_execution" in WAYS[way]()
-    check_twins(tmp_path, make, fit, which, every_step=not in_blocks)
+    check_twins(tmp_path, make, fit, which)
 
 
 @pytest.mark.slow

@@ -13,15 +13,9 @@ from jaxdp.callbacks.states import named
 class Saves(Callback):
     """Saves at some boundaries of a fit: what a kill right after it would leave."""
 
-    looks_inside_blocks = False
-
-    def __init__(self, folder, which=None, every_step=True):
+    def __init__(self, folder, which=None):
         self.folder, self.which = pathlib.Path(folder), which
         self.paths, self.calls = {}, 0
-        self.every_step = every_step
-
-    def next_stop(self, trainer):
-        return trainer.global_step + 1 if self.every_step else None
 
     def on_boundary(self, trainer):
         self.calls += 1
@@ -48,7 +42,7 @@ def outcome(trainer):
     }
 
 
-def check_twins(folder, make_trainer, fit, which=None, after=None, every_step=True):
+def check_twins(folder, make_trainer, fit, which=None, after=None):
     """Resumes from every boundary of a run, and compares with the run.
 
     Args:
@@ -58,7 +52,7 @@ def check_twins(folder, make_trainer, fit, which=None, after=None, every_step=Tr
             to `after`.
         which: the boundaries to resume from, counted from 1; all by default.
     """
-    saves, whole = Saves(folder, which, every_step), Recorder()
+    saves, whole = Saves(folder, which), Recorder()
     expected = make_trainer([whole, saves])
     fit(expected)
     assert saves.paths

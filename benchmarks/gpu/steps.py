@@ -273,7 +273,7 @@ def ours(case: Case, *, ready: bool = False, **options: Any) -> Loop:
 LOOPS: dict[str, Callable[[Case], Loop]] = {
     "expert": expert,
     "jaxdp": ours,
-    "jaxdp_auto": lambda case: ours(case, steps_per_execution="auto"),
+    "jaxdp32": lambda case: ours(case, steps_per_execution=32),
     "jaxdp_ready": lambda case: ours(case, ready=True),
 }
 

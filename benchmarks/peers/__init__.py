@@ -47,12 +47,12 @@ class Peer:
 
 
 _ALL = ("W1", "W1s", "W2", "W3", "W4", "W5", "W5w", "W6")
-_AUTO = {"steps_per_execution": "auto"}
+_BY_32 = {"steps_per_execution": 32}
 
 PEERS = {
     "expert": Peer("E, the expert's loop", "expert", works=_ALL),
     "jaxdp": Peer("jaxdp", "jaxdp_fit", works=_ALL),
-    "jaxdp_auto": Peer("jaxdp, auto steps", "jaxdp_fit", options=_AUTO, works=_ALL),
+    "jaxdp32": Peer("jaxdp, 32 steps", "jaxdp_fit", options=_BY_32, works=_ALL),
     "jaxdp_pmap": Peer(
         "jaxdp, Pmap", "jaxdp_fit", options={"strategy": "Pmap"}, works=("W6",)
     ),
@@ -69,7 +69,7 @@ PEERS = {
         "Keras, 32 steps",
         "keras_fit",
         ("keras",),
-        {"steps_per_execution": 32},
+        _BY_32,
         ("W1", "W1s", "W4"),
     ),
     "nnx": Peer("Flax NNX", "nnx", ("flax",)),

@@ -43,15 +43,15 @@ class Callback:
 
     With `accumulate_grad_batches=K` batch hooks run once per optimizer step and
     `batch` is the list of its K micro-batches.
+
+    With `steps_per_execution=N` batch hooks run for each of the N steps that one call
+    takes: `metrics` and `trainer.global_step` are of that step, but the state, the
+    model and hyperparameters are those after the last of them, and the fit stops there
+    at the earliest.
     """
 
     skip_in_fast_dev_run: bool = False
     """Whether `fit(fast_dev_run=...)` leaves this callback out (loggers, savers)."""
-
-    looks_inside_blocks: bool = True
-    """Whether `on_train_batch_start` and `on_train_batch_end` may use `trainer.state`
-    or `trainer.model`, or stop the fit at that very step. If so, and if one of the two
-    is overridden, a dispatch takes one step, whatever `steps_per_execution` says."""
 
     fit_end_order: int = 0
     """When `on_fit_end` runs: smaller numbers first, equal ones in the order of the
@@ -92,7 +92,7 @@ class Callback:
         """Runs after all callbacks have seen a step, and the validation that
         `val_check_interval` asks for after it, or the end of an epoch. Read or save
         `trainer.state` here: it belongs to `trainer.global_step`. With several steps
-        per execution it runs once for all of them, unless `next_stop` asks."""
+        per execution it runs once for all of them."""
 
     def on_train_epoch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         """Runs after an epoch and its validation; `metrics` includes `val_...`."""
@@ -130,11 +130,6 @@ class Callback:
 
     def teardown(self, trainer: Trainer) -> None:
         """Runs last of all, also after an exception, once for each `setup`."""
-
-    def next_stop(self, trainer: Trainer) -> int | None:
-        """A later `global_step` after which `on_boundary` must run, or None. With
-        several steps per execution, a block of steps ends there."""
-        return None
 
     def identity(self, trainer: Trainer) -> str:
         """What distinguishes this callback from others of its class, so that a
@@ -276,21 +271,6 @@ class Hooks:
                 " pass only one of them."
             )
         return evaluating[0].evaluated_state if evaluating else None
-
-    def next_stop(self, trainer: Trainer) -> int | None:
-        """The earliest step that any callback must see the state at, or None."""
-        stops = (callback.next_stop(trainer) for callback in self.callbacks)
-        return min((stop for stop in stops if stop is not None), default=None)
-
-    def who_looks_inside_blocks(self) -> str | None:
-        """A callback that may want the state between steps that run as one, by name."""
-        looking = self._with("on_train_batch_start") + self._with("on_train_batch_end")
-        names = [
-            type(callback).__name__
-            for callback in looking
-            if callback.looks_inside_blocks
-        ]
-        return names[0] if names else None
 
     def warn_of_steps(self) -> None:
         """Says who does nothing in a caller's own loop, or not all that it does."""

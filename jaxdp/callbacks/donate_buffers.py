@@ -32,7 +32,6 @@ class DonateBuffers(Callback):
             the leaves that are not overwritten though donated.
     """
 
-    looks_inside_blocks = False
     only_in_training = True
 
     def __init__(self, what: str = "state"):

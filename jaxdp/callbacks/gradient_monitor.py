@@ -59,8 +59,6 @@ class GradientMonitor(Callback):
         never_updated: paths of the leaves with a gradient but without an update.
     """
 
-    looks_inside_blocks = False
-
     def __init__(self, max_layers: int = 16, check_steps: int = 10):
         check_count("max_layers", max_layers, least=0)
         check_count("check_steps", check_steps, least=0)

@@ -33,7 +33,6 @@ class LearningRateMonitor(Callback):
         name: the name of the metric.
     """
 
-    looks_inside_blocks = False
     only_in_training = True
     needs_fit = False
 

@@ -55,7 +55,6 @@ class Lockstep(Callback):
         warn_after: after how many seconds it says which one, and what that one does.
     """
 
-    looks_inside_blocks = False
     needs_fit = False
 
     def __init__(

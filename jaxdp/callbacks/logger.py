@@ -34,7 +34,6 @@ class Logger(Callback):
         hyperparameters: your own, by name, to record beside the trainer's arguments.
     """
 
-    looks_inside_blocks = False
     only_in_training = True
     skip_in_fast_dev_run = True
 

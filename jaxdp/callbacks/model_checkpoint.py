@@ -89,8 +89,6 @@ class ModelCheckpoint(MeansReader):
         last_model_path: folder of the newest checkpoint.
     """
 
-    looks_inside_blocks = False
-
     def __init__(
         self,
         dirpath: str | os.PathLike[str] | None = None,
@@ -216,10 +214,6 @@ class ModelCheckpoint(MeansReader):
         if self.monitor is not None:
             check_monitor(trainer, self, self.monitor)
         self._saved_at = time.monotonic()
-
-    def next_stop(self, trainer: Trainer) -> int | None:
-        every = self.every_n_train_steps
-        return None if every is None else (trainer.global_step // every + 1) * every
 
     def on_train_batch_end(
         self, trainer: Trainer, metrics: Any, batch_idx: int

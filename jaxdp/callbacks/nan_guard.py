@@ -37,7 +37,6 @@ class NanGuard(Callback):
         skipped_steps: the numbers of the steps that were dropped.
     """
 
-    looks_inside_blocks = False
     only_in_training = True
 
     def __init__(self, action: str = "stop", max_skips: int = 10):

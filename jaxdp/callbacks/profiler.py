@@ -29,7 +29,6 @@ class Profiler(Callback):
     """
 
     skip_in_fast_dev_run = True
-    looks_inside_blocks = False
     only_in_training = True
 
     def __init__(self, dirpath: Any = None, start_step: int = 10, num_steps: int = 5):
@@ -52,11 +51,6 @@ class Profiler(Callback):
     def on_fit_start(self, trainer: Trainer) -> None:
         self._is_tracing, self._done = False, not trainer.is_global_zero
         self._first = trainer.global_step + self.start_step
-
-    def next_stop(self, trainer: Trainer) -> int | None:
-        stops = (self._first, self._first + self.num_steps)
-        later = (stop for stop in stops if stop > trainer.global_step)
-        return None if self._done else next(later, None)
 
     def on_train_batch_start(
         self, trainer: Trainer, batch: Any, batch_idx: int

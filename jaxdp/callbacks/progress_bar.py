@@ -41,7 +41,6 @@ class ProgressBar(Callback):
         file: an open text file; None means `sys.stderr`, in a notebook `sys.stdout`.
     """
 
-    looks_inside_blocks = False
     needs_fit = False
 
     def __init__(

@@ -30,8 +30,6 @@ class StallWatch(Callback):
         path: a file to append the stacks to; None means stderr.
     """
 
-    looks_inside_blocks = False
-
     def __init__(
         self,
         timeout: float = 300.0,

@@ -60,7 +60,6 @@ class ThroughputMonitor(Callback):
         summary: the same values for the whole fit, without the prefix, and `steps`.
     """
 
-    looks_inside_blocks = False
     only_in_training = True
 
     fit_end_order = 1

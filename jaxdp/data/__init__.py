@@ -13,6 +13,6 @@ from .batches import (
 from .conversion import check_targets, to_host, without_ignored
 from .loader_state import Position, checksum
 from .opening import NO_LOADER, open_loader
-from .padding import Dispatch, Packer, Window
+from .padding import Dispatch, Packer, Window, are_alike
 from .shares import GlobalShare, LocalShare, Share
 from .source import ALL, ListSource, Source

@@ -5,7 +5,7 @@ import itertools
 import math
 import operator
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import jax
@@ -14,7 +14,7 @@ import numpy as np
 
 from ..basics.console import some_of
 from ..basics.tree import is_key
-from ..step import IN_FLIGHT, NOTHING, Batch, KeyData, Rowless, with_rows
+from ..step import NOTHING, Batch, KeyData, Rowless, with_rows
 from .batches import Portion, is_there, leaf_name, taken
 
 _NARROW = {
@@ -46,8 +46,6 @@ _FETCH_AT_ONCE: Final = 2**18
 
 _MOST: Final = np.iinfo(np.int32).max
 """The greatest number that both narrow kinds of integers have."""
-
-_LATE = f" (This was seen up to {IN_FLIGHT} steps after it happened.)"
 
 _SPANS = (
     "{} is a jax.Array that spans processes, of which none has all rows. With"
@@ -185,34 +183,30 @@ def fetch(
             raise error
 
 
-def check_targets(
-    batch: Batch, num_classes: int | None
-) -> Callable[[Any], None] | None:
+def check_targets(batch: Batch, num_classes: int | None) -> None:
     """Raises for a negative weight in a batch `(x, y)` or `(x, y, weight)`, and for an
-    integer label that is no class of the model.
+    integer label that is no class of the model: JAX would clamp and wrap it, silently.
 
-    Of what is on the devices it returns what raises, once they are done with a step.
+    What is on the devices is not looked at, which would be to wait for them.
     """
     labels: Any
     _, labels, *weights = batch
     if weights and weights[0] is None:
         weights = []
     if num_classes is None and not weights:
-        return None
+        return
     if num_classes is not None and not weights and type(labels) is np.ndarray:
         if _greatest(labels) < num_classes:  # quick: small steps wait for it
-            return None
+            return
     of_tokens = math.prod(labels.shape[2:]) > 1 if num_classes is not None else False
     looked_at = [None if num_classes is None else labels, *weights]
     if any([isinstance(array, jax.Array) for array in looked_at]):
-        bounds = _bounds_there(looked_at)
-        return lambda _: _check_bounds(bounds, num_classes, of_tokens, _LATE)
-    _check_bounds(_bounds(looked_at, np), num_classes, of_tokens)
-    return None
+        return
+    _check_bounds(*_bounds(looked_at), num_classes, of_tokens)
 
 
-def _bounds(looked_at: list[Any], numpy: Any) -> tuple[Any, Any, Any]:
-    """The least weight, and the least and greatest label, by NumPy or JAX's."""
+def _bounds(looked_at: list[Any]) -> tuple[Any, Any, Any]:
+    """The least weight, and the least and greatest label."""
     label, *weights = looked_at
     least = weights[0].min() if weights else 0
     if label is None:
@@ -220,30 +214,19 @@ def _bounds(looked_at: list[Any], numpy: Any) -> tuple[Any, Any, Any]:
     if weights:
         counting = _counting(weights[0])
         axes = [1] * (label.ndim - 2)
-        label = numpy.where(counting.reshape(*counting.shape, *axes), label, 0)
+        label = np.where(counting.reshape(*counting.shape, *axes), label, 0)
     return least, label.min(), label.max()
 
 
-@jax.jit
-def _bounds_there(looked_at: list[Any]) -> tuple[Any, Any, Any]:
-    return _bounds(looked_at, jnp)
-
-
 def _check_bounds(
-    bounds: tuple[Any, Any, Any],
-    num_classes: int | None,
-    of_tokens: bool,
-    when: str = "",
+    least: Any, low: Any, high: Any, num_classes: int | None, of_tokens: bool
 ) -> None:
-    """Raises for a least weight, a least label and a greatest that can't be: JAX would
-    clamp and wrap such labels, silently."""
-    least, low, high = bounds
-    if not least >= 0:  # NaN, too; waits for the device, if it is there
+    """Raises for a least weight, a least label and a greatest that can't be."""
+    if not least >= 0:  # NaN, too
         raise ValueError(
             "weights must be 0 or more, since the mean is divided by their sum; this"
             f" batch (x, y, weight) has {least}. For factors with a sign, as advantages"
             " are, multiply the losses by them in a `loss_fn(model, x, y, factor)`."
-            f"{when}"
         )
     if num_classes is not None and (low < 0 or high >= num_classes):
         remedy = (
@@ -259,7 +242,7 @@ def _check_bounds(
             remedy = "For yes/no targets use loss='binary_cross_entropy'."
         raise ValueError(
             f"labels must be 0 to {num_classes - 1}, of {num_classes} classes; this"
-            f" batch has labels from {low} to {high}. {remedy}{when}"
+            f" batch has labels from {low} to {high}. {remedy}"
         )
 
 

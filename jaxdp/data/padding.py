@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -21,7 +21,6 @@ from ..step import Batch, Group, Rowless, joined, with_rows
 from .batches import (
     Key,
     Portion,
-    counts_of,
     key_of,
     leaf_name,
     own_of,
@@ -263,7 +262,7 @@ class Packer:
         return max(self.forms.sizes.values(), default=0)
 
     def pack(self, windows: list[Window], slots: int = 1) -> Dispatch:
-        """Packs the batches of optimizer steps; `together` has some that fit.
+        """Packs the batches of optimizer steps, of several if they `are_alike`.
 
         A step has room for so many batches as there are slots; what the last one leaves
         over holds no real rows. Those of one form come together, others in turn.
@@ -334,24 +333,6 @@ class Packer:
             self.forms.last = [*map(_LOOK, first)], groups[0].counts, known
         return Dispatch(windows, groups, *known, _are_there(formed))
 
-    def together(self, windows: list[Window], slots: int) -> Iterator[list[Window]]:
-        """The windows in runs of neighbours that would be one group, of the sizes that
-        they have one by one; any other alone."""
-        self._settle(windows[0][0])
-        if _are_same(windows):
-            is_full = sum(map(len, windows)) == slots * len(windows)
-            if is_full or self.pads:
-                return iter([windows])
-
-        def forms(window: Window) -> Any:
-            return {key_of(own_of(batch)) for batch in window}
-
-        runs = (list(run) for _, run in itertools.groupby(windows, forms))
-        return itertools.chain.from_iterable(
-            [run] if self._fit(run, slots) else [[window] for window in run]
-            for run in runs
-        )
-
     def _settle(self, first: Any) -> None:
         """Decides by the first batch whether batches are padded."""
         if not self._is_settled and self._pads is not None:
@@ -361,19 +342,6 @@ class Packer:
         """Takes the next batch for the first."""
         self.forms.forget()
         self._is_settled = self._pads is None
-
-    def _fit(self, windows: list[Window], slots: int) -> bool:
-        """Whether windows of the same forms would be one group."""
-        keys = {key_of(own_of(batch)) for batch in windows[0]}
-        counts = [counts_of(batch) for window in windows for batch in window]
-        if not self.pads:
-            is_full = len(counts) == slots * len(windows)
-            return is_full and len({*counts}) == len(keys) == 1
-        # The first step must need as many rows as any after it, or have had more: last
-        # bits may depend on the number of padded rows.
-        sizes = [max(per_block) * self.blocks.count for per_block in counts]
-        first = self.forms.rounded(max(sizes[:slots]))
-        return len(keys) == 1 and max(sizes) <= max(self.forms.size_of(*keys), first)
 
     def _padded(
         self, micros: list[Leaves], counts: list[_Counts], forms: list[Form], slots: int
@@ -454,20 +422,24 @@ def _bytes_of(group: Group) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(group))
 
 
-def _are_same(windows: list[Window]) -> bool:
-    """Whether all batches are seen at once to have the same shapes, rows included.
+def are_alike(windows: list[Window], slots: int) -> bool:
+    """Whether windows are full and all their batches of the same shapes, rows included.
 
-    Most batches do. Small steps wait for this check, so it costs no more than to
-    flatten each batch once.
+    Small steps wait for this check, so it costs no more than to flatten each batch.
     """
     batches = list(itertools.chain.from_iterable(windows))
-    if any(type(batch) is not tuple for batch in batches):
+    if len(batches) < slots * len(windows):
         return False
-    try:
-        looks = [[*map(_LOOK, batch)] for batch in batches]
-    except AttributeError:  # something nested
-        return False
-    return bool(looks) and all([look == looks[0] for look in looks])
+    first, *others = map(_look_of, batches)
+    return all([look == first for look in others])
+
+
+def _look_of(batch: Batch) -> Any:
+    """The structure of a batch, and the shapes and dtypes of its leaves."""
+    if type(batch) is Portion:
+        return batch.counts, _look_of(batch.own)
+    leaves, treedef = jax.tree.flatten(batch)
+    return treedef, [*map(_LOOK, leaves)]
 
 
 def _stacked(micros: list[Leaves]) -> Leaves:

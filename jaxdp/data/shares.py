@@ -28,8 +28,6 @@ class Share:
 
     sampling: tuple[int, ...] = ()  # folded into the seed of what samplers draw
     drawing: tuple[int, ...] = ()  # and of what augmentations draw
-    looks = False
-    """Whether the loader, of any process, looks at what training changes."""
 
     def of(
         self, batches: Iterator[Batch], peek: Callable[[], Batch] | None
@@ -133,10 +131,8 @@ class LocalShare(Share):
                 list(map(shapes_of, taken)),
                 filler is not None,
                 list(map(_sum_of_whole, here)),
-                self.looks,
             ]
             announced = self._processes.all("the next batches", mine)
-            self.looks = any(looks for *_, looks in announced)
             if not any(any(sizes) for sizes, *_ in announced):
                 return
             if empty := [i for i, forms in enumerate(announced) if not forms[2]]:
@@ -152,15 +148,14 @@ class LocalShare(Share):
                 shapes = _only_shapes(
                     [forms[place : place + 1] for _, forms, *_ in announced]
                 )
-                if len({forms[place] for *_, forms, _ in announced}) > 1:
+                if len({sums[place] for *_, sums in announced}) > 1:
                     raise ValueError(_WHOLES_DIFFER)
                 yield Portion(
                     one_batch if sizes[place] else _like(one_batch, shapes), counts
                 )
 
             # An iterator must not be asked for more than is trained on.
-            alone = peek is None or self.looks
-            at_once = 1 if alone else min(2 * at_once, _AT_ONCE)
+            at_once = 1 if peek is None else min(2 * at_once, _AT_ONCE)
 
     def length(self, argument: str, own: int | None) -> int | None:
         lengths = self._processes.all(f"the length of {argument}", own)

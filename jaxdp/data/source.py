@@ -48,7 +48,6 @@ class Source:
     Attributes:
         begun: where the present epoch was begun, with the loader's state there.
         to_train: whether steps are taken on its batches.
-        looks_at: of the trainer, while it is asked for a batch.
         is_iterator: whether the loader gives each batch but once.
     """
 
@@ -60,7 +59,6 @@ class Source:
         self.share, self.seed = share, seed
         self.begun: Position | None = None
         self.to_train = False
-        self.looks_at = ""
         self.is_iterator = hasattr(loader, "__next__")
         self._pass: Any = None  # a generator
         # Batches of an iterator that were read, and not trained on.
@@ -82,7 +80,7 @@ class Source:
     @property
     def may_read_ahead(self) -> bool:
         """Whether batches may be asked for before the steps that need them."""
-        return not self.looks
+        return True
 
     @property
     def is_at_hand(self) -> bool:
@@ -90,26 +88,10 @@ class Source:
         return False
 
     @property
-    def is_asked(self) -> bool:
-        """Whether the loader is at work on a batch now."""
-        return self._pass is not None and self._pass.gi_running
-
-    @property
     def shuffles(self) -> bool:
         """Whether rows are known to come in another order than the dataset's, also
         where nothing is trained."""
         return False
-
-    @property
-    def looks(self) -> bool:
-        """Whether the loader, of any process, looks at what training changes."""
-        return bool(self.looks_at) or self.share.looks
-
-    def note_look(self, at: str) -> None:
-        """The loader looks at this; from now on batches are asked for one by one."""
-        self.looks_at = self.looks_at or at
-        if self.share is not ALL:
-            self.share.looks = True
 
     def epoch(self, position: Position = START) -> Iterator[Batch]:
         """Host batches of an epoch from a position on, in order.
@@ -328,7 +310,7 @@ class IterableSource(Source):
     @property
     def may_read_ahead(self) -> bool:
         # An iterator that tells its position must not be further than the steps.
-        return super().may_read_ahead and not (self._state and self.is_iterator)
+        return not (self._state and self.is_iterator)
 
     def trained_on(self, window: Sequence[Batch]) -> None:
         super().trained_on(window)

@@ -1,9 +1,7 @@
 """Compiled steps, taken on the placed state of a trainer."""
 
 import functools
-import itertools
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -14,7 +12,7 @@ from jaxtyping import PyTree
 
 from ..basics.host_memory import no_ambient_mesh
 from ..basics.process import without_collecting
-from ..data import Dispatch, Packer, Window
+from ..data import Dispatch, Packer, Window, are_alike
 from ..distributed import RowBlocks
 from ..step import (
     LONG_IN_FLIGHT,
@@ -24,17 +22,15 @@ from ..step import (
     Recomputed,
     Steps,
     TrainState,
-    check_gradients,
     has_convolutions,
     products,
-    tells_of_gradients,
 )
 from ..strategies import DataParallel
 from ..strategies.base import rows_of_processes
 from .bodies import traced
 from .compiling import Compilations, debug_settings
 from .out_of_memory import check_memory
-from .pace import DispatchSize, InFlight, most_bytes_in_flight
+from .pace import InFlight, most_bytes_in_flight
 from .state import Model, State, first_of, placed_state, shapes_of_first
 from .step import (
     WHAT,
@@ -58,7 +54,7 @@ class Engine:
         strategy: places the state and lays the steps out.
         seed: decides all randomness inside the steps.
         micro_batches: how many batches a train step takes.
-        steps_per_execution: train steps per dispatch, or "auto".
+        steps_per_execution: train steps per dispatch, at most.
         view: from the state to the one whose weights are evaluated and handed out.
         in_order: whether the real rows of several processes' batches come first, and
             all padding last.
@@ -74,10 +70,8 @@ class Engine:
             one is launched: where they are no CPUs. A test on CPUs may set it.
         held: the present state.
         options: how train steps are compiled from now on.
-        one_by_one: whether a dispatch takes one step, whatever was asked for.
         begins_epoch: whether the next step is the first of an epoch, whose sums begin
             at zero.
-        steps_per_epoch: None if it is not known; "auto" divides it well.
     """
 
     held: State
@@ -91,7 +85,7 @@ class Engine:
         *,
         seed: int,
         micro_batches: int,
-        steps_per_execution: int | str = 1,
+        steps_per_execution: int = 1,
         view: Callable[[TrainState], TrainState] | None = None,
         in_order: bool = True,
         compiler_options: Mapping[str, Any] = MappingProxyType({}),
@@ -101,14 +95,13 @@ class Engine:
         self._compiler_options, self._offloads = compiler_options, offload
         self.micro_batches = micro_batches
         self.in_flight = InFlight()
-        self.one_by_one = self.begins_epoch = False
-        self.steps_per_epoch: int | None = None
+        self.begins_epoch = False
         self.options = StepOptions()
         self._is_inferred, self._settings = False, debug_settings()
         self.pure, self.strategy = pure, strategy
         self._compilations = Compilations(quiet=abstract)
         self.tell = self._compilations.tell
-        self._dispatch_size = DispatchSize(steps_per_execution)
+        self._steps_per_execution = steps_per_execution
         several = not abstract and jax.process_count() > 1
         self._blocks = rows_of_processes(strategy) if several else RowBlocks()
         self.steps: dict[Kind, Step] = {
@@ -186,8 +179,7 @@ class Engine:
     @property
     def steps_per_execution(self) -> int:
         """How many steps a dispatch takes at present."""
-        alone = self.one_by_one or any(self._settings)
-        return 1 if alone else self._dispatch_size.steps
+        return 1 if any(self._settings) else self._steps_per_execution
 
     def set_options(self, options: StepOptions) -> None:
         """How train steps are compiled from now on."""
@@ -222,37 +214,27 @@ class Engine:
     def dispatches(self, windows: list[Window]) -> Iterator[Dispatch]:
         """The batches of some optimizer steps, packed as they are dispatched.
 
-        Neighbours of the same forms in one, if they fit together and a program for so
-        many steps is there or worth its compilation; otherwise one for each, packed
-        when its turn comes.
+        All in one if they are alike and as many as one execution takes; otherwise one
+        step each, packed when its turn comes.
         """
-        if len(windows) == 1:
-            yield self._single(windows[0])
-            return
-        step = self.steps["train"]
-        for run in step.packer.together(windows, self.micro_batches):
-            together = None
-            if len(run) > 1 and self._dispatch_size.is_worth_compiling(len(run)):
-                together = step.packer.pack(run, self.micro_batches)
-            if together is None or step.will_refuse(together):
-                yield from map(self._single, run)  # all before a wrong one are taken
-            else:
-                yield together
+        is_full = len(windows) == self.steps_per_execution
+        if is_full and len(windows) > 1 and are_alike(windows, self.micro_batches):
+            yield self.steps["train"].packer.pack(windows, self.micro_batches)
+        else:
+            yield from map(self._single, windows)
 
     def _single(self, window: Window) -> Dispatch:
         return self.steps["train"].packer.pack([window], self.micro_batches)
 
-    def prepare_training(self, dispatch: Dispatch) -> Iterable[Dispatch]:
+    def prepare_training(self, dispatch: Dispatch) -> list[Dispatch]:
         """Compiles for `dispatch`; returns it, or those it must be taken apart to."""
         try:
             program = self.compiled_for("train", dispatch)
         except SingleStepsOnly:  # so each of the steps is now taken alone
-            return self._one_by_one(dispatch)
+            first, *others = map(self._single, dispatch.windows)
+            return [*self.prepare_training(first), *others]
         if self.steps_per_execution > 1 and not self._loops_well(dispatch, program):
-            self._dispatch_size.steps = 1
-
-        if self.steps["train"].will_refuse(dispatch):
-            return map(self._single, dispatch.windows)
+            self._steps_per_execution = 1
         return [dispatch]
 
     def prepare(self, kind: Kind, batch: Batch) -> tuple[Dispatch, Program]:
@@ -260,11 +242,6 @@ class Engine:
         step = self.steps[kind]
         dispatch = step.packer.pack([[batch]])
         return dispatch, self.compiled_for(kind, dispatch)
-
-    def _one_by_one(self, dispatch: Dispatch) -> Iterable[Dispatch]:
-        first, *others = dispatch.windows
-        prepared = self.prepare_training(self._single(first))
-        return itertools.chain(prepared, map(self._single, others))
 
     def train(self, dispatch: Dispatch) -> list[Metrics]:
         """Takes the steps of `dispatch`; returns each one's metrics."""
@@ -277,8 +254,6 @@ class Engine:
 
         # The steps. Nothing here waits for the device.
         self.held.check_handed_out()  # the last moment: it will be outdated
-        is_on_trial = self._dispatch_size.is_on_trial and not self.one_by_one
-        started = time.perf_counter() if is_on_trial else 0
         inputs = self.held.leaves
         if self.begins_epoch:
             inputs = self.held.leaves_from_zero()
@@ -288,21 +263,10 @@ class Engine:
         facts = step.facts  # without jit, of this call
 
         # Not too many at once.
-        checks = placed.checks
-        if tells_of_gradients(facts, means):
-            checks = (*checks, check_gradients)
         if steps > 1:
-            self.in_flight.add(means, placed.nbytes, checks, LONG_IN_FLIGHT)
+            self.in_flight.add(means, placed.nbytes, LONG_IN_FLIGHT)
             return [Metrics(facts, means, inside, index) for index in range(steps)]
-        self.in_flight.add(means, placed.nbytes, checks)
-        if started:
-            means.block_until_ready()  # waits for the device, in the trial only
-            self._dispatch_size.time(
-                time.perf_counter() - started,
-                dispatch.nbytes,
-                self.steps_per_epoch,
-                lambda: self._loops_well(dispatch, program),
-            )
+        self.in_flight.add(means, placed.nbytes)
         return [Metrics(facts, means, inside)]
 
     def run(
@@ -329,7 +293,6 @@ class Engine:
 
     def epoch_means(self) -> dict[str, float]:
         """Means over the epoch's rows so far. Waits for the device."""
-        self.in_flight.check_all()
         facts = self.steps["train"].facts
         return self.pure.means_of(self.held.fetch_totals(), facts)
 

@@ -38,7 +38,6 @@ from ..strategies.gathering import GATHERED_IN_BRANCH
 from ..strategies.placing import fetch
 from .bodies import BODIES, Body, traced
 from .compiling import debug_settings
-from .pace import Check
 from .xla_options import compiled
 
 Kind = Literal["train", "evaluate", "predict"]
@@ -64,8 +63,6 @@ class Placed(NamedTuple):
     groups: Any
     nbytes: int
     """What they take of a device before their step; 0 if the call brings them there."""
-    checks: tuple[Check, ...]
-    """What raises for targets that were there, given a result of the step."""
 
 
 class StepOptions(NamedTuple):
@@ -383,7 +380,7 @@ class Step:
         """
         if dispatch.placed is not None and dispatch.placed.step is program:
             return dispatch.placed
-        checks = self.check_targets(dispatch) if self._classes else ()
+        self._check_targets(dispatch)
         if self.kind == "train" and self.facts.weighted:
             dispatch = self._without_ignored(dispatch)
         groups = self._strategy.place_batch(dispatch.groups, split=dispatch.split)
@@ -392,7 +389,7 @@ class Step:
             if ahead or dispatch.are_there:
                 groups = program.moved(groups, all_of_them=ahead)
         nbytes = self.bytes_per_device(dispatch) if ahead else 0
-        return Placed(program, groups, nbytes, checks)
+        return Placed(program, groups, nbytes)
 
     def bytes_per_device(self, dispatch: Dispatch) -> int:
         """Bytes of the rows that a device has of a dispatch."""
@@ -400,27 +397,17 @@ class Step:
         shards = self._strategy.num_shards * len(blocks.own) // blocks.count
         return dispatch.nbytes // (max(1, shards) if dispatch.split else 1)
 
-    def check_targets(self, dispatch: Dispatch) -> tuple[Check, ...]:
-        """Raises for wrong targets on the host; gives what checks those on devices."""
+    def _check_targets(self, dispatch: Dispatch) -> None:
+        """Raises for wrong targets on the host."""
         if dispatch.forms not in self._classes:
-            return ()
+            return
         classes = self._classes[dispatch.forms]
         try:
-            checks = [check_targets(group.batch, classes) for group in dispatch.groups]
+            for group in dispatch.groups:
+                check_targets(group.batch, classes)
         except ValueError:
             self._unpad()
             raise
-        return tuple(filter(None, checks))
-
-    def will_refuse(self, dispatch: Dispatch) -> bool:
-        """Whether a dispatch of several steps of one process has wrong targets."""
-        if len(dispatch.rows) == 1 or self.packer.blocks.count > 1:
-            return False
-        try:
-            self.check_targets(dispatch)
-        except ValueError:
-            return True
-        return False
 
     def explain(self, error: Exception, dispatch: Dispatch) -> None:
         """Notes what may be wrong with batches that it could not be compiled for."""

@@ -182,7 +182,7 @@ def compare_strategies(
             raise ValueError(source.gave_nothing())
 
         recipe.decide_loss(run.engine, first[0][0])
-        engine_here = run.settled_engine("`compare`")
+        engine_here = run.checked_engine()
         start = engine_here.strategy.gather(engine_here.state)
 
         def trace_under(strategy: DataParallel) -> Trace:

@@ -50,7 +50,7 @@ def check_may_train(trainer: "Trainer", method: str, train_loader: Any) -> None:
             f"`{method}` was called while a fit of the same trainer is running, from a"
             " callback perhaps; use a Trainer of its own."
         )
-    trainer.run.access.check(f"`{method}`")
+    trainer.run.check_is_settled(f"`{method}`")
     if trainer.run.progress.global_step == 0:
         _tell_of_inference(trainer.run.recipe.model)
 

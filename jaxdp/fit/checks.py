@@ -69,11 +69,8 @@ def checked(arguments: dict[str, Any]) -> dict[str, Any]:
     check_choice("reproducible", result["reproducible"], (None, "run"))
     check_choice("offload", result["offload"], (None, "optimizer"))
     check_choice("data", result["data"], ("global", "local"))
-    for name in ("accumulate_grad_batches", "log_every_n_steps"):
+    for name in ("accumulate_grad_batches", "log_every_n_steps", "steps_per_execution"):
         check_count(name, result[name])
-    if result["steps_per_execution"] != "auto":
-        count = result["steps_per_execution"]
-        check_count("steps_per_execution", count, or_else=" or 'auto'")
     check_count("seed", result["seed"], least=0, most=2**63 - 1)
     _check_clipping(result["gradient_clip_val"])
     check_is_local("default_root_dir", result["default_root_dir"])

@@ -28,8 +28,6 @@ from .surface import check_callable
 if TYPE_CHECKING:
     from jaxdp import Trainer
 
-    from .run import Run
-
 
 Loaders = Mapping[str, Source]
 """What is evaluated on, by what comes before the names of its metrics: `"val"`, or
@@ -141,11 +139,10 @@ class Evaluation:
                 with noted(f"in batch {number}"):
                     placed, results = engine.run("evaluate", dispatch, program, *given)
                 totals, means, *kept = results
-                engine.in_flight.add(means, placed.nbytes, placed.checks)
+                engine.in_flight.add(means, placed.nbytes)
                 for values in kept:
                     outputs.add(values, batch)
                 self._after_batch(trainer, next(numbers))
-            engine.in_flight.check_all()
         finally:
             source.end_pass()
 
@@ -180,7 +177,7 @@ def means(
         }
         weights = _weights(trainer, method, ckpt_path)
         evaluate = Evaluation(trainer, sources, limits, hooks, kind)
-        with _undisturbed(trainer.run):
+        with trainer.run.interrupts:
             return evaluate(weights)
 
 
@@ -190,7 +187,7 @@ def _asked_for(trainer: "Trainer", method: str) -> Iterator[Hooks]:
     run = trainer.run
     run.renew_hooks(trainer.callbacks)
     if run.doing:  # the callbacks are set up, and hear of what goes wrong
-        run.settled_engine(f"`{method}`")
+        run.checked_engine()
         yield Hooks(()) if run.doing == "a fit" else run.hooks
         return
     hooks = Hooks(
@@ -199,19 +196,12 @@ def _asked_for(trainer: "Trainer", method: str) -> Iterator[Hooks]:
     with doing(trainer, method, hooks):
         try:
             hooks.setup(trainer)
-            run.settled_engine(f"`{method}`")
+            run.checked_engine()
             yield hooks
         except BaseException as exception:
             with noting(exception):
                 hooks.on_exception(trainer, exception)
             raise
-
-
-@contextlib.contextmanager
-def _undisturbed(run: "Run") -> Iterator[None]:
-    """Around passes that a user asks for, maybe from a callback or another thread."""
-    with run.access.apart(), run.interrupts:
-        yield
 
 
 def _weights(trainer: "Trainer", method: str, ckpt_path: Any) -> list[Any] | None:
@@ -251,7 +241,7 @@ def predict(
         weights = _weights(trainer, "predict", ckpt_path)
         engine, predictions = run.engine, _Fetching(trainer, "predict", gather=gather)
         hooks.on_predict_start(trainer)
-        with _undisturbed(run):
+        with run.interrupts:
             weights = engine.held.weights() if weights is None else weights
             ready = _ready(trainer, "predict", source, "predict", limit)
             for number, (batch, dispatch, program) in enumerate(ready):

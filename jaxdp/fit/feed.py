@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from ..basics.console import say, warn
+from ..basics.console import say
 from ..callbacks.base import Hooks
 from ..data import Dispatch, Position, Source, Window, taken
 from ..engine import wait
@@ -23,7 +23,7 @@ class Feed:
     Args:
         trainer: whose steps.
         source: of the batches.
-        hooks: of the fit; they say at which steps somebody looks at the state.
+        hooks: of the fit, which say how the step is compiled.
         limits: of the fit, or None if its caller has the loop.
 
     Attributes:
@@ -43,7 +43,9 @@ class Feed:
         self._left: Iterator[Dispatch] | None = None  # after the first one
         self._waiting: list[Window] = []  # steps that are read, and not begun
         self._refused: Exception | None = None  # by the engine, while some wait
-        self._shows_one = False  # a single step, to see what the caller does
+        # The batches of a caller's loop, which it may decide, are read when it asks.
+        is_known = limits is not None or isinstance(source.loader, list | tuple)
+        self._reads_ahead = is_known and source.may_read_ahead
 
     def first(self) -> Dispatch | None:
         """Reads the first batch, to be `prepared`; `epoch` goes on from there.
@@ -95,54 +97,16 @@ class Feed:
 
     def _may_read_on(self, present: Dispatch) -> bool:
         """Whether what comes after a dispatch may be read before that is begun."""
-        run, limits = self._run, self._limits
-        after = run.progress.global_step + len(present.windows)
-        is_last = limits is not None and limits.done(after, 0)
-        if is_last or self._is_callers or not self._source.may_read_ahead:
-            return False
-        if run.engine.steps_per_execution == 1:
-            return True
-        if limits is None and run.access.looks_at is None:
-            return False  # whether the caller looks shows after the first step
-        stop = self._hooks.next_stop(self._trainer)  # how many come then, it tells then
-        return stop is None or stop > after
+        after = self._run.progress.global_step + len(present.windows)
+        is_last = self._limits is not None and self._limits.done(after, 0)
+        return self._reads_ahead and not is_last
 
     def _set_up_engine(self) -> None:
         """Has the engine compile what the callbacks of this fit need."""
-        engine, limits = self._run.engine, self._limits
+        engine = self._run.engine
         engine.held.check()
         engine.in_flight.wait = self._run.record.stopwatch.function("device", wait)
         engine.set_options(self._hooks.step_options())
-        engine.steps_per_epoch = self._steps_per_epoch()
-
-        who = self._hooks.who_looks_inside_blocks()
-        engine.one_by_one = False
-        # The batches of a loop that may decide them are read when it asks for them.
-        self._is_callers = limits is None and not isinstance(
-            self._source.loader, list | tuple
-        )
-        if limits is None and engine.steps_per_epoch is None:
-            self._take_one_by_one(
-                "the loop is the caller's, and how many batches come is not known: they"
-                " may depend on the steps before them. If they do not, pass a list"
-            )
-        elif who is not None:
-            self._take_one_by_one(
-                f"{who} may look at the state after each. If it does not, set its"
-                " `looks_inside_blocks = False`; `on_boundary` is the place to look"
-            )
-
-    def _steps_per_epoch(self) -> int | None:
-        if self._limits is not None:
-            return self._limits.steps_per_epoch
-        known, size = self._source.num_batches, self._run.recipe.accumulate_grad_batches
-        return known and -(-known // size)
-
-    def _take_one_by_one(self, why: str) -> None:
-        engine = self._run.engine
-        engine.one_by_one = True
-        if self._run.recipe.steps_per_execution != 1:
-            engine.tell(f"`steps_per_execution`: 1 at a time, because {why}")
 
     def _compile_at_end(self) -> bool:
         """Compiles for an epoch that was left between its last step and its end.
@@ -181,13 +145,11 @@ class Feed:
         batches = itertools.islice(source.epoch(progress.position()), left)
         steps = windows(batches, run.recipe.accumulate_grad_batches)
         steps = run.record.stopwatch.iterator("data", steps)
-        is_single = run.recipe.steps_per_execution == 1
         for window in steps:
-            several, error = [window], None
-            if not is_single:
-                several, error = self._with_more(window, steps)
+            # Of a loader that fails, the batches before are trained on first.
+            more, error = taken(steps, self._num_together() - 1)
             try:
-                yield from run.engine.dispatches(several)
+                yield from run.engine.dispatches([window, *more])
             except Exception as wrong:
                 if self._waiting:
                     self._refused = wrong
@@ -197,62 +159,20 @@ class Feed:
             if error is not None:
                 raise error
 
-    def _with_more(
-        self, window: Window, steps: Iterator[Window]
-    ) -> tuple[list[Window], Exception | None]:
-        """A step with those after it that may run as one, and what reading more of them
-        raises: of a loader that fails, the batches before are trained on first."""
-        more, error = taken(self._until_it_looks(steps), self._room() - 1)
-        if self._source.looks and not self._run.engine.one_by_one:
-            self._follow(steps_before=len(self._waiting) + len(more))
-        return [window, *more], error
+    def _num_together(self) -> int:
+        """How many steps may run as one: all of a dispatch, or a single one.
 
-    def _room(self) -> int:
-        """How many steps may run as one, before somebody must see the state."""
+        A limit or a validation comes after the very step that it is due at.
+        """
         most, progress = self._run.engine.steps_per_execution, self._run.progress
-        if most == 1 or not self._source.may_read_ahead or self._caller_looks():
+        if most == 1 or not self._source.may_read_ahead:
             return 1
-        stop = self._hooks.next_stop(self._trainer)
-        step = progress.global_step + len(self._waiting)
-        done = progress.done + sum(map(len, self._waiting))
-        rooms = [most] if stop is None else [most, stop - step]
+        left = None
         if self._limits is not None:
+            step = progress.global_step + len(self._waiting)
+            done = progress.done + sum(map(len, self._waiting))
             left = self._limits.steps_until_stop(step, done)
-            rooms += [] if left is None else [left]
-        return max(1, min(rooms))
-
-    def _caller_looks(self) -> bool:
-        """Whether a caller's loop uses the trainer; a single first step shows it."""
-        run = self._run
-        if self._limits is None and run.access.looks_at is None:
-            if not self._shows_one:
-                self._shows_one = True
-                return True
-            run.access.looks_at = ""
-        if self._limits is None and run.access.looks_at:
-            self._take_one_by_one(f"the loop uses {run.access.looks_at} between them")
-            return True
-        return False
-
-    def _follow(self, steps_before: int) -> None:
-        """The loader looks at the trainer: from now on at one that is up to date."""
-        at = self._source.looks_at or "the trainer, in another process"
-        uses = f"`train_loader` uses {at}, and each step changes what that gives"
-        self._take_one_by_one(uses)
-        if steps_before:
-            warn(
-                f"{uses}. At its first use, {steps_before} of the steps before were"
-                f" still to be taken (`steps_per_execution`="
-                f"{self._run.recipe.steps_per_execution!r}); from now on, none are. Use"
-                " it for the first batch, too, or leave `steps_per_execution` out."
-            )
-
-    def _until_it_looks(self, steps: Iterator[Window]) -> Iterator[Window]:
-        """The steps up to the one for which the loader first looks at the trainer."""
-        for window in steps:
-            yield window
-            if self._source.looks:
-                return
+        return most if left is None or left >= most else 1
 
 
 def windows(batches: Iterable[Batch], size: int) -> Iterator[Any]:
@@ -263,9 +183,9 @@ def windows(batches: Iterable[Batch], size: int) -> Iterator[Any]:
     return iter(lambda: [*itertools.islice(batches, size)], [])
 
 
-def blame(run: "Run", wrong: Exception) -> None:
-    """Says which batches the next step went wrong on, which do not come again."""
-    first, size = run.progress.done, run.recipe.accumulate_grad_batches
+def blame(run: "Run", wrong: Exception, steps: int = 1) -> None:
+    """Says which batches the next steps went wrong on, which do not come again."""
+    first, size = run.progress.done, steps * run.recipe.accumulate_grad_batches
     where = f"in batch {first}"
     if size > 1:
         where = f"in one of the batches {first} to {first + size - 1}"

@@ -281,7 +281,7 @@ class Loop:
 
     def _is_done(self, between_epochs: bool = False) -> bool:
         run, trainer, limits = self._run, self.trainer, self.limits
-        if run.access.ahead:
+        if run.progress.ahead:
             return False  # not before the end of the dispatch
         stops = trainer.should_stop or limits.time_is_up()
         stops = stops and self._may_stop()
@@ -404,9 +404,9 @@ def _own_loop(
 ) -> Iterator[Metrics]:
     run = trainer.run
     run.renew_hooks(trainer.callbacks, to_train=True)
-    if not run.access.has_looped:
+    if not run.has_looped:
         run.hooks.warn_of_steps()
-    run.access.has_looped = True
+    run.has_looped = True
     source = run.open(train_loader, "train_loader", "train")
     with (
         UsersFramesFirst(),
@@ -432,11 +432,7 @@ def _own_loop(
                 metrics = next(steps, None)
             if metrics is None:
                 break
-            run.access.is_with_caller = True
-            try:
-                yield metrics
-            finally:
-                run.access.is_with_caller = False
+            yield metrics
     run.progress.next_epoch()
 
 
@@ -464,7 +460,7 @@ def take(
     `settle` is called after each dispatch: state, counters and loaders agree there.
     """
     run, record = trainer.run, trainer.record
-    engine, progress, access = run.engine, run.progress, run.access
+    engine, progress = run.engine, run.progress
     engine.begins_epoch = progress.done == 0
     if engine.begins_epoch:
         progress.begin_epoch()
@@ -482,7 +478,7 @@ def take(
                 if number == 0:
                     results = iter(_dispatched(run, engine, dispatch))
                 progress.count(window, dispatch.rows[number])
-                access.ahead = last - number
+                progress.ahead = last - number
 
                 metrics = next(results)
                 record.put_step(metrics, batch_idx)
@@ -491,17 +487,16 @@ def take(
                     settle()
                 yield metrics
         finally:
-            if access.ahead:
+            if progress.ahead:
                 _catch_up(run, dispatch)
 
 
 def _dispatched(run: "Run", engine: Engine, dispatch: Dispatch) -> list[Metrics]:
     """The lazy metrics of all the steps of a dispatch, which the device now has."""
     try:
-        with run.access.dispatching:
-            return engine.train(dispatch)
+        return engine.train(dispatch)
     except Exception as wrong:
-        blame(run, wrong)
+        blame(run, wrong, len(dispatch.windows))
         raise
 
 
@@ -510,10 +505,11 @@ def _catch_up(run: "Run", dispatch: Dispatch) -> None:
 
     The state has them, and a fit that goes on must not take them again.
     """
-    rest = list(zip(dispatch.windows, dispatch.rows, strict=True))[-run.access.ahead :]
-    run.access.ahead = 0
+    progress = run.progress
+    rest = list(zip(dispatch.windows, dispatch.rows, strict=True))[-progress.ahead :]
+    progress.ahead = 0
     for window, rows in rest:
-        run.progress.count(window, rows)
+        progress.count(window, rows)
 
 
 def _shown(run: "Run", window: Window) -> Any:

@@ -1,6 +1,5 @@
 """How far a run is, over fits, kills and resumes, and how far a fit goes."""
 
-import threading
 import time
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
@@ -21,6 +20,7 @@ class Progress:
 
     Attributes:
         global_step: optimizer steps.
+        ahead: how many more the state has, in the middle of a dispatch of several.
         epoch: the present one, counted from 0.
         done: its batches that are done with.
         seen: batches of all epochs that are.
@@ -34,6 +34,7 @@ class Progress:
 
     def __init__(self) -> None:
         self.global_step = self.epoch = self.done = self.seen = self.examples = 0
+        self.ahead = 0
         self.epoch_ended = self.is_finished = False
         self.val_metrics: dict[str, float] = {}
         self.logged: dict[str, float] = {}
@@ -42,7 +43,6 @@ class Progress:
         self._at = Position()  # where its next pass begins
         self._vals: dict[str, Source] = {}
         self._val_states: dict[str, Any] = {}  # in a checkpoint
-        self._thread = threading.get_ident()  # that takes the steps
 
     def go_on_with(self, source: Source, vals: Mapping[str, Source]) -> None:
         """The next batch is one of `source`, after those of the epoch that are done."""
@@ -61,17 +61,6 @@ class Progress:
         """The next batch is the first of `source`."""
         self.done, self._at = 0, Position()
         self._keep(source)
-
-    @property
-    def is_elsewhere(self) -> bool:
-        """Whether the caller is in another thread than the steps."""
-        return threading.get_ident() != self._thread
-
-    def note_look(self, at: str) -> None:
-        """Somebody looks at this; if it is the loader, that is noted."""
-        source = self._source
-        if source is not None and (source.is_asked or self.is_elsewhere):
-            source.note_look(at)
 
     def position(self) -> Position:
         """Returns where the next pass over the training data begins, for once."""
@@ -160,7 +149,7 @@ class Progress:
         source.begin_training()
         if self._source is not None and self._source.loader is source.loader:
             source.go_on_from(self._source)
-        self._source, self._thread = source, threading.get_ident()
+        self._source = source
 
 
 def _by_name(told: Any) -> dict[str, Any]:

@@ -1,10 +1,8 @@
 """What a trainer works with: what its arguments decide, and what it is doing now."""
 
-import threading
-import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -181,69 +179,6 @@ class Recipe:
         return change
 
 
-class Access:
-    """Who may use the state at this moment, while steps are taken of it.
-
-    Args:
-        progress: knows whose thread takes the steps.
-        steps_per_execution: as the trainer was given it, for messages.
-
-    Attributes:
-        dispatching: held while the state is given to a step, and by what other threads
-            make of it.
-        ahead: how many steps of the present dispatch have no hooks called yet.
-        looks_at: what of the trainer a caller's own loop uses between steps, "" if
-            nothing, None if that is not known yet.
-        has_looped: whether such a loop was begun before.
-        is_with_caller: whether the code between two of its steps runs.
-    """
-
-    def __init__(self, progress: Progress, steps_per_execution: int | str):
-        self.dispatching = threading.RLock()
-        self.ahead = 0
-        self.looks_at: str | None = None
-        self.has_looped = False
-        self._progress, self._asked_for = progress, steps_per_execution
-        self.is_with_caller = False
-
-    def check(self, wanted: str) -> None:
-        """Raises in the middle of steps that run as one; notes who uses the trainer.
-
-        Args:
-            wanted: what it is wanted for, for messages: "`trainer.model`".
-        """
-        self._progress.note_look(wanted)
-        if self.is_with_caller and self.looks_at is None:
-            self.looks_at = wanted
-        while self.ahead and self._progress.is_elsewhere:
-            time.sleep(1e-3)  # the steps are taken by another thread
-        if self.ahead:
-            remedy = (
-                "Use it in `on_boundary` (with `next_stop` at the steps you need) or at"
-                " the end of an epoch; or leave `looks_inside_blocks` of the callback"
-                " True."
-            )
-            if self.is_with_caller:
-                self.looks_at = wanted
-                remedy = (
-                    "Use it after the loop; or leave `steps_per_execution` out. The"
-                    " trainer's next loops get their steps one by one, as those do that"
-                    " use it after its first step."
-                )
-            raise RuntimeError(
-                f"{wanted} was used between steps that run in one call"
-                f" (`steps_per_execution`={self._asked_for}), when the"
-                f" later ones are already done. {remedy}"
-            )
-
-    def apart(self) -> AbstractContextManager[Any]:
-        """Around what uses the state: no step takes it away, if this thread takes none.
-
-        A loader's thread may read ahead, and look at the model.
-        """
-        return self.dispatching if self._progress.is_elsewhere else nullcontext()
-
-
 class Run:
     """What a trainer works with, made when it is first needed.
 
@@ -259,7 +194,7 @@ class Run:
         hooks: those of the callbacks.
         progress: how far the run is.
         record: what it logs.
-        access: whether the state may be used at this moment.
+        has_looped: whether a caller's own loop was begun before.
         doing: what callbacks were set up for and that still goes on, such as "a fit";
             "" if nothing.
         loaded: what the next fit is to know of the checkpoint that it goes on from.
@@ -276,7 +211,7 @@ class Run:
         self.progress = Progress()
         every = recipe.accumulate_grad_batches
         self.record = Record(new_id, self.processes, self.progress, every)
-        self.access = Access(self.progress, recipe.steps_per_execution)
+        self.has_looped = False
         self.doing = ""
         self.loaded: Loaded | None = None
         self._engine: Engine | None = None
@@ -309,19 +244,20 @@ class Run:
                 self._engine = recipe.new_engine(strategy, self.hooks)
         return self._engine
 
-    def settled_engine(self, wanted: str) -> Engine:
-        """The engine, whose state is that of the last step that hooks have seen.
-
-        Args:
-            wanted: what it is wanted for, for messages: "`trainer.model`".
-
-        Raises:
-            RuntimeError: if steps that run as one are past that one already; or where
-                code has written into a state that it was handed.
-        """
-        self.access.check(wanted)
+    def checked_engine(self) -> Engine:
+        """The engine; raises where code has written into a state it was handed."""
         self.engine.held.check_handed_out()
         return self.engine
+
+    def check_is_settled(self, what: str) -> None:
+        """Raises between steps that run as one: the counters are not the state's."""
+        step, ahead = self.progress.global_step, self.progress.ahead
+        if ahead:
+            raise RuntimeError(
+                f"{what} was called after step {step}, but the state is that of step"
+                f" {step + ahead}, with which the call of several steps ends"
+                f" (`steps_per_execution`): do it there, as `on_boundary` does."
+            )
 
     def open(self, loader: Any, argument: str, kind: Kind) -> Source:
         """What a user passed as `argument`, shared out to the processes.

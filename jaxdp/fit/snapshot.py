@@ -57,7 +57,8 @@ def start_saving(trainer: "Trainer", path: str | os.PathLike[str]) -> checkpoint
 
     with run.interrupts.uninterrupted():
         run.renew_hooks(trainer.callbacks, to_train=True)
-        held = run.settled_engine("`save`").held
+        run.check_is_settled("`save`")
+        held = run.checked_engine().held
         state = held.tree
         run.record.settle()
         meta = all_but_arrays(trainer)
@@ -139,7 +140,7 @@ def weights_at(
 def load(trainer: "Trainer", path: str | os.PathLike[str]) -> None:
     """Takes up what `start_saving` has written; if that fails, the state stays."""
     run = trainer.run
-    run.access.check("`load`")
+    run.check_is_settled("`load`")
     with run.interrupts.uninterrupted():
         state, meta = read_placed(run, path)
         # Users' callbacks alone may fail to take something up: they are first.

@@ -64,19 +64,17 @@ def check_attribute(trainer: "Trainer", name: str) -> None:
         raise AttributeError(f"`trainer` has no attribute {name!r}; use {instead}.")
 
 
-def whole_model(run: "Run", wanted: str) -> tuple[Any, Any]:
+def whole_model(run: "Run") -> tuple[Any, Any]:
     """The model as trained so far, and its `eqx.nn.State`: live copies."""
     if not run.has_engine:
         return run.recipe.model, run.recipe.model_state
-    engine = run.settled_engine(wanted)
-    with run.access.apart():
-        return engine.held.gather()
+    return run.checked_engine().held.gather()
 
 
 def inference_model(run: "Run", member: int | None) -> InferenceModel:
     """`Trainer.inference_model`."""
     check_callable(run, "inference_model")
-    model_and_state = whole_model(run, "`inference_model`")
+    model_and_state = whole_model(run)
     if member is not None:
         return InferenceModel(*member_of(run, model_and_state, member))
     if run.recipe.ensemble is not None:
@@ -124,12 +122,12 @@ def shapes_of(run: "Run") -> tuple[Any, Any, Any]:
 
 def values(run: "Run") -> Mapping[str, Any]:
     """`Trainer.hyperparams`."""
-    return hyperparam_values(run.settled_engine("`trainer.hyperparams`").state)
+    return hyperparam_values(run.checked_engine().state)
 
 
 def set_values(run: "Run", values: Mapping[str, Any]) -> None:
     """`Trainer.set_hyperparams`."""
-    engine = run.settled_engine("`set_hyperparams`")
+    engine = run.checked_engine()
     run.processes.same("values in `set_hyperparams`", values)
     engine.write(leaves_to_set(engine.state, values))
 

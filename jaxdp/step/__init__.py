@@ -29,8 +29,6 @@ from .metrics import (
     LONG_IN_FLIGHT,
     Facts,
     Metrics,
-    check_gradients,
-    tells_of_gradients,
 )
 from .model_call import InferenceModel, check_is_told, named_by, takes_by_name
 from .objective import CriterionObjective, LossFnObjective, Objective, split_batch

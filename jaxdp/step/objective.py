@@ -26,7 +26,6 @@ from .returned import (
     checked,
     describe,
     is_pair,
-    nonfinite_ignored,
     notes_on,
     without_ignored,
 )
@@ -94,10 +93,6 @@ class CriterionObjective:
             )
             for name, criterion in self.criteria.items()
         }
-        is_of_batch = not self.is_per_example or model_state is not None
-        if weight is not None and is_of_batch:  # no other rows stand for ignored ones
-            hidden = nonfinite_ignored(weight, prediction)
-            by_name["loss"] = by_name["loss"]._replace(hidden=hidden)
         by_name = {
             name: one._replace(values=losses.per_row(one.values))
             for name, one in by_name.items()
@@ -314,9 +309,7 @@ def _of_criterion(
             f" {prediction.shape}. It is called with a whole batch; if it is written"
             " for one example, wrap it in jax.vmap."
         )
-    result = checked(argument, name, value, rows, weight=weight, is_criterion=True)
-    # Zeroed above: their NaN can't be seen in the values.
-    return result._replace(hidden=None) if is_per_row else result
+    return checked(argument, name, value, rows, weight=weight, is_criterion=True)
 
 
 def _is_for_one_row(

@@ -354,15 +354,9 @@ def test_a_boundary_comes_after_every_callback_has_seen_the_step():
         def on_boundary(self, trainer):
             order.append(("boundary", trainer.global_step, trainer.current_epoch))
 
-        def next_stop(self, trainer):
-            return trainer.global_step + 5
-
     class Late(Callback):
         def on_train_batch_end(self, trainer, metrics, batch_idx):
             order.append(("batch", trainer.global_step, trainer.current_epoch))
-
-        def next_stop(self, trainer):
-            return trainer.global_step + 3
 
     callbacks = [Early(), Late(), Callback()]
     trainer = make_trainer(*callbacks)
@@ -374,8 +368,6 @@ def test_a_boundary_comes_after_every_callback_has_seen_the_step():
         ("boundary", 2, 0),
         ("boundary", 2, 1),
     ]
-    assert Hooks(callbacks).next_stop(trainer) == 5
-    assert Hooks([Callback()]).next_stop(trainer) is None
     assert Hooks(callbacks).has("on_boundary")
     assert not Hooks(callbacks).has("on_train_batch_start")
 

@@ -29,8 +29,6 @@ class Values(Callback):
 class Signal(Callback):
     """Sends SIGTERM after a step."""
 
-    looks_inside_blocks = False
-
     def __init__(self, step):
         self.step = step
 
@@ -226,7 +224,6 @@ def test_no_score_is_no_best(tmp_path):
 @pytest.mark.parametrize("size", [1, 3])
 def test_by_steps_the_loss_is_that_of_the_step(tmp_path, size):
     class Losses(Callback):
-        looks_inside_blocks = False
         seen = {}
 
         def on_train_batch_end(self, trainer, metrics, batch_idx):

@@ -125,20 +125,6 @@ def test_rows_of_weight_0_are_replaced_there():
     same(on_devices.state, trained(batches(x, Y, weight), SingleDevice()).state)
 
 
-@pytest.mark.parametrize("wrong", ["a label", "a weight", "no weight"])
-def test_what_is_wrong_there_is_told_a_few_steps_late(wrong):
-    labels, weight = Y.copy(), np.ones(len(X), np.float32)
-    labels[5] = 7 if wrong == "a label" else labels[5]
-    weight[5] = {"a label": 1, "a weight": -1, "no weight": np.nan}[wrong]
-    match = {wrong: "weights must be 0 or", "a label": "labels must be 0 to 2"}
-    there = batches(X, labels, weight, place=jnp.asarray)
-    with pytest.raises(ValueError, match=f"{match[wrong]}.*up to 8 steps after"):
-        trained(there, SingleDevice())
-    trainer = Trainer(Mlp(jax.random.key(0)), loss="cross_entropy")
-    with pytest.raises(ValueError, match=match[wrong]):
-        trainer.validate(there)
-
-
 def test_hooks_see_them_and_a_weak_type_is_none():
     seen = []
 

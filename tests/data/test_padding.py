@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from jaxdp.data import open_loader
+from jaxdp.data.batches import Portion
 from jaxdp.data.conversion import check_targets, to_host
-from jaxdp.data.padding import Packer
+from jaxdp.data.padding import Packer, are_alike
 from jaxdp.fit.feed import windows
 
 
@@ -120,20 +121,16 @@ def test_batches_keep_their_size_where_nothing_is_padded():
     assert [group[:2] for group in groups] == [(2, 8), (1, 6), (1, 8)]
 
 
-def test_batches_that_grow_are_not_stacked_to_other_sizes_than_one_by_one():
-    packer, sizes = Packer(4, "training"), [8, 16, 16, 15, 17]
-    grow = [np.zeros((size, 2), np.float32) for size in sizes]
-    alone = [[batch] for batch in grow]
-
-    def fit(windows, slots):
-        return len([*packer.together(windows, slots)]) == 1
-
-    assert not fit(alone[:2], 1)
-    assert fit(alone[1:4], 1)
-    assert fit([grow[:2], grow[2:4]], 2)
-    assert not fit(alone[1:], 1)
-    packer.pack([[grow[4]]])
-    assert fit(alone, 1)
+def test_only_full_windows_of_batches_of_one_shape_are_alike():
+    sizes = [16, 16, 16, 16, 15]
+    batches = [{"x": (np.zeros((size, 2), np.float32),)} for size in sizes]
+    alone = [[batch] for batch in batches]
+    assert are_alike(alone[:4], 1) and are_alike([batches[:2], batches[2:4]], 2)
+    assert not are_alike(alone, 1)
+    assert not are_alike([batches[:2], batches[2:3]], 2)
+    assert not are_alike([alone[0], [(batches[0],)]], 1)
+    portions = [[Portion(batches[0], counts)] for counts in ((16, 16), (16, 12))]
+    assert not are_alike(portions, 1) and are_alike(portions[:1] * 2, 1)
 
 
 def test_a_window_with_places_left_is_filled_with_empty_batches():

@@ -175,8 +175,6 @@ def test_in_the_callers_code_a_signal_ends_the_process():
 
 
 class Presses(Callback):
-    looks_inside_blocks = False
-
     def on_train_batch_end(self, trainer, metrics, batch_idx):
         if batch_idx == 1:
             signal.raise_signal(signal.SIGINT)

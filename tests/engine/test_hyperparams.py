@@ -58,8 +58,6 @@ class Setter(Callback):
 class Rates(Callback):
     """Keeps the rate of every step."""
 
-    looks_inside_blocks = False
-
     def __init__(self):
         self.metrics = []
 
@@ -98,7 +96,7 @@ WAYS = {
     "sharded": {"strategy": Sharded()},
     "pmap": {"strategy": Pmap()},
     "fsdp": {"strategy": FSDP()},
-    "blocks": {"steps_per_execution": 4},
+    "blocks": {"steps_per_execution": 2},
     "clipped": {"gradient_clip_val": 1e6},
     "bitwise": {"strategy": Bitwise(Sharded())},
     "averaged": {"callbacks": [WeightAveraging(evaluate=False)]},
@@ -119,8 +117,6 @@ def test_the_next_step_takes_what_was_set(way, hook):
     options = dict(WAYS[way])
     rates = Rates()
     setter = Setter({2: 0.5}, hook)
-    if hook == "on_boundary":
-        setter.next_stop = lambda trainer: 2 if trainer.global_step < 2 else None
     callbacks = [LearningRateMonitor(), setter, rates, *options.pop("callbacks", [])]
     trainer = make_trainer(callbacks=callbacks, **options)
     trainer.fit(DATA)
@@ -183,15 +179,6 @@ def test_what_was_set_is_saved_and_resumed(tmp_path):
         jax.tree.leaves(whole.model), jax.tree.leaves(resumed.model), strict=True
     ):
         np.testing.assert_array_equal(a, b)
-
-
-def test_a_block_that_is_not_rewound_says_where_to_set():
-    class Blind(Setter):
-        looks_inside_blocks = False
-
-    trainer = make_trainer(callbacks=[Blind({1: 0.5})], steps_per_execution=4)
-    with pytest.raises(RuntimeError, match=r"`set_hyperparams`.*`on_boundary`"):
-        trainer.fit(DATA)
 
 
 LABELS = jax.tree.map(lambda leaf: "wide" if leaf.ndim == 2 else "thin", make_model())

@@ -24,8 +24,6 @@ from jaxdp.callbacks import EarlyStopping, ModelCheckpoint  # noqa: E402
 class Stops(Callback):
     """Wants the fit to end after a step."""
 
-    looks_inside_blocks = False
-
     def __init__(self, step):
         self.step = step
 

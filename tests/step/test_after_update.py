@@ -92,8 +92,6 @@ def by_hand(model, trained, windows, after=follow):
 
 
 class Losses(Callback):
-    looks_inside_blocks = False
-
     def __init__(self):
         self.found = []
 

@@ -72,8 +72,6 @@ def parts(every=2, generator=GENERATOR):
 
 
 class Values(Callback):
-    looks_inside_blocks = False
-
     def __init__(self):
         self.steps = []
 
