@@ -42,6 +42,7 @@ class Feed:
         self.prepared: Iterable[Dispatch] = ()
         self._left: Iterator[Dispatch] | None = None  # after the first one
         self._waiting: list[Window] = []  # steps that are read, and not begun
+        self._coming: list[Window] = []  # the step that is read to see if one comes
         self._refused: Exception | None = None  # by the engine, while some wait
         self._shows_one = False  # a single step, to see what the caller does
 
@@ -181,6 +182,8 @@ class Feed:
         batches = itertools.islice(source.epoch(progress.position()), left)
         steps = windows(batches, run.recipe.accumulate_grad_batches)
         steps = run.record.stopwatch.iterator("data", steps)
+        if self._limits is not None and self._limits.whole is None:
+            steps = self._noting_end(steps, self._limits)
         is_single = run.recipe.steps_per_execution == 1
         for window in steps:
             several, error = [window], None
@@ -197,6 +200,26 @@ class Feed:
             if error is not None:
                 raise error
 
+    def _noting_end(self, steps: Iterator[Window], limits: Limits) -> Iterator[Window]:
+        """Each step once the next one is read, so that hooks know the last one; if
+        reading fails, the steps before are taken first."""
+        progress = self._run.progress
+        step, end = progress.global_step, progress.done
+        self._coming, error = taken(steps, 1)
+        while self._coming:
+            (present,), self._coming = self._coming, []
+            step, end = step + 1, end + len(present)
+            may_read_on = self._source.may_read_ahead and not limits.done(step, 0)
+            if may_read_on:
+                self._coming, error = taken(steps, 1)
+                if not self._coming and error is None:
+                    progress.end = end
+            yield present
+            if not may_read_on:
+                self._coming, error = taken(steps, 1)
+        if error is not None:
+            raise error
+
     def _with_more(
         self, window: Window, steps: Iterator[Window]
     ) -> tuple[list[Window], Exception | None]:
@@ -204,7 +227,8 @@ class Feed:
         raises: of a loader that fails, the batches before are trained on first."""
         more, error = taken(self._until_it_looks(steps), self._room() - 1)
         if self._source.looks and not self._run.engine.one_by_one:
-            self._follow(steps_before=len(self._waiting) + len(more))
+            before = [*self._waiting, *more, *self._coming]
+            self._follow(steps_before=len(before))
         return [window, *more], error
 
     def _room(self) -> int:

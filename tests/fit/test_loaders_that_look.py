@@ -178,4 +178,4 @@ def test_a_loader_that_looks_is_said_once_and_one_that_does_not_is_read_ahead(ca
     ahead = []
     counted = batches(lambda: ahead.append(trainer.run.progress.global_step))
     trainer.fit(counted, max_epochs=3)
-    assert [each - 2 * STEPS for each in ahead] == [0, 0, 0, 0, 4, 4, 4, 4, 8, 8]
+    assert [each - 2 * STEPS for each in ahead] == [0, 0, 0, 0, 0, 4, 4, 4, 4, 8]
