@@ -156,7 +156,7 @@ def test_of_equal_values_the_older_is_the_best():
         False,
     ]
     run = run_of_history("a", history, {})
-    assert run.best("epoch_loss") == (1.0, 1.0)
+    assert run.best("epoch_loss") == (1.0, 0.0)
     for name in ("acc", "loss"):
         curve = [(1.0, 0.2), (2.0, 0.7), (3.0, 0.7), (4.0, 0.2)]
         run = run._replace(columns={name: curve})

@@ -116,6 +116,7 @@ class ModelCheckpoint(MeansReader):
             raise TypeError(f"`ModelCheckpoint` has no argument `{name}`{more}.")
         check_choice("mode", mode, ("auto", "min", "max"))
         check_choice("on_save_error", on_save_error, ("raise", "warn"))
+        check_choice("save_last", save_last, (None, True, False))
         if not isinstance(monitor, str | None):
             text = "`monitor` must be the name of a metric or None"
             raise TypeError(f"{text}; got {monitor!r}.")
