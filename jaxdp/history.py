@@ -32,7 +32,8 @@ class History(Mapping[str, list[float]]):
 
     A mapping from names to lists with one float for each of `history.epochs`, NaN
     where an epoch did not have that value. `dict(history)` is a plain copy, ready for
-    a data frame.
+    a data frame. Epochs count from 0 here and wherever else one is named: in files,
+    plots, the progress bar and messages.
     """
 
     def __init__(self) -> None:
@@ -129,7 +130,7 @@ class History(Mapping[str, list[float]]):
                 f"`path`={path!r} is the name of a metric; plot() draws all of them."
                 " (A path ends with the format, such as 'curves.png'.)"
             )
-        x = [float(epoch + 1) for epoch in self.epochs]
+        x = [float(epoch) for epoch in self.epochs]
         points = {name: list(zip(x, self[name], strict=True)) for name in self}
         means = [name for name in self if not _OF_MEMBER.search(name)]
         charts = {}

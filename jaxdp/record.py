@@ -89,9 +89,11 @@ class Record:
         names: what steps and validations log; known once the program of a step is.
         names_are_all: whether validations log nothing else; a `PassMetric` may.
         steps_per_epoch: optimizer steps of an epoch of the fit, None if not known.
+        max_steps: the total that the fit ends at, None for no limit.
         min_epochs: the total that the fit does before it may be stopped.
         min_steps: the same, in optimizer steps.
         num_val_batches: batches of a validation of it, None if not known.
+        validates_before_end: whether it may validate earlier than at its end.
         stopwatch: measures the phases of the fit, if a callback has asked for it.
     """
 
@@ -104,8 +106,10 @@ class Record:
         self.stopwatch: Stopwatch = NO_STOPWATCH
         self.names_are_all = True
         self.steps_per_epoch: int | None = None
+        self.max_steps: int | None = None
         self.min_epochs = self.min_steps = 0
         self.num_val_batches: int | None = None
+        self.validates_before_end = True
         self._processes, self._progress = processes, progress
         self._accumulate = accumulate
 
@@ -153,12 +157,21 @@ class Record:
         return self._progress.val_metrics
 
     @property
+    def steps_of_epoch(self) -> int | None:
+        """Steps that the fit takes of the present epoch, None if not known: fewer than
+        `steps_per_epoch` where `max_steps` comes before its end."""
+        if self.max_steps is None:
+            return self.steps_per_epoch
+        left = self.batch_idx + max(self.max_steps - self._progress.global_step, 0)
+        return min(left, self.steps_per_epoch or left)
+
+    @property
     def is_at_epoch_end(self) -> bool:
-        """Whether all steps of the epoch are done, and what ends it is still to come:
-        validation, history, `on_train_epoch_end`."""
-        total = self.steps_per_epoch
+        """Whether all steps that the fit takes of the epoch are done, and what ends it
+        is still to come: validation, history, `on_train_epoch_end`."""
+        at, total = self._progress, self.steps_of_epoch
         is_over = total is not None and 0 < total <= self.batch_idx
-        return is_over and not self._progress.epoch_ended
+        return (is_over or at.done == at.end) and not at.epoch_ended
 
     # What comes in.
 

@@ -12,6 +12,7 @@ from jaxtyping import PyTree
 import jaxdp
 
 from . import checkpoint, losses
+from .basics.files import absolute
 from .callbacks import Callback
 from .fit import Metric, Run, Wanted, checks, evaluation, loop, surface
 from .fit import snapshot as snapshots
@@ -140,7 +141,7 @@ class Trainer:
         self.record = self.run.record  # what both have for callbacks: docs/callbacks.md
         self.history = self.record.history
         self.log_every_n_steps = int(log_every_n_steps)
-        self.default_root_dir = default_root_dir
+        self.default_root_dir = absolute(default_root_dir)
         self.should_stop = False
         self.is_global_zero = self.run.processes.index == 0
         self.max_epochs: int | None = None

@@ -103,8 +103,8 @@ def test_plot_draws_training_and_validation_of_a_metric_together(tmp_path):
     assert (loss.get_ylabel(), accuracy.get_ylabel()) == ("loss", "accuracy")
     curves = {line.get_label(): line.get_xydata().tolist() for line in loss.lines}
     assert list(curves) == ["training", "validation"]
-    assert [x for x, _ in curves["training"]] == [1, 2, 3, 4, 5, 6]
-    assert [x for x, _ in curves["validation"]] == [2, 4, 6]
+    assert [x for x, _ in curves["training"]] == [0, 1, 2, 3, 4, 5]
+    assert [x for x, _ in curves["validation"]] == [1, 3, 5]
     figure.draw_without_rendering()
     assert all(tick == round(tick) for tick in loss.get_xticks())
     assert path.read_bytes().startswith(b"\x89PNG")
@@ -156,7 +156,7 @@ def test_of_equal_values_the_older_is_the_best():
         False,
     ]
     run = run_of_history("a", history, {})
-    assert run.best("epoch_loss") == (1.0, 1.0)
+    assert run.best("epoch_loss") == (1.0, 0.0)
     for name in ("acc", "loss"):
         curve = [(1.0, 0.2), (2.0, 0.7), (3.0, 0.7), (4.0, 0.2)]
         run = run._replace(columns={name: curve})

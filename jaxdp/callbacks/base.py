@@ -1,6 +1,7 @@
 """The contract between the training loop and whatever watches or steers it."""
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -152,6 +153,17 @@ class Callback:
     def bar_note(self) -> str:
         """What the progress bar shows beside the numbers; "" for nothing."""
         return ""
+
+    def __repr__(self) -> str:
+        """The class and the arguments that differ from their defaults, as far as
+        attributes have their names."""
+        shown = []
+        for name, parameter in inspect.signature(type(self)).parameters.items():
+            value = vars(self).get(name, parameter.default)
+            text = getattr(value, "__qualname__", None) or repr(value)
+            if text != repr(parameter.default):
+                shown.append(f"{name}={text if len(text) < 200 else '...'}")
+        return f"{type(self).__name__}({', '.join(shown)})"
 
     # What has a part in the compiled step. One that is not overridden costs nothing.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..basics.arguments import check_is_local
 from ..basics.console import warn
-from ..basics.files import naming
+from ..basics.files import absolute, naming
 from ..record import Number, Row
 from .base import Callback, Trainer
 from .monitor import announce
@@ -44,6 +44,7 @@ class Logger(Callback):
     ):
         if dirpath is not None:
             check_is_local("dirpath", dirpath)
+            dirpath = absolute(dirpath)
         self.dirpath = dirpath
         self.hyperparameters = hyperparameters
         self._error: BaseException | None = None
@@ -116,7 +117,7 @@ class Logger(Callback):
         self._trainer = None
 
     def identity(self, trainer: Trainer) -> str:
-        return os.path.abspath(self._folder(trainer))
+        return str(self._folder(trainer))
 
     def set_aside(self, paths: Iterable[Path]) -> None:
         """Moves files of another run to a folder `before-<n>` beside them."""
@@ -137,9 +138,7 @@ class Logger(Callback):
         announce(self._trainer, type(self).__name__, text)
 
     def _folder(self, trainer: Trainer) -> Path:
-        return Path(
-            trainer.default_root_dir if self.dirpath is None else self.dirpath
-        ).expanduser()
+        return Path(absolute(self.dirpath or trainer.default_root_dir))
 
 
 def check_writable(folder: Path, callback_name: str) -> None:

@@ -31,7 +31,7 @@ _INSTEAD: Final = {
     "filename": "a checkpoint's folder is named by its step, and the best and the last"
     " one have links beside it, `best` and `last` (`save_last=True`)",
     "filepath": "it is `dirpath`, a folder",
-    "save_best_only": "`save_top_k=1` with a `monitor` is that",
+    "save_best_only": "`save_last=False` with a `monitor` is that",
     "save_weights_only": "`jaxdp.load_model` reads the weights alone out of a"
     " checkpoint, and `jaxdp.save_model` writes them alone",
     "save_freq": "use `every_n_train_steps` or `every_n_epochs`",
@@ -44,7 +44,8 @@ _INSTEAD: Final = {
 class ModelCheckpoint(MeansReader):
     """Saves the whole `TrainState`, one folder per saved step, named by the step.
 
-    Without `monitor` the newest `save_top_k` are kept; with it, the best. Resume with
+    Without `monitor` the newest `save_top_k` are kept; with it, the best. A fit that
+    ends has a checkpoint of its last step, too. Resume with
     `fit(..., ckpt_path="last")`, `"best"` or `"auto"`, or load one with
     `trainer.load(callback.best_model_path)`.
 
@@ -71,7 +72,10 @@ class ModelCheckpoint(MeansReader):
             is computed: "max" for names like `accuracy`, `auroc` and `f1`, else "min".
             Of equal ones the older stays.
         save_top_k: how many to keep; -1 keeps all, 0 none.
-        save_last: also keep the newest, whatever its score, with a link `last` to it.
+        save_last: True also keeps the newest of all, whatever its score, with a link
+            `last` to it. None does so at the end of a fit alone: its last step is
+            saved if it is not yet (unless `save_top_k` is 0), and stays until a later
+            fit saves a newer one. With False, the end of a fit saves nothing.
         every_n_train_steps: save every so many optimizer steps (a step that is also
             validated, or the last of its epoch, after that).
         every_n_epochs: save at the end of every n-th epoch, or after the validations
@@ -89,13 +93,15 @@ class ModelCheckpoint(MeansReader):
         last_model_path: folder of the newest checkpoint.
     """
 
+    fit_end_order = -1  # before a callback puts the best weights in place of the last
+
     def __init__(
         self,
         dirpath: str | os.PathLike[str] | None = None,
         monitor: str | None = None,
         mode: str = "auto",
         save_top_k: int = 1,
-        save_last: bool = False,
+        save_last: bool | None = None,
         every_n_train_steps: int | None = None,
         every_n_epochs: int | None = None,
         train_time_interval: timedelta | float | str | None = None,
@@ -109,6 +115,7 @@ class ModelCheckpoint(MeansReader):
             raise TypeError(f"`ModelCheckpoint` has no argument `{name}`{more}.")
         check_choice("mode", mode, ("auto", "min", "max"))
         check_choice("on_save_error", on_save_error, ("raise", "warn"))
+        check_choice("save_last", save_last, (None, True, False))
         if not isinstance(monitor, str | None):
             text = "`monitor` must be the name of a metric or None"
             raise TypeError(f"{text}; got {monitor!r}.")
@@ -149,10 +156,10 @@ class ModelCheckpoint(MeansReader):
         self._row: tuple[int, Any] | None = None  # the last step, and its values
         self._measured: tuple[int, float] | None = None  # at which step, and what
         self._is_due = False
-        self._kept_for_resuming: int | None = None
+        self._kept_for_resuming: int | None = None  # while it is the newest
         self._saving: tuple[int, checkpoint.Saving] | None = None
         self._saved_at = time.monotonic()
-        self._is_restored = self._is_alone = self._has_told = False
+        self._is_restored = self._is_alone = self._has_told = self._has_failed = False
 
     @property
     def best_model_path(self) -> str:
@@ -198,7 +205,7 @@ class ModelCheckpoint(MeansReader):
         super().setup(trainer)
         self._dir, self._processes = self.folder(trainer), trainer.run.processes
         self._clock = Pulse(self._processes, "the time of a checkpoint")
-        self._is_alone, self._row = False, None
+        self._is_alone, self._has_failed, self._row = False, False, None
         self._processes.first("ModelCheckpoint: its folder", self._dir.open)
         sort_out, what = lambda: self._sorted_out(trainer), "what is there"
         self._scores = dict(self._processes.first(f"ModelCheckpoint: {what}", sort_out))
@@ -273,22 +280,27 @@ class ModelCheckpoint(MeansReader):
     # What goes on at other times.
 
     def on_exception(self, trainer: Trainer, exception: BaseException) -> None:
-        self._is_alone = not is_stop(exception)
+        self._is_alone, self._has_failed = not is_stop(exception), True
         if self._dir is None:  # it comes from a `setup`
             return
         if self._is_alone and not (
             self.save_on_exception and self._processes.count == 1
         ):
             return
-        self._settle(wait=True)
-        step = trainer.global_step
-        if step and step not in self._scores:
-            self._kept_for_resuming = step
-            self._begin(trainer, self._score_at(step))
-            self._settle(wait=True)
+        self._save_last(trainer)
 
     def on_fit_end(self, trainer: Trainer) -> None:
+        keeps_none = self.save_top_k == 0 and not self.save_last
+        if not (self._has_failed or self.save_last is False or keeps_none):
+            self._save_last(trainer)
         self.finish_saving()
+
+    def _save_last(self, trainer: Trainer) -> None:
+        """Saves the step that a fit ends with, which stays whatever its score."""
+        self._kept_for_resuming = trainer.global_step
+        if trainer.global_step:
+            self._save(trainer)
+            self._settle(wait=True)
 
     def teardown(self, trainer: Trainer) -> None:
         if self._dir is None:  # another callback's `setup` has failed
@@ -354,8 +366,8 @@ class ModelCheckpoint(MeansReader):
         self._has_told = True
         text = (
             f"step {trainer.global_step} is saved without a score, because"
-            f" {self.monitor!r} was not measured on these weights. It can't be the"
-            " best, and only the newest of such checkpoints is kept, as the last."
+            f" {self.monitor!r} was not measured on these weights. It is no candidate"
+            " for the best, and kept only while it is the newest."
         )
         announce(trainer, "ModelCheckpoint", text)
 

@@ -152,6 +152,14 @@ class MetricCheck(MeansReader):
 
     def on_fit_start(self, trainer: Trainer) -> None:
         check_monitor(trainer, self, self.monitor)
+        is_late = not trainer.record.validates_before_end
+        if is_late and self.monitor.startswith("val_"):
+            raise ValueError(
+                f"`{type(self).__name__}(monitor={self.monitor!r})`: this fit validates"
+                " at its end alone, where there is nothing left to decide:"
+                " `check_val_every_n_epoch` is more than its epochs. Pass a smaller"
+                " one, or leave the callback out."
+            )
 
     def look(self, trainer: Trainer, row: Row) -> None:
         if row.kind == "epoch":

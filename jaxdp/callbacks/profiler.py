@@ -1,13 +1,15 @@
 """A trace of a few steps, for xprof and Perfetto."""
 
 import contextlib
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from ..basics.arguments import check_count
+from ..basics.arguments import check_count, check_is_local
+from ..basics.files import absolute
 from .base import Callback, Trainer
 from .logger import check_writable
 from .monitor import announce
@@ -31,7 +33,15 @@ class Profiler(Callback):
     skip_in_fast_dev_run = True
     only_in_training = True
 
-    def __init__(self, dirpath: Any = None, start_step: int = 10, num_steps: int = 5):
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str] | None = None,
+        start_step: int = 10,
+        num_steps: int = 5,
+    ):
+        if dirpath is not None:
+            check_is_local("dirpath", dirpath)
+            dirpath = absolute(dirpath)
         check_count("start_step", start_step, least=0)
         check_count("num_steps", num_steps)
         self.dirpath = dirpath
@@ -43,8 +53,8 @@ class Profiler(Callback):
         self._is_tracing = self._done = False
 
     def setup(self, trainer: Trainer) -> None:
-        folder = self.dirpath or Path(trainer.default_root_dir) / "profile"
-        self._folder = Path(folder).expanduser()
+        root = trainer.default_root_dir
+        self._folder = Path(self.dirpath or absolute(root) + "/profile")
         if trainer.is_global_zero:
             check_writable(self._folder, "Profiler")
 

@@ -1,6 +1,7 @@
 """Where a fit is, how fast it goes and when it will be done."""
 
 import functools
+import os
 import sys
 import time
 import warnings
@@ -16,24 +17,24 @@ from .monitor import in_notebook, is_fitting
 
 # With and without a known total, on a terminal and in a file.
 _BARS: Final = (
-    "{desc} {n_fmt} batches [{elapsed}{postfix}]",
-    "{desc} |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
+    "{desc} {n_fmt} batches{metrics} [{elapsed}{rates}]",
+    "{desc} |{bar}| {n_fmt}/{total_fmt}{metrics} [{elapsed}<{remaining}{rates}]",
 )
 _LINES: Final = (
-    "{desc}: {n_fmt} batches{postfix}",
-    "{desc}: {n_fmt}/{total_fmt} batches ({percentage:.0f}%), {remaining} left"
-    "{postfix}",
+    "{desc}: {n_fmt} batches{metrics}{rates}",
+    "{desc}: {n_fmt}/{total_fmt} batches ({percentage:.0f}%){metrics}, {remaining} left"
+    "{rates}",
 )
 
 
 class ProgressBar(Callback):
     """A tqdm bar for training, one for validation, and a line for every epoch.
 
-    The bar shows how many batches of the epoch are done, the time left, the loss of a
-    few steps ago (reading the newest would make the device wait), and batches and
-    examples per second. With `accumulate_grad_batches` the bar counts optimizer steps.
-    If the output is not a terminal (the log of a job), it prints lines instead: one per
-    epoch, and more in long epochs.
+    The bar shows how many batches of the epoch are done, the loss of a few steps ago
+    (reading the newest would make the device wait), the time left, and examples per
+    second. With `accumulate_grad_batches` it counts optimizer steps. If the output is
+    not a terminal (the log of a job), or one without a width, it prints lines instead:
+    one per epoch, and more in long epochs. Epochs count from 0.
 
     Args:
         refresh_per_second: how often the bar is redrawn at most.
@@ -60,19 +61,17 @@ class ProgressBar(Callback):
         self._began = self._validated_for = 0.0
 
     def setup(self, trainer: Trainer) -> None:
-        self._close()
         # Notebooks show stderr on red ground, as if something had failed.
         file = self.file or (sys.stdout if in_notebook() else sys.stderr)
         self._out = Outlet(file) if trainer.is_global_zero else None
         trainer.record.read_means(functools.partial(self._end_epoch, trainer))
 
     def on_train_epoch_start(self, trainer: Trainer) -> None:
-        self._close()
         self._began, self._validated_for = time.perf_counter(), 0.0
-        of = "" if trainer.max_epochs is None else f"/{trainer.max_epochs}"
-        name = f"epoch {trainer.current_epoch + 1}{of}"
-        done = trainer.record.batch_idx
-        self._train = self._open(trainer, name, _total(trainer), done)
+        last = "" if trainer.max_epochs is None else f"/{trainer.max_epochs - 1}"
+        name, record = f"epoch {trainer.current_epoch}{last}", trainer.record
+        facts = functools.partial(_facts, trainer)
+        self._train = self._open(name, record.steps_of_epoch, record.batch_idx, facts)
 
     def on_train_batch_end(
         self, trainer: Trainer, metrics: Mapping[str, Any], batch_idx: int
@@ -83,7 +82,7 @@ class ProgressBar(Callback):
     def on_validation_start(self, trainer: Trainer) -> None:
         self._validation_began = time.perf_counter()
         total = trainer.record.num_val_batches if is_fitting(trainer) else None
-        self._validation = self._open(trainer, "validating", total)
+        self._validation = self._open("validating", total)
 
     def on_validation_batch_end(self, trainer: Trainer, batch_idx: int) -> None:
         if self._validation is not None:
@@ -95,37 +94,33 @@ class ProgressBar(Callback):
             self._validation.close()
             self._validation = None
 
-    def on_exception(self, trainer: Trainer, exception: BaseException) -> None:
-        self._close()
-
-    def on_fit_end(self, trainer: Trainer) -> None:
+    def teardown(self, trainer: Trainer) -> None:
         self._close()
 
     def _end_epoch(self, trainer: Trainer, row: Row) -> None:
         if row.kind != "epoch" or self._train is None:
             return
-        took = time.perf_counter() - self._began
+        bar, took = self._train, time.perf_counter() - self._began
         means = {**row.values, **trainer.record.validation}
         facts = [f"{n} {mean:.4g}" for n, mean in means.items() if not n.endswith("]")]
-        bar = self._train
-        steps = bar.n - bar.initial
-        rates = _rates(trainer, bar.n, steps / max(took - self._validated_for, 1e-9))
-        line = ", ".join([in_seconds(took), *rates, *facts, *_notes(trainer)])
+        rate = (bar.n - bar.initial) / max(took - self._validated_for, 1e-9)
+        facts += [in_seconds(took), *_rates(trainer, bar.n, rate)]
         self._close()
-        bar.write(f"{bar.desc}: {line}", file=self._out)
+        bar.write(f"{bar.desc}: {', '.join(facts)}", file=self._out)
         bar.fp.flush()
 
     def _open(
-        self, trainer: Trainer, name: str, total: int | None, done: int = 0
+        self, name: str, total: int | None, done: int = 0, facts: Any = None
     ) -> Any:
         """A bar for a pass, or None where nothing is shown."""
         if self._out is None:
             return None
-        is_live = self._out.isatty() or in_notebook()
+        is_live = in_notebook() or self._out.isatty() and _width(self._out) != 0
         interval = 1 / self.refresh_per_second if is_live else self.every_n_seconds
         return open_bar(
-            _bar_type(is_live),
-            lambda bar: _facts(trainer, bar) if name != "validating" else [],
+            _bar_type(),
+            facts,
+            is_live,
             total=total,
             desc=name,
             file=self._out,
@@ -147,8 +142,9 @@ class ProgressBar(Callback):
 
 
 @functools.cache
-def _bar_type(is_live: bool) -> Any:
-    """A kind of tqdm bar that asks for its facts whenever it is drawn."""
+def _bar_type() -> Any:
+    """A tqdm bar, or lines in its place, that asks for its facts whenever it is
+    drawn."""
     with warnings.catch_warnings():
         # It warns in a notebook without ipywidgets, where a text bar does as well.
         warnings.simplefilter("ignore")
@@ -157,50 +153,49 @@ def _bar_type(is_live: bool) -> Any:
     class Bar(tqdm):
         monitor_interval = 0  # no thread
 
-        def __init__(self, facts: Any, **options: Any):
-            self._facts = facts
+        def __init__(self, facts: Any, is_live: bool, **options: Any):
+            self._facts, self._is_live = facts, is_live
             super().__init__(**options)
 
         @property
         def format_dict(self) -> dict[str, Any]:
             known = super().format_dict
-            return {**known, "postfix": ", ".join(self._facts(known))}
+            facts = self._facts(known) if self._facts else ("", "")
+            return {**known, **dict(zip(("metrics", "rates"), facts, strict=True))}
 
-    class Lines(Bar):
-        def display(self, msg: str | None = None, *_: Any, **__: Any) -> None:
+        def display(self, msg: str | None = None, *others: Any, **options: Any) -> Any:
+            if self._is_live:
+                return super().display(msg, *others, **options)
             if msg is None:  # else it is cleared
                 self.fp.write(f"{self}\n")
                 self.fp.flush()
 
-    return Bar if is_live else Lines
+    return Bar
 
 
-def _facts(trainer: Trainer, bar: Mapping[str, Any]) -> list[str]:
-    """What the bar of training shows, the most important first: a terminal that is too
-    narrow cuts the rest off."""
+def _width(out: Outlet) -> int | None:
+    """The columns of a terminal, 0 where there is nothing to draw on."""
+    if os.environ.get("COLUMNS") == "0":
+        return 0
+    try:
+        return os.get_terminal_size(out.fileno()).columns
+    except (AttributeError, OSError, ValueError):  # it does not tell
+        return None
+
+
+def _facts(trainer: Trainer, bar: Mapping[str, Any]) -> tuple[str, str]:
+    """What the bar of training shows before and behind the time."""
     loss = trainer.record.latest("loss")
-    facts = [] if loss is None else [f"loss {loss:.3g}"]
     steps, seconds = bar["n"] - bar["initial"], bar["elapsed"]
     rate = bar["rate"] or (steps / seconds if seconds else 0)
-    return facts + _notes(trainer) + _rates(trainer, bar["n"], rate)
+    rates = [f", {text}" for text in _rates(trainer, bar["n"], rate)]
+    return "" if loss is None else f", loss {loss:.3g}", "".join(rates)
 
 
 def _rates(trainer: Trainer, steps: int, rate: float) -> list[str]:
-    """Batches and examples per second, after so many steps of an epoch."""
-    examples = trainer.record.examples / max(steps, 1)
-    rates = {"batches": rate, "examples": rate * examples}
-    return [f"{in_words(each)} {name}/s" for name, each in rates.items() if each]
-
-
-def _notes(trainer: Trainer) -> list[str]:
-    """What other callbacks have to say beside the numbers."""
-    return [text for callback in trainer.callbacks if (text := callback.bar_note())]
-
-
-def _total(trainer: Trainer) -> int | None:
-    """Steps in this epoch, fewer when `max_steps` comes before its end."""
-    total, last = trainer.record.steps_per_epoch, trainer.max_steps
-    if last is None:
-        return total
-    left = trainer.record.batch_idx + max(last - trainer.global_step, 0)
-    return left if total is None else min(total, left)
+    """How fast it goes, after so many steps of an epoch, and what other callbacks have
+    to say of it."""
+    examples = rate * trainer.record.examples / max(steps, 1)
+    name, value = ("examples", examples) if examples else ("batches", rate)
+    notes = [callback.bar_note() for callback in trainer.callbacks]
+    return [f"{in_words(value)} {name}/s"] * (value > 0) + [*filter(None, notes)]

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..basics.environment import hardware, versions
 from ..step import closed_over, find_precision, float32_products
-from .base import Trainer
+from .base import Callback, Trainer
 
 Facts = dict[str, Any]
 """`{"hyperparameters": {name: value}, "versions": {...}, "hardware": {...}}`, JSON;
@@ -56,7 +56,9 @@ def plain(value: Any) -> Any:
         return ", ".join(f"{k}: {plain(v)}" for k, v in value.items())
     if hasattr(value, "__qualname__"):
         return value.__qualname__
-    if type(value).__repr__ is object.__repr__ or _is_model(value):
+    # Of a user's callback, an argument may be a secret.
+    is_named = isinstance(value, Callback) or _is_model(value)
+    if type(value).__repr__ is object.__repr__ or is_named:
         return type(value).__name__
     return str(value)[:200]
 

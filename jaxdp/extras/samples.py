@@ -10,7 +10,7 @@ import numpy as np
 
 from ..basics.arguments import check_is_local
 from ..basics.environment import import_extra
-from ..basics.files import save_figure, write_whole
+from ..basics.files import absolute, save_figure, write_whole
 from ..callbacks.base import Callback, Trainer
 from ..callbacks.logger import Logger, check_writable
 from ..callbacks.monitor import is_fitting
@@ -52,6 +52,7 @@ class Samples(Callback):
             )
         if dirpath is not None:
             check_is_local("dirpath", dirpath)
+            dirpath = absolute(dirpath)
         self.make, self.dirpath = make, dirpath
 
     def setup(self, trainer: Trainer) -> None:
@@ -92,9 +93,7 @@ class Samples(Callback):
             logger.log_figure(name, figure)
 
     def _folder(self, trainer: Trainer) -> Path:
-        if self.dirpath is None:
-            return Path(trainer.default_root_dir).expanduser() / "samples"
-        return Path(self.dirpath).expanduser()
+        return Path(self.dirpath or absolute(trainer.default_root_dir) + "/samples")
 
 
 def _picture(name: str, value: Any) -> Any:

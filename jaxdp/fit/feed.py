@@ -145,6 +145,8 @@ class Feed:
         batches = itertools.islice(source.epoch(progress.position()), left)
         steps = windows(batches, run.recipe.accumulate_grad_batches)
         steps = run.record.stopwatch.iterator("data", steps)
+        if self._limits is not None and self._limits.whole is None:
+            steps = self._noting_end(steps, self._limits)
         for window in steps:
             # Of a loader that fails, the batches before are trained on first.
             more, error = taken(steps, self._num_together() - 1)
@@ -158,6 +160,26 @@ class Feed:
                 raise
             if error is not None:
                 raise error
+
+    def _noting_end(self, steps: Iterator[Window], limits: Limits) -> Iterator[Window]:
+        """Each step once the next one is read, so that hooks know the last one; if
+        reading fails, the steps before are taken first."""
+        progress = self._run.progress
+        step, end = progress.global_step, progress.done
+        coming, error = taken(steps, 1)
+        while coming:
+            (present,), coming = coming, []
+            step, end = step + 1, end + len(present)
+            may_read_on = self._source.may_read_ahead and not limits.done(step, 0)
+            if may_read_on:
+                coming, error = taken(steps, 1)
+                if not coming and error is None:
+                    progress.end = end
+            yield present
+            if not may_read_on:
+                coming, error = taken(steps, 1)
+        if error is not None:
+            raise error
 
     def _num_together(self) -> int:
         """How many steps may run as one: all of a dispatch, or a single one.

@@ -27,6 +27,7 @@ class Progress:
         examples: its real rows.
         epoch_ended: whether it is in the history. One that was cut short goes on.
         is_finished: whether no batch of it is left, while it is being ended.
+        end: how many batches it has, once the last one was read ahead; else None.
         val_metrics: its last validation's.
         logged: the last values that callbacks have logged in it.
         validated_at: after which of its batches that was.
@@ -36,6 +37,7 @@ class Progress:
         self.global_step = self.epoch = self.done = self.seen = self.examples = 0
         self.ahead = 0
         self.epoch_ended = self.is_finished = False
+        self.end: int | None = None
         self.val_metrics: dict[str, float] = {}
         self.logged: dict[str, float] = {}
         self.validated_at = 0
@@ -64,7 +66,7 @@ class Progress:
 
     def position(self) -> Position:
         """Returns where the next pass over the training data begins, for once."""
-        at, self._at = self._at, Position()
+        at, self._at, self.end = self._at, Position(), None
         return at._replace(epoch=self.epoch, batches=self.done)
 
     def begin_epoch(self) -> None:
@@ -247,7 +249,8 @@ class Limits:
         )
         per_epoch = _least(train.num_batches, self.train_batches)
         self._is_sized = train.num_batches is not None
-        self._whole = _least(train.sure_batches, self.train_batches)
+        # Where no more and no fewer batches can come.
+        self.whole = _least(train.sure_batches, self.train_batches)
         self.val_interval = self._interval(wanted.val_check_interval, per_epoch)
         self.accumulate = accumulate
         self.batches_per_epoch = per_epoch
@@ -255,11 +258,11 @@ class Limits:
 
     def check_minimum(self, step: int, epoch: int, batches_done: int) -> None:
         """Raises for a minimum of steps that the epochs left can't reach."""
-        if self.max_epochs is None or self._whole is None:
+        if self.max_epochs is None or self.whole is None:
             return
         here, of_each = (
             -(-batches // self.accumulate)
-            for batches in (max(0, self._whole - batches_done), self._whole)
+            for batches in (max(0, self.whole - batches_done), self.whole)
         )
         most = step + here + (self.max_epochs - epoch - 1) * of_each
         if epoch < self.max_epochs and most < self.min_steps:
@@ -286,7 +289,7 @@ class Limits:
 
     def is_finished(self, batches_done: int) -> bool:
         """Whether so many batches are known to be a whole epoch."""
-        return self._whole is not None and batches_done >= self._whole
+        return self.whole is not None and batches_done >= self.whole
 
     def time_is_up(self) -> bool:
         """Whether `max_time` is over, by this process's clock."""
@@ -319,6 +322,17 @@ class Limits:
         if every is None or (epoch + 1) % self.check_val_every_n_epoch:
             return False
         return batches_done // every > validated_at // every
+
+    def validates_before_end(self) -> bool:
+        """Whether the fit may validate before it ends, which it does once anyway."""
+        every, most, of_each = (
+            self.check_val_every_n_epoch,
+            self.max_epochs,
+            self.steps_per_epoch,
+        )
+        if self.max_steps is not None and of_each:
+            most = _least(most, -(-self.max_steps // of_each))
+        return every == 1 or most is None or every <= most
 
     def epoch_is_due(self, epoch: int) -> bool:
         """Whether epoch number `epoch` ends with a validation."""

@@ -53,7 +53,7 @@ from jaxdp.callbacks import (
     *((ModelCheckpoint, {name: True}, TypeError, f"no argument `{name}`.*{instead}")
       for name, instead in [
         ("filename", "named by its step, and the best and the last one have links"),
-        ("save_best_only", "`save_top_k=1` with a `monitor`"),
+        ("save_best_only", "`save_last=False` with a `monitor`"),
         ("save_weights_only", "`jaxdp.load_model`"),
         ("every_n_step", ""),
     ]),

@@ -66,27 +66,27 @@ def test_a_terminal_sees_where_the_epoch_is(clock):
     trainer = make_trainer(Ticking(clock), ProgressBar(file=out), metrics=["accuracy"])
     history = trainer.fit(batches(*[8] * 12), batches(8), max_epochs=2)
     lines = drawn(out)
-    assert "epoch 1/2 |" in lines[0] and " 1/12 [" in lines[0]
-    last = [line for line in lines if line.startswith("epoch 1/2 |")][-1]
-    assert " 12/12 [" in last
-    assert "1 batches/s, 8 examples/s]" in last
-    summary = [line for line in lines if line.startswith("epoch 2/2:")]
+    assert "epoch 0/1 |" in lines[0] and " 1/12 [" in lines[0]
+    last = [line for line in lines if line.startswith("epoch 0/1 |")][-1]
+    assert " 12/12, loss " in last
+    assert re.search(r"12/12, loss [\d.]+ \[00:1\d<00:00, 8 examples/s\]$", last)
+    summary = [line for line in lines if line.startswith("epoch 1/1:")]
     assert summary == [
-        "epoch 2/2: 14 s, 1 batches/s, 8 examples/s,"
-        f" loss {history['loss'][1]:.4g}, accuracy {history['accuracy'][1]:.4g},"
+        f"epoch 1/1: loss {history['loss'][1]:.4g},"
+        f" accuracy {history['accuracy'][1]:.4g},"
         f" val_loss {history['val_loss'][1]:.4g},"
-        f" val_accuracy {history['val_accuracy'][1]:.4g}"
+        f" val_accuracy {history['val_accuracy'][1]:.4g}, 14 s, 8 examples/s"
     ]
     assert any(line.startswith("validating") for line in lines)
 
 
 def test_a_narrow_terminal_keeps_the_loss_longest(clock, monkeypatch):
     out = Terminal()
-    monkeypatch.setattr("tqdm.std._screen_shape_wrapper", lambda: lambda _: (60, 24))
+    monkeypatch.setattr("tqdm.std._screen_shape_wrapper", lambda: lambda _: (50, 24))
     trainer = make_trainer(Ticking(clock), ProgressBar(file=out))
     trainer.fit(batches(*[8] * 9))
     last = drawn(out)[-2]
-    assert len(last) <= 60 and "loss" in last and "examples/s" not in last
+    assert len(last) <= 50 and "loss" in last and "examples/s" not in last
 
 
 def test_the_loss_shown_is_one_of_some_steps_ago(clock):
@@ -134,27 +134,37 @@ def test_a_file_gets_a_line_per_epoch_and_no_carriage_returns(clock):
     assert "\r" not in out.getvalue()
     lines = out.getvalue().splitlines()
     assert re.fullmatch(
-        r"epoch 1/1: 10/25 batches \(40%\), 00:15 left, loss [\d.]+,"
-        r" 1 batches/s, 8 examples/s",
+        r"epoch 0/0: 10/25 batches \(40%\), loss [\d.]+, 00:15 left, 8 examples/s",
         lines[0],
     )
-    assert lines[1].startswith("epoch 1/1: 20/25 batches (80%), 00:05 left, loss ")
+    assert lines[1].startswith("epoch 0/0: 20/25 batches (80%), loss ")
     assert lines[2].startswith("validating: ")
-    assert re.fullmatch(r"epoch 1/1: 41 s, 1 batches/s, .* val_loss [\d.]+", lines[-1])
+    assert re.fullmatch(
+        r"epoch 0/0: loss [\d.]+, val_loss [\d.]+, 41 s, 8 examples/s", lines[-1]
+    )
     assert len(lines) == 4
+
+
+def test_a_terminal_without_columns_gets_lines(clock, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "0")
+    out = Terminal()
+    trainer = make_trainer(Ticking(clock), ProgressBar(file=out))
+    trainer.fit(batches(*[8] * 12))
+    (line,) = out.getvalue().splitlines()
+    assert line.startswith("epoch 0/0: loss ")
 
 
 def test_unknown_lengths_and_max_steps_are_shown_for_what_they_are(clock):
     out = Terminal()
     trainer = make_trainer(Ticking(clock), ProgressBar(file=out))
     trainer.fit((batch for batch in batches(*[8] * 5)), max_epochs=1)
-    assert any(line.startswith("epoch 1/1 5 batches [") for line in drawn(out))
+    assert any(line.startswith("epoch 0/0 5 batches [") for line in drawn(out))
     out.truncate(0)
     trainer.fit(batches(*[8] * 5), max_steps=8, max_epochs=-1)
-    assert any(line.startswith("epoch 2 |") and " 3/3 [" in line for line in drawn(out))
+    assert any(line.startswith("epoch 1 |") and " 3/3, " in line for line in drawn(out))
     out.truncate(0)
     trainer.fit(batches(*[8] * 9), max_steps=10, max_epochs=-1)  # inside the epoch
-    assert any(line.startswith("epoch 2 |") and " 5/5 [" in line for line in drawn(out))
+    assert any(line.startswith("epoch 1 |") and " 5/5, " in line for line in drawn(out))
 
 
 def test_an_exception_leaves_the_line_empty(clock):
@@ -199,7 +209,7 @@ def test_the_trainer_adds_a_bar_unless_there_is_one_or_it_is_not_wanted(capfd):
     bars = [c for c in trainer.callbacks if isinstance(c, ProgressBar)]
     assert len(bars) == 1
     trainer.fit(batches(8))
-    assert "epoch 1/1: " in capfd.readouterr().err
+    assert "epoch 0/0: " in capfd.readouterr().err
     mine = ProgressBar()
     trainer = Trainer(model, loss="cross_entropy", callbacks=[mine])
     assert trainer.callbacks == [mine]
@@ -237,7 +247,7 @@ trainer = Trainer(
     callbacks=[ProgressBar(file=out, refresh_per_second=1e9)],
 )
 trainer.fit(slow())
-print("1 batches [" in out.getvalue(), "epoch 1/1: " in out.getvalue())
+print("1 batches" in out.getvalue(), "epoch 0/0: " in out.getvalue())
 """
 
 

@@ -130,7 +130,7 @@ def test_a_mistake_in_a_users_callback_passes_over_no_checkpoint(run):
         trainer.callbacks.remove(mistaken)
     note = raised.value.__notes__[0]
     assert "while the callback Mistaken took up" in note
-    assert note.endswith("/steps/10 has of it; the state is as it was")
+    assert note.endswith("/steps/11 has of it; the state is as it was")
 
 
 @pytest.mark.parametrize(

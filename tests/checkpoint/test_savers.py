@@ -43,6 +43,7 @@ def newest(root, **options):
 
 
 def best(root, **options):
+    options = {"save_last": False} | options
     return ModelCheckpoint(root / "best", monitor="val_loss", **options)
 
 
@@ -163,7 +164,7 @@ def test_what_this_run_has_saved_and_does_not_know_is_set_aside(tmp_path, caplog
 
 
 def test_a_later_fit_sets_aside_what_was_saved_by_hand_meanwhile(tmp_path, caplog):
-    saver = ModelCheckpoint(tmp_path / "newest", every_n_train_steps=3)
+    saver = ModelCheckpoint(tmp_path / "newest", every_n_train_steps=3, save_last=False)
     trainer = make(saver)
     trainer.fit(DATA, max_steps=4)
     assert steps(tmp_path / "newest") == [3]

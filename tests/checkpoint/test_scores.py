@@ -195,6 +195,7 @@ Q = {2: 1.0, 4: 5.0, 6: 4.0}
     ({3: 1.0, 6: 5.0}, 3, {"every_n_train_steps": 4, "save_top_k": 0}, {}),
 ])  # fmt: skip
 def test_what_is_kept(tmp_path, values, interval, options, expected):
+    options = {"save_last": False} | options
     saver = ModelCheckpoint(tmp_path, monitor="val_q", **options)
     make(Values(values), saver).fit(DATA, VAL, val_check_interval=interval)
     assert scores(saver) == expected
@@ -248,8 +249,9 @@ def test_the_losses_of_steps_are_not_compared_with_those_of_epochs(tmp_path):
     saver = ModelCheckpoint(tmp_path, "loss", save_top_k=2, every_n_train_steps=4)
     with pytest.warns(UserWarning, match="no state for the callback ModelCheckpoint"):
         make(saver).fit(DATA, max_epochs=3, ckpt_path=tmp_path / "12")
-    assert list(scores(saver)) == [16]
-    assert folders(tmp_path) == [12, 16] and folders(tmp_path / "before-1") == [6]
+    assert list(scores(saver)) == [16, 18]
+    kept, aside = folders(tmp_path), folders(tmp_path / "before-1")
+    assert kept == [12, 16, 18] and aside == [6]
 
 
 def test_a_value_of_an_epoch_judges_its_end(tmp_path):
@@ -259,7 +261,7 @@ def test_a_value_of_an_epoch_judges_its_end(tmp_path):
 
     saver = ModelCheckpoint(tmp_path, "f1", "max", every_n_train_steps=4)
     make(Values(), saver).fit(DATA, max_epochs=3)
-    assert scores(saver) == {12: 0.7, 16: None}
+    assert scores(saver) == {12: 0.7, 18: 0.6}
 
 
 def test_a_loop_of_ones_own_is_saved_epoch_by_epoch(tmp_path):
@@ -289,8 +291,8 @@ def test_an_epoch_of_unknown_length_is_judged_once_it_is_over(tmp_path):
 
 
 def test_what_is_gone_on_from_stays_until_another_one_is_whole(tmp_path):
-    def saving(**options):
-        return ModelCheckpoint(tmp_path, monitor="val_q", **options)
+    def saving(save_top_k=1):
+        return ModelCheckpoint(tmp_path, "val_q", "min", save_top_k, save_last=False)
 
     make(Values(Q), saving(save_top_k=3)).fit(DATA, VAL, val_check_interval=2)
     assert folders(tmp_path) == [2, 4, 6]

@@ -112,7 +112,7 @@ def run_of_history(name: str, history: Any, record: dict[str, Any]) -> Run:
     """A run of which only the means of epochs are known."""
     columns = {
         key if key.startswith(VALIDATION) else EPOCH + key: [
-            (float(epoch + 1), value)
+            (float(epoch), value)
             for epoch, value in zip(history.epochs, values, strict=True)
             if not math.isnan(value)
         ]

@@ -1,0 +1,73 @@
+"""Arguments of callbacks: paths are those of the folder they were given in; reprs."""
+
+import os
+
+import pytest
+from toys import batches
+from toys import linear_on_one_device as make
+
+from jaxdp import Callback
+from jaxdp.callbacks import (
+    CSVLogger,
+    EarlyStopping,
+    LivePlot,
+    ModelCheckpoint,
+    NanGuard,
+    Profiler,
+    Samples,
+    StallWatch,
+    TensorBoardLogger,
+)
+
+DATA = batches(8, 8, 8)
+
+
+class Leave(Callback):
+    """Changes the working directory at every step."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_batch_end(self, trainer, metrics, batch_idx):
+        os.chdir(self.path)
+
+
+def text(model):
+    return {"text": "some"}
+
+
+@pytest.mark.parametrize("callback", [
+    lambda: CSVLogger("runs"),
+    lambda: TensorBoardLogger("runs"),
+    lambda: ModelCheckpoint("runs", every_n_train_steps=1, save_top_k=-1),
+    lambda: Profiler("runs", start_step=2, num_steps=1),
+    lambda: StallWatch(path="runs/stalls.txt"),
+    lambda: LivePlot("runs/curves.png"),
+    lambda: Samples(text, "runs"),
+    *(CSVLogger, TensorBoardLogger, ModelCheckpoint, LivePlot),
+    lambda: Samples(text),
+    lambda: Profiler(start_step=2, num_steps=1),
+])  # fmt: skip
+def test_a_change_of_the_working_directory_splits_no_run(
+    tmp_path, monkeypatch, callback
+):
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second, first / "runs"):
+        folder.mkdir()
+    monkeypatch.chdir(first)
+    trainer = make(
+        Leave(second), callback(), default_root_dir="runs", log_every_n_steps=2
+    )
+    trainer.fit(DATA, DATA[:1], max_epochs=2)
+    assert os.listdir(second) == []
+    assert [name for name in os.listdir(first) if name != "runs"] == []
+
+
+def test_a_repr_has_the_arguments_that_differ_from_their_defaults(tmp_path):
+    assert repr(NanGuard()) == "NanGuard()"
+    assert repr(NanGuard("skip")) == "NanGuard(action='skip')"
+    stopping = EarlyStopping("loss", patience=5)
+    assert repr(stopping) == "EarlyStopping(monitor='loss', patience=5, mode='min')"
+    assert repr(Leave(3)) == "Leave(path=3)"
+    assert repr(Samples(text)) == "Samples(make=text)"
+    assert repr(CSVLogger(tmp_path)) == f"CSVLogger(dirpath={str(tmp_path)!r})"
