@@ -18,7 +18,8 @@ class Preemption(Callback):
 
     Args:
         signals: names of signals, such as `("SIGTERM", "SIGUSR1")` for
-            `sbatch --signal=USR1@120`.
+            `sbatch --signal=USR1@120`. With `"SIGINT"` Ctrl-C is one of them, and no
+            KeyboardInterrupt.
         action: `"exit"` with code 143, or `"return"` from `fit` with the history so
             far.
 

@@ -60,6 +60,9 @@ class Source:
         self.begun: Position | None = None
         self.to_train = False
         self.is_iterator = hasattr(loader, "__next__")
+        # Whether a second pass has no batches; other iterators may begin anew.
+        module = type(loader).__module__
+        self.is_used_up = self.is_iterator and module in ("builtins", "itertools")
         self._pass: Any = None  # a generator
         # Batches of an iterator that were read, and not trained on.
         self._ahead: collections.deque[Batch] = collections.deque()

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..basics.console import say_once
+from ..basics.console import say_once, warn
 from ..step import Batch
 from .batches import taken
 from .conversion import as_numpy, fetch, to_host
@@ -125,6 +125,15 @@ class TorchSource(_OfTorch):
         super().begin_training()
         from torch import Generator
 
+        held = getattr(self.loader.dataset, "__dict__", {})
+        for name, value in held.items() if self.loader.num_workers else ():
+            if isinstance(value, np.random.Generator | np.random.RandomState):
+                warn(
+                    f"`{self.argument}`: each of its workers has a copy of the"
+                    f" dataset's `{name}`, a {type(value).__name__}, and all draw the"
+                    " same from it. Draw from np.random, random or torch instead,"
+                    " which are seeded for each batch."
+                )
         for sampler in self._users_samplers:
             is_known = has_state_dict(sampler) or hasattr(sampler, "set_epoch")
             if not (

@@ -164,7 +164,7 @@ class Interrupts:
             os._exit(EXIT_CODE)
 
     def _exception(self, number: int) -> BaseException:
-        if number == signal.SIGINT:
+        if number == signal.SIGINT and "SIGINT" not in self.signals:
             stop = KeyboardInterrupt("stopped between two batches; nothing is lost")
             setattr(stop, _AT_BOUNDARY, True)
             return stop

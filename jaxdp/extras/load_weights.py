@@ -76,7 +76,7 @@ def load_weights(
             a fourth argument; `("squeeze", *axes)` and `("expand", *axes)`. None:
             the leaf stays as it is in `like`.
         state: the `eqx.nn.State` to fill as well.
-        ignore: patterns of tensors that no leaf needs.
+        ignore: patterns of tensors that no leaf needs, each of which must match one.
 
     Returns:
         A new model; with `state`, `(model, state)`; None for a `Trainer`.
@@ -129,7 +129,15 @@ def _loaded(
         where: jax.tree.leaves(tree)
         for where, tree in zip(("model", "state"), kept, strict=True)
     }
-    table = _Table(_opened(path), wanted, unnamed, patterns)
+    tensors = open_weights(path)
+    for text in patterns:
+        if not any(map(pattern(text).fullmatch, tensors)):
+            raise ValueError(
+                f"`ignore`: {text!r} matches no tensor of {os.fspath(path)}; `*` is a"
+                " part of a name without dots, `**` any part. The names are"
+                f" {', '.join(row[0] for row in grouped((n, '', '') for n in tensors))}"
+            )
+    table = _Table(tensors, wanted, unnamed, patterns)
     if table.is_wrong:
         raise ValueError(
             f"`names`: the model and {os.fspath(path)} don't fit, so nothing was"
@@ -178,7 +186,7 @@ def _array(value: Any, views: Mapping[tuple[int, ...], np.ndarray]) -> jax.Array
     return jax.make_array_from_callback(value.shape, sharding, part)
 
 
-def _opened(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
+def open_weights(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     """The tensors of a file, of files with an index, or of a folder of either.
 
     They are views of the files; what is used of them is read then.

@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
 from ..basics.arguments import check_count, check_is_local
 from ..basics.environment import import_extra
 from ..basics.files import absolute, replacing, sync
+from .load_weights import open_weights
 from .weight_names import (
     INDEX,
     Leaf,
@@ -33,6 +35,7 @@ def save_weights(
     names: Mapping[str, Any],
     *,
     state: eqx.nn.State | None = None,
+    dtype: Any = None,
     shard_bytes: int = 5_000_000_000,
 ) -> str:
     """Writes a model as `load_weights` reads it with the same `names`.
@@ -46,6 +49,9 @@ def save_weights(
             files beside this index. Existing files are replaced.
         names: as for `load_weights`.
         state: its `eqx.nn.State`, if `names` has leaves of it.
+        dtype: of the floating-point tensors, such as "bfloat16"; or the path of
+            weights, those that the model came from, say, to take the dtypes that its
+            tensors have by name. Default: those of the model.
         shard_bytes: with an index, how large a file may be; a tensor may be larger.
 
     Returns:
@@ -57,6 +63,7 @@ def save_weights(
     """
     check_is_local("path", path)
     check_count("shard_bytes", shard_bytes)
+    dtypes = _Dtypes(dtype)
     path = absolute(path)
     if not path.endswith((".safetensors", INDEX)):
         raise ValueError(
@@ -64,7 +71,7 @@ def save_weights(
             " several files."
         )
     save = import_extra("safetensors.numpy", "`save_weights`", "safetensors").save_file
-    tensors = _tensors(model, state, names)
+    tensors = _tensors(model, state, names, dtypes)
 
     os.makedirs(os.path.dirname(path), exist_ok=True)
     if not path.endswith(INDEX):
@@ -90,6 +97,31 @@ def save_weights(
     return path
 
 
+class _Dtypes:
+    """The dtypes that tensors of a file are to have."""
+
+    def __init__(self, dtype: Any):
+        self._one, self._each = None, dict[str, Any]()
+        if isinstance(dtype, os.PathLike) or os.path.exists(str(dtype)):
+            self._each = {name: t.dtype for name, t in open_weights(dtype).items()}
+        elif dtype is not None:
+            try:
+                self._one = jnp.dtype(dtype)
+            except TypeError:
+                self._one = jnp.dtype(int)
+            if not jnp.issubdtype(self._one, jnp.floating):
+                raise ValueError(
+                    "`dtype` must be a floating-point one, such as 'bfloat16', the path"
+                    f" of weights that have the dtypes, or None; got {dtype!r}."
+                )
+
+    def of(self, name: str, own: Any) -> Any:
+        """That of a tensor whose values are of the dtype `own`."""
+        if not jnp.issubdtype(own, jnp.floating):
+            return own
+        return jnp.dtype(self._one or self._each.get(name, own))
+
+
 class _Piece(NamedTuple):
     """A part of a tensor, or all of it."""
 
@@ -112,7 +144,10 @@ class _Whole(NamedTuple):
 
 
 def _tensors(
-    model: PyTree, state: eqx.nn.State | None, names: Mapping[str, Any]
+    model: PyTree,
+    state: eqx.nn.State | None,
+    names: Mapping[str, Any],
+    dtypes: _Dtypes,
 ) -> dict[str, _Whole]:
     """The tensors of a file by name, made when they are written."""
     wanted, unnamed = resolved(names, leaves_of(model, state))
@@ -142,7 +177,10 @@ def _tensors(
         array = np.asarray(whole)[piece.index]  # waits for the device
         return _undone(array, piece.after)
 
-    return {name: _whole(name, parts, value) for name, parts in pieces.items()}
+    return {
+        name: _whole(name, parts, value, dtypes.of(name, parts[0].leaf.value.dtype))
+        for name, parts in pieces.items()
+    }
 
 
 def _piece(leaf: Leaf, index: tuple[int, ...], name: str, tensor: Tensor) -> _Piece:
@@ -159,7 +197,10 @@ def _piece(leaf: Leaf, index: tuple[int, ...], name: str, tensor: Tensor) -> _Pi
 
 
 def _whole(
-    name: str, pieces: list[_Piece], value: Callable[[_Piece], np.ndarray]
+    name: str,
+    pieces: list[_Piece],
+    value: Callable[[_Piece], np.ndarray],
+    dtype: np.dtype,
 ) -> _Whole:
     """A tensor of all of its parts.
 
@@ -181,10 +222,11 @@ def _whole(
 
     def make() -> np.ndarray:
         parts = [value(piece) for piece in pieces]
-        return _undone(np.concatenate(parts, axis) if count > 1 else parts[0], before)
+        whole = np.concatenate(parts, axis) if count > 1 else parts[0]
+        return _undone(whole, before).astype(dtype, copy=False)
 
     sizes = [math.prod(piece.leaf.shape) for piece in pieces]
-    return _Whole(sum(sizes) * pieces[0].leaf.value.dtype.itemsize, make)
+    return _Whole(sum(sizes) * dtype.itemsize, make)
 
 
 def _undone(array: np.ndarray, operations: Sequence[Operation]) -> np.ndarray:

@@ -86,6 +86,7 @@ class Loop:
         self.limits = Limits(train, vals, wanted, trainer.accumulate_grad_batches)
         at = self.progress
         self.limits.check_minimum(at.global_step, at.epoch, at.done)
+        self.limits.check_iterators(train, vals, at.global_step, at.epoch)
         self.train, self.vals = train, {} if self.limits.skips_validation else vals
         self.hooks = Hooks(
             callback

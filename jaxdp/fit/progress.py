@@ -272,6 +272,30 @@ class Limits:
                 " -1 for no limit."
             )
 
+    def check_iterators(
+        self, train: Source, vals: Mapping[str, Source], step: int, epoch: int
+    ) -> None:
+        """Raises for validation loaders whose batches will have been used up before."""
+        left = [] if self.max_epochs is None else [self.max_epochs - epoch]
+        if self.max_steps is not None:
+            per_epoch = self.steps_per_epoch or self.max_steps
+            left.append(-(-(self.max_steps - step) // per_epoch))
+        of_ends = min(left, default=1) / self.check_val_every_n_epoch
+        for name, val in vals.items():
+            if val.is_iterator and val.loader is train.loader:
+                raise ValueError(
+                    f"`{val.argument}` is the iterator that `train_loader` is, so that"
+                    " each would take batches from the other; pass two of them."
+                )
+            is_read_again = self.val_interval is not None or of_ends > 1
+            if is_read_again and val.is_used_up and self.val_limits[name] is None:
+                raise ValueError(
+                    f"`{val.argument}` is a {type(val.loader).__name__}, which can be"
+                    " iterated once, and there will be several validations; pass a"
+                    f" list of its batches, list({val.argument}), or what it iterates"
+                    " over."
+                )
+
     def steps_by(self, accumulate: int) -> int | None:
         """Optimizer steps of an epoch, of so many batches each."""
         batches = self.batches_per_epoch

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import warnings
 
 import equinox as eqx
 import jax
@@ -197,3 +198,18 @@ def test_a_dataset_of_a_notebook_is_to_be_put_into_a_module():
     )
     assert "TypeError: `train_loader` has Rows, which is defined" in done.stderr
     assert "put it into a module" in done.stderr and done.stdout.split() == ["6"]
+
+
+class Drawing(Squares):
+    def __init__(self):
+        self.rng = np.random.default_rng(0)
+
+
+def test_generators_that_workers_copy_are_warned_of():
+    for workers, count in (0, 0), (2, 1):
+        source = open_loader(DataLoader(Drawing(), 4, num_workers=workers), "loader", 0)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            source.begin_training()
+        told = [str(w.message) for w in seen if "`rng`, a Generator" in str(w.message)]
+        assert len(told) == count

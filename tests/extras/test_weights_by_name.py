@@ -418,3 +418,28 @@ def test_a_package_that_is_missing_is_named_with_its_extra(tmp_path, monkeypatch
     model, path = Decoder(False), tmp_path / "model.safetensors"
     with pytest.raises(ImportError, match="`pip install safetensors`"):
         jaxdp.save_weights(model, path, LLAMA_NAMES)
+
+
+def test_a_pattern_to_ignore_must_match(tmp_path):
+    path = tmp_path / "model.safetensors"
+    save_file(gpt2(), path)
+    ignore = ["h.*.attn.bias", "*.inv_freq"]
+    with pytest.raises(ValueError, match=r"`ignore`: '\*.inv_freq' matches no tensor"):
+        jaxdp.load_weights(path, Decoder(), GPT2_NAMES, ignore=ignore)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", jnp.bfloat16, "the source"])
+def test_weights_are_saved_in_the_dtypes_that_are_asked_for(tmp_path, dtype):
+    linear = eqx.nn.Linear(3, 2, key=jax.random.key(0))
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), linear)
+    source = jaxdp.save_weights(narrow, tmp_path / "source.safetensors", {"*": "*"})
+    dtype = source if dtype == "the source" else dtype
+    for file in ("out.safetensors", "out.safetensors.index.json"):
+        out = jaxdp.save_weights(linear, tmp_path / file, {"*": "*"}, dtype=dtype)
+        again = jaxdp.load_weights(out, narrow, {"*": "*"})
+        assert eqx.tree_equal(again, narrow)
+    assert {x.dtype.name for x in load_file(source).values()} == {"bfloat16"}
+    assert load_file(tmp_path / "out.safetensors")["weight"].dtype.name == "bfloat16"
+    for wrong in ("int8", "no/file", 1.5):
+        with pytest.raises(ValueError, match="`dtype` must be a floating-point one"):
+            jaxdp.save_weights(linear, tmp_path / "x.safetensors", {}, dtype=wrong)

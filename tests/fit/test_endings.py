@@ -17,6 +17,7 @@ from toys import make_small as make
 from jaxdp import Callback
 from jaxdp.callbacks import (
     ModelCheckpoint,
+    Preemption,
     ThroughputMonitor,
 )
 from jaxdp.distributed import is_stop
@@ -55,6 +56,16 @@ def test_ctrl_c_stops_at_a_boundary_and_keeps_the_model():
     with pytest.raises(KeyboardInterrupt):  # another one, at batch number 2 of epoch 1
         trainer.fit(batches(*[8] * 10), max_epochs=2)
     assert (trainer.global_step, trainer.current_epoch) == (13, 1)
+
+
+def test_ctrl_c_that_preemption_names_returns_from_fit():
+    preemption = Preemption(("SIGINT",), action="return")
+    ctrl_c = CtrlC()
+    trainer = make(callbacks=[ctrl_c, preemption])
+    ctrl_c.validated = True
+    history = trainer.fit(batches(*[8] * 10))
+    assert (trainer.global_step, preemption.received) == (3, "SIGINT")
+    assert history is trainer.history
 
 
 @pytest.mark.parametrize("saves", [True, False])

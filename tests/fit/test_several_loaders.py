@@ -119,3 +119,34 @@ def test_names_that_would_be_the_same_are_refused():
     trainer = Trainer(model, loss_fn=loss_fn, enable_progress_bar=False)
     with pytest.raises(ValueError, match="val_a_b_loss.*Rename the loader"):
         trainer.fit(DATA, {"a": CLEAN, "a_b": CLEAN})
+
+
+def once(*sizes):
+    yield from batches(*sizes)
+
+
+@pytest.mark.parametrize(
+    "limits, is_refused",
+    [
+        ({"max_epochs": 2}, True),
+        ({"max_epochs": 1}, False),
+        ({"max_epochs": 2, "check_val_every_n_epoch": 2}, False),
+        ({"max_epochs": 1, "val_check_interval": 1}, True),
+        ({"max_epochs": 5, "max_steps": 2}, False),
+        ({"max_epochs": 2, "limit_val_batches": 1}, False),
+    ],
+)
+def test_a_generator_is_for_one_validation(limits, is_refused):
+    trainer = make()
+    if not is_refused:
+        trainer.fit(batches(8, 8), once(8, 8), **limits)
+        return
+    with pytest.raises(ValueError, match="`val_loader` is a generator.* iterated once"):
+        trainer.fit(batches(8, 8), once(8, 8), **limits)
+    assert trainer.global_step == 0
+
+
+def test_one_iterator_is_not_both_loaders():
+    both = iter(batches(*[8] * 12))
+    with pytest.raises(ValueError, match="`val_loader\\['a'\\]` is the iterator that"):
+        make().fit(both, {"a": both}, max_steps=4)
