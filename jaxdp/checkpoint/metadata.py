@@ -10,7 +10,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 from ..basics.console import some_of
@@ -68,11 +68,26 @@ def check_schema(meta: Any) -> None:
         raise ValueError("`metadata.run_id` must be 32 hexadecimal digits")
 
 
+def list_own(path: str, process: int) -> None:
+    """Lists the files that a process has written alone, of a checkpoint whose `state`
+    has another name yet."""
+    states = [e.path for e in os.scandir(path) if e.name.startswith("state")]
+    sums: dict[str, str] = {}
+    for state in states:
+        own = _sums_of(state, _files(state, f"ocdbt.process_{process}"))
+        sums |= {os.path.join("state", name): own[name] for name in own}
+    _write_sums(os.path.join(path, f"{process}.{_LIST}"), sums)
+
+
 def write_list(path: str) -> None:
-    """Lists the files of the checkpoint `path`."""
-    sums = {name: _sum_of(path, name) for name in _files(path)}
-    with open(os.path.join(path, _LIST), "w", encoding="utf-8") as file:
-        json.dump(sums, file, indent=0, sort_keys=True)
+    """Lists all files of the checkpoint `path`, with what `list_own` has listed."""
+    sums: dict[str, str] = {}
+    for entry in list(os.scandir(path)):
+        if entry.name.endswith(f".{_LIST}"):
+            sums |= parse_json(read_bytes(entry.path))
+            os.unlink(entry.path)
+    rest = [name for name in _files(path) if name not in sums]
+    _write_sums(os.path.join(path, _LIST), sums | _sums_of(path, rest))
 
 
 def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -115,16 +130,17 @@ def read_sealed(path: str) -> tuple[dict[str, Any], str]:
     return meta, digest
 
 
-def check_files(path: str) -> None:
+def check_files(path: str, process: int = 0, of: int = 1) -> None:
     """Raises unless the files are those that were saved, and names those that are not.
 
-    What is not listed is not read.
+    Each `of` several processes reads its share of them. What is not listed is not read.
     """
     try:
         listed, _ = _read_list(path)
         there = set(_files(path))
-        known = there & listed.keys()
-        changed = {name for name in known if _sum_of(path, name) != listed[name]}
+        own = sorted(there & listed.keys())[process::of]
+        sums = _sums_of(path, own)
+        changed = {name for name in own if sums[name] != listed[name]}
     except (OSError, ValueError) as error:
         raise _corrupt(path, str(error)) from error
     if changed := changed | (there ^ listed.keys()):
@@ -170,13 +186,22 @@ def _read_list(path: str) -> tuple[dict[str, str], str]:
     return listed, hashlib.sha256(content).hexdigest()
 
 
-def _sum_of(path: str, name: str) -> str:
-    with open(os.path.join(path, name), "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _sums_of(path: str, names: Iterable[str]) -> dict[str, str]:
+    sums = {}
+    for name in names:
+        with open(os.path.join(path, name), "rb") as file:
+            sums[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return sums
 
 
-def _files(path: str) -> Iterator[str]:
-    for item in ("state", "meta"):
+def _write_sums(path: str, sums: dict[str, str]) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(sums, file, indent=0, sort_keys=True)
+
+
+def _files(path: str, *items: str) -> Iterator[str]:
+    """The files in these folders of `path`; in those of a checkpoint by default."""
+    for item in items or ("state", "meta"):
         for folder, _, files in os.walk(os.path.join(path, item)):
             for name in files:
                 yield os.path.relpath(os.path.join(folder, name), path)

@@ -72,10 +72,9 @@ def restore(
         now = shapes(of_weights(leaves) if evaluated else leaves)
         changed = changed_arguments(meta, arguments)
         check_same(path, now, stored, changed)
-        check_files(path)
         return digest
 
-    # The files are looked through once, the metadata by every process.
+    # Each process looks through a share of the files, and through the metadata.
     saved = processes.first(f"restoring {path}", check, CheckpointCorrupt)
     with all_or_none(processes, path):
         meta, digest = read_sealed(path)
@@ -84,6 +83,7 @@ def restore(
                 f"`path`: process {processes.index} finds another checkpoint at {path}"
                 " than process 0; it must be in a file system that all processes share."
             )
+        check_files(path, processes.index, processes.count)
 
     state, names = wanted(meta), _names_in(meta, evaluated)
     arrays = {n: leaf for n, leaf in arrays_of(state).items() if n in names}

@@ -38,7 +38,7 @@ from .leaves import (
     shapes,
     with_elements,
 )
-from .metadata import FORMAT, check_schema, write_list
+from .metadata import FORMAT, check_schema, list_own, write_list
 from .orbax_quirks import check_name, quiet_orbax, unfinished
 
 
@@ -190,9 +190,21 @@ def start_saving(
             if before is not None:
                 before.join()  # a checkpoint may know of those that began before it
 
+        wait_for_others = ocp.multihost.get_barrier_sync_fn()
+
+        def arrive(*, key: str, timeout_ms: int) -> None:
+            """Orbax's barriers; at this one all have written their own arrays."""
+            if "async_write_complete" in key:
+                (unnamed,) = unfinished(path)
+                with contextlib.suppress(OSError):  # process 0 lists the rest
+                    list_own(unnamed, processes.index)
+            wait_for_others(key=key, timeout_ms=timeout_ms)
+
         try:
             os.makedirs(os.path.dirname(path), exist_ok=True)
-            options = ocp.options.AsyncOptions(post_finalization_callback=finish)
+            options = ocp.options.AsyncOptions(
+                barrier_sync_fn=arrive, post_finalization_callback=finish
+            )
             with quiet_orbax():
                 checkpointer = ocp.AsyncCheckpointer(
                     ocp.CompositeCheckpointHandler(), async_options=options

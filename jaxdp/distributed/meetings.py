@@ -9,13 +9,15 @@ on go the same way, from host to host: no device waits for them.
 import builtins
 import functools
 import hashlib
+import os
+import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from ..basics import coordination
-from ..basics.console import listed, say
+from ..basics.console import listed, say, some_of
 
 _FAST: Final = 2.0
 """Seconds at a barrier after which a process asks where the others are."""
@@ -27,9 +29,15 @@ _MOST_DIFFERENCES: Final = 5
 
 _COME: Final = "jaxdp.meet/come"
 _LATE: Final = "jaxdp.meet/late"
-_FAILED: Final = "jaxdp.meet/failed"
+_GONE: Final = "jaxdp.meet/gone"
 """Where processes leave their cards, who wait for others, for whom others do, and who
-end by an error."""
+end, by an error or without one."""
+
+_HOSTS: Final = "jaxdp.meet/hosts"
+
+_LAST_SECONDS: Final = 10.0
+"""In which a process that has given up must have ended: what it does then, such as to
+write its last log, may wait for a step in flight, and that for the other process."""
 
 TELLS_AFTER: Final = 2.0
 """Seconds after which a process that is late and alive begins to leave such a card."""
@@ -49,7 +57,21 @@ Entry = tuple[str, Mapping[str, str]]
 
 
 class Abandoned(RuntimeError):
-    """Another process has failed or died, and can't be waited for."""
+    """Another process has failed, left or died, and can't be waited for.
+
+    This one ends within ten seconds, also if something then waits for the other.
+    """
+
+    def __init__(self, text: str):
+        super().__init__(text)
+        end = threading.Timer(_LAST_SECONDS, _end, [text])
+        end.daemon = True
+        end.start()
+
+
+def _end(text: str) -> None:
+    say(f"{text}. This process ends.", everywhere=True)
+    os._exit(1)
 
 
 class Meetings:
@@ -92,9 +114,7 @@ class Meetings:
         digest = hashlib.blake2b(repr(entries).encode(), digest_size=8).hexdigest()
         started, self.is_waiting = time.monotonic(), True
         name = f"jaxdp.meet/{self.number}/{digest}"
-        if not coordination.barrier(
-            name, _FAST, gives_up=lambda: bool(coordination.read_all(_FAILED))
-        ):
+        if not coordination.barrier(name, _FAST, gives_up=lambda: bool(self._gone())):
             self._ask(digest, entries, started, max(patience, self.timeout))
         self.since, self.is_waiting = time.monotonic(), False
         self.waited += self.since - started
@@ -105,6 +125,20 @@ class Meetings:
         text = f"{self.where}, for {seconds:.0f} s, at {place}"
         card = {"number": self.number, "text": text}
         coordination.put(_LATE, card)
+
+    def leave(self, how: str) -> None:
+        """Lets the others know that this process ends, if a second is enough."""
+        passed = self.number - self.is_waiting
+        card = {"number": passed, "text": f"{how}; it was at {self.where or 'no fit'}"}
+        put = threading.Thread(target=coordination.put, args=(_GONE, card))
+        put.daemon = True
+        put.start()
+        put.join(1.0)
+
+    def _gone(self) -> dict[int, str]:
+        """How processes have ended that will not come to this meeting."""
+        cards = coordination.read_all(_GONE).items()
+        return {p: card["text"] for p, card in cards if card["number"] < self.number}
 
     def _ask(
         self, digest: str, entries: Sequence[Entry], started: float, timeout: float
@@ -132,28 +166,25 @@ class Meetings:
 
             # Somebody is late, or gone. A launcher that sees one die tells the rest to
             # end; of those that are alive it would soon be heard why they are late.
-            failed = coordination.read_all(_FAILED)
-            for process in missing & failed.keys():
-                raise Abandoned(f"process {process} has failed: {failed[process]}")
+            for process, how in self._gone().items():
+                raise Abandoned(f"{_name([process])} {how}")
             waited = time.monotonic() - started
             is_silent = waited > 2 * TELLS_AFTER and not _excuses(missing, self.number)
             if self.is_told_to_end and is_silent:
                 raise Abandoned(
                     f"process {coordination.index()} ({self.where}) was told to end,"
-                    f" and {listed('process', missing)} did not come and said nothing"
+                    f" and {_name(missing)} did not come and said nothing"
                 )
             is_late = waited > timeout
             if is_late or waited > self.warn_after and not warned:
                 excuses = _excuses(missing, self.number)
                 text = (
                     f"process {coordination.index()} ({self.where}) has waited for"
-                    f" {waited:.0f} s for {listed('process', missing)}"
+                    f" {waited:.0f} s for {_name(missing)}"
                     + (f" ({excuses})" if excuses else "")
                 )
                 if is_late:
-                    raise RuntimeError(
-                        f"{text}. `Lockstep(timeout=...)` sets how long to wait."
-                    )
+                    raise Abandoned(f"{text} (`Lockstep(timeout=...)`)")
                 say(text, everywhere=True)
                 warned = True
 
@@ -161,18 +192,16 @@ class Meetings:
             pause = min(2 * pause, 0.5)
 
 
-def fail(failure: str) -> None:
-    """Lets the others know that this process ends, if they can be told in a second."""
-    put = threading.Thread(target=coordination.put, args=(_FAILED, failure))
-    put.daemon = True
-    put.start()
-    put.join(1.0)
-
-
 @functools.cache
 def here() -> Meetings:
     """The meetings of this process."""
     return Meetings()
+
+
+def _name(processes: Iterable[int]) -> str:
+    """process 1 on node7, process 2 on node8."""
+    hosts = coordination.read_all(_HOSTS)
+    return some_of(f"process {p} on {hosts.get(p, '?')}" for p in sorted(processes))
 
 
 def _excuses(missing: set[int], number: int) -> str:
@@ -294,6 +323,7 @@ class _Several(Processes):
         self.index = coordination.index()
         self.count = coordination.count()
         self._folder: str | None = None
+        coordination.put(_HOSTS, socket.gethostname())
 
     def step(self, where: str) -> None:
         meeting = here()

@@ -1,6 +1,7 @@
 """Ctrl-C and signals, taken when nothing can be lost, and the end by an exception."""
 
 import _signal  # pyright: ignore
+import atexit
 import contextlib
 import os
 import signal
@@ -196,13 +197,18 @@ def tell(exception: BaseException) -> None:
         )
 
 
-def end_at_once_by_exceptions() -> None:
-    """Has an exception that nobody catches printed, and then the process ended.
+def end_in_sight_of_others() -> None:
+    """Lets the other processes know when this one ends, by whatever way out of Python.
 
-    Otherwise this process waits for the others when Python ends, in JAX's `atexit`,
-    and they for this one, whose heartbeat goes on.
+    An exception that nobody catches is printed, and then the process ended: it would
+    wait for the others in JAX's `atexit`, and they for this one, whose heartbeat goes
+    on.
     """
     print_it, process = sys.excepthook, os.getpid()
+
+    def leave(how: str) -> None:
+        if os.getpid() == process and coordination.is_there():  # and no fork of it
+            meetings.here().leave(how)
 
     def print_and_leave(
         kind: type[BaseException],
@@ -213,13 +219,13 @@ def end_at_once_by_exceptions() -> None:
         # By a signal that all have heard all end; and a fork is none of them.
         if is_stop(exception) or os.getpid() != process:
             return
-        if coordination.is_there():
-            meetings.fail(first_line(exception))
+        leave(f"has failed: {first_line(exception)}")
         for stream in (sys.stdout, sys.stderr):
             Outlet(stream).flush()
         os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
     sys.excepthook = print_and_leave
+    atexit.register(leave, "has ended its program, by sys.exit perhaps")
 
 
 def first_line(exception: BaseException) -> str:

@@ -24,6 +24,14 @@ X, Y = rows(53)
 """In batches of 16: three, and one of five rows."""
 
 
+def there(tree, first=0):
+    """On two devices: of a single CPU, NumPy takes the rows."""
+    axes = {"axis_types": (jax.sharding.AxisType.Auto,)}
+    mesh = jax.make_mesh((2,), "d", **axes, devices=jax.devices()[first : first + 2])
+    spec = jax.sharding.PartitionSpec()
+    return jax.device_put(tree, jax.sharding.NamedSharding(mesh, spec))
+
+
 def losses(loader, **options):
     recorder = Recorder()
     trainer = mlp_trainer(recorder, **options)
@@ -165,7 +173,7 @@ def all_numbers(place, strategy=SingleDevice, **options):
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_batches_taken_on_a_device_give_the_bits_of_the_host(name, options):
     def place(array):
-        return array if array is Y else jax.device_put(array)  # one of them stays
+        return array if array is Y else there(array)  # one of them stays
 
     found, wanted = [
         all_numbers(where, STRATEGIES[name], **options) for where in (place, np.asarray)
@@ -178,11 +186,16 @@ def test_batches_are_taken_where_the_arrays_lie_by_hand_and_in_a_fit():
         def on_train_batch_start(self, trainer, batch, batch_idx):
             seen.append(batch)
 
-    seen, device = [], jax.devices()[1]
-    loader = Arrays(*jax.device_put((X, Y), device), batch_size=16)
+    seen, devices = [], {*jax.devices()[2:4]}
+    loader = Arrays(*there((X, Y), 2), batch_size=16)
     mlp_trainer(Shows()).fit(loader, max_epochs=1)
     for leaf in jax.tree.leaves([*loader, *seen]):
-        assert isinstance(leaf, jax.Array) and leaf.devices() == {device}
+        assert isinstance(leaf, jax.Array) and leaf.devices() == devices
+
+
+def test_arrays_that_one_program_cant_take_are_refused():
+    with pytest.raises(ValueError, match="lie on different devices"):
+        Arrays(there(X), there(Y, 2))
 
 
 def test_a_run_goes_on_from_inside_an_epoch_wherever_the_rows_are(tmp_path):
@@ -191,7 +204,7 @@ def test_a_run_goes_on_from_inside_an_epoch_wherever_the_rows_are(tmp_path):
         trainer.fit(Arrays(place(X), place(Y), batch_size=16), **options)
         return trainer
 
-    path = fit(jnp.asarray, max_steps=3).save(tmp_path / "saved")
+    path = fit(there, max_steps=3).save(tmp_path / "saved")
     full = fit(np.asarray, max_epochs=2)
     resumed = fit(np.asarray, max_epochs=2, ckpt_path=path)
     assert bits(resumed.state) == bits(full.state)
@@ -229,7 +242,7 @@ def test_trees_with_weights_and_wholes_may_lie_on_a_device(tree):
         trainer.fit(Arrays(*arrays, batch_size=16), max_epochs=2)
         return recorder.losses
 
-    assert run(jax.device_put(arrays)) == run(arrays)
+    assert run(there(arrays)) == run(arrays) == run(jax.device_put(arrays))
 
 
 def test_on_device_says_what_to_do_instead():

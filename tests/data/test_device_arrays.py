@@ -169,13 +169,6 @@ def test_of_several_processes_each_takes_its_rows_there(monkeypatch):
         to_host(there[0])
 
 
-def test_arrays_that_one_program_cant_take_are_refused():
-    x, y = np.ones((16, 4), np.float32), np.zeros(16, np.int32)
-    first, second, *_ = jax.devices()
-    with pytest.raises(ValueError, match="lie on different devices"):
-        Arrays(jax.device_put(x, first), jax.device_put(y, second))
-
-
 @pytest.mark.parametrize("kind", ["Explicit", "Auto"])
 def test_arrays_on_a_mesh_are_taken_there(kind):
     axes = (getattr(jax.sharding.AxisType, kind),)

@@ -83,44 +83,6 @@ def test_labels_outside_the_classes_are_refused():
             check_targets((np.ones(2), np.array([3, bad])), 10)
 
 
-def test_short_batches_are_padded_with_their_own_first_row_and_counted():
-    packer = Packer(4, "train")
-    full = packer.pack([[(np.arange(8.0),)]])
-    short = packer.pack([[(np.arange(3.0) + 5,)]])
-    assert full.shape == short.shape
-    np.testing.assert_array_equal(
-        short.groups[0].batch[0], [[5.0, 6.0, 7.0, 5.0, 5.0, 5.0, 5.0, 5.0]]
-    )
-    np.testing.assert_array_equal(short.groups[0].counts, [[3]])
-    assert short.rows == [3]
-
-
-def test_batches_like_the_one_before_are_padded_to_a_size_that_has_grown():
-    packer = Packer(1, "train")
-    rows = [8, 8, 8, 16, 8, 16, 16, 3]
-    packed = [packer.pack([[(np.ones((size, 2)), np.ones(size))]]) for size in rows]
-    sizes = [dispatch.groups[0].batch[0].shape[1] for dispatch in packed]
-    assert sizes == [8, 8, 8, 16, 16, 16, 16, 16]
-    assert [dispatch.rows for dispatch in packed] == [[size] for size in rows]
-    assert len({dispatch.shape for dispatch in packed}) == 2
-
-
-def test_sizes_are_rounded_up_to_the_devices():
-    packed = Packer(4, "train").pack([[(np.ones(13),)]])
-    assert packed.shape == (True, 1, ((1, 16, "float64[]"),))
-
-
-def test_batches_keep_their_size_where_nothing_is_padded():
-    packer = Packer(4, "train", pads=None)
-    assert packer.pack([[(np.ones(8),)]]).shape == (True, 1, ((1, 8, "float64[]"),))
-    assert packer.pack([[(np.ones(6),)]]).shape == (False, 1, ((1, 6, "float64[]"),))
-    sizes = [8, 8, 6, 8]
-    packed = packer.pack([[(np.ones(size),) for size in sizes]], 4)
-    split, steps, groups = packed.shape
-    assert not split and steps == 1
-    assert [group[:2] for group in groups] == [(2, 8), (1, 6), (1, 8)]
-
-
 def test_only_full_windows_of_batches_of_one_shape_are_alike():
     sizes = [16, 16, 16, 16, 15]
     batches = [{"x": (np.zeros((size, 2), np.float32),)} for size in sizes]
@@ -131,12 +93,6 @@ def test_only_full_windows_of_batches_of_one_shape_are_alike():
     assert not are_alike([alone[0], [(batches[0],)]], 1)
     portions = [[Portion(batches[0], counts)] for counts in ((16, 16), (16, 12))]
     assert not are_alike(portions, 1) and are_alike(portions[:1] * 2, 1)
-
-
-def test_a_window_with_places_left_is_filled_with_empty_batches():
-    packed = Packer(1, "train").pack([[(np.ones(4),)]], slots=3)
-    assert packed.shape == (True, 1, ((3, 4, "float64[]"),))
-    np.testing.assert_array_equal(packed.groups[0].counts, [[4], [0], [0]])
 
 
 def test_a_batch_that_changes_is_named_leaf_by_leaf():
@@ -151,24 +107,6 @@ def test_a_batch_that_changes_is_named_leaf_by_leaf():
         assert part in str(caught.value)
     with pytest.raises(ValueError, match="structure"):
         packer.pack([[{"x": np.ones((4, 2), np.float32)}]])
-
-
-def test_each_form_is_padded_to_its_own_size():
-    packer, long, short = Packer(4, "training"), np.zeros((8, 5)), np.zeros((16, 3))
-    for batch in long, short:
-        packer.pack([[(batch,)]])
-    tails = [packer.pack([[(batch[:2],)]]) for batch in (long, short)]
-    assert [tail.groups[0].batch[0].shape for tail in tails] == [(1, 8, 5), (1, 16, 3)]
-    assert packer.forms.sizes == {"float64[5]": 8, "float64[3]": 16}
-
-
-def test_micro_batches_of_one_form_come_together_whatever_their_order():
-    packer = Packer(1, "training")
-    a, b = np.zeros((4, 2)), np.ones((4, 3))
-    packed = [packer.pack([list(window)], 3) for window in ([(a,), (b,), (a,)],
-              [(b,), (a,), (a,)])]  # fmt: skip
-    assert packed[0].shape == packed[1].shape
-    assert packed[0].shape[2] == ((2, 4, "float64[2]"), (1, 4, "float64[3]"))
 
 
 def test_windows_cut_batches_into_steps():

@@ -107,6 +107,19 @@ class At(jaxdp.Callback):
         say(f"heard of an exception at {time.monotonic():.2f}")
 
 
+class Before(jaxdp.Callback):
+    """Does something before a step, which the other processes have in flight then."""
+
+    def __init__(self, index, step, what):
+        self.index, self.step, self.what = index, step, what
+
+    def on_train_batch_start(self, trainer, batch, batch_idx):
+        is_there = trainer.global_step + 1 == self.step
+        if is_there and jax.process_index() == self.index:
+            say("before", self.step)
+            self.what(trainer)
+
+
 def rows(count=64):
     generator = np.random.default_rng(0)
     x = generator.normal(size=(count, 4)).astype(np.float32)
@@ -133,7 +146,9 @@ def fit(
     other_rows=None,
     epochs=2,
     lockstep=None,
+    logs=None,
     at=None,
+    before=None,
     validates=False,
     **options,
 ):
@@ -152,7 +167,9 @@ def fit(
         seed=pick(0, other_seed),
         callbacks=[
             *([callbacks.Lockstep(**lockstep)] if lockstep else []),
-            *([At(*at)] if at else [At(-1, -1, None)]),
+            At(*(at or (-1, -1, None))),
+            *([Before(*before)] if before else []),
+            *([callbacks.CSVLogger(logs)] if logs else []),
         ],
         enable_progress_bar=False,
         **options,

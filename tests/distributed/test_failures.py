@@ -34,7 +34,8 @@ def test_a_failing_callback_ends_all_soon(crew, index):
     assert codes[index] == 1 and codes[1 - index] != 0
     assert "raised by the callback At in on_boundary" in outputs[index]
     if index:  # with process 0 goes the service that would tell it
-        assert "process 1 has failed: ValueError: a bad day" in outputs[0]
+        told = r"process 1 on \S+ has failed: ValueError: a bad day; it was at step 5"
+        assert re.search(told, outputs[0])
         pattern = "heard of an exception at (.*)"
         heard, raised = (float(*re.findall(pattern, output)) for output in outputs)
         assert heard - raised < 1.9  # which JAX's barrier takes at least to give up
@@ -49,7 +50,9 @@ def test_one_that_is_told_to_end_waits_for_no_dead_one(crew):
     job.processes[0].join(60)
     assert time.monotonic() - told < 20  # JAX's heartbeat comes after 100
     assert job.processes[0].exitcode not in (0, None), job.all_outputs()
-    assert re.search("told to end,? and process 1 did not come|rror:", job.output(0))
+    assert re.search(
+        "told to end, and process 1 on .* did not come|rror:", job.output(0)
+    )
 
 
 def test_one_that_raises_does_not_wait_for_the_others(crew):
@@ -79,9 +82,37 @@ def test_a_stopped_process_ends_the_others(crew, index):
 
 
 @pytest.mark.slow
-def test_a_process_that_leaves_ends_the_others(crew):
-    codes, outputs = crew("fit", at=(1, 5, tasks.leave), start=SOON).join()
-    assert 0 not in codes[:1], outputs
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_process_that_leaves_is_not_waited_for(crew, index):
+    job = crew("fit", at=(index, 5, tasks.leave), start=SOON)
+    job.wait_for("done 5", index)
+    seen = time.monotonic()
+    job.processes[1 - index].join(60)
+    assert time.monotonic() - seen < 10  # `Lockstep` would wait for 600
+    codes, outputs = job.join()
+    assert 0 not in codes, outputs
+    told = rf"process {index} on \S+ has ended its program, .*; it was at step 5 of epo"
+    assert re.search(told, outputs[1 - index])
+
+
+@pytest.mark.slow
+def test_a_timeout_holds_also_where_a_step_is_in_flight(crew, tmp_path):
+    """Which a logger waits for, as the fit ends."""
+    job = crew(
+        "fit",
+        before=(1, 5, tasks.stop),
+        lockstep={"timeout": 4.0, "warn_after": 2.0},
+        logs=str(tmp_path / "logs"),
+        log_every_n_steps=1,
+        processes=2,
+    )
+    job.wait_for("before 5", index=1)
+    seen = time.monotonic()
+    job.processes[0].join(60)
+    assert time.monotonic() - seen < 4 + 10 + 6
+    assert job.processes[0].exitcode == 1
+    told = r"has waited for [45] s for process 1 on \S+ \(`Lockstep\(timeout=...\)`\)"
+    assert re.search(told, job.output(0))
 
 
 @pytest.mark.slow

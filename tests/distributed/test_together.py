@@ -334,6 +334,11 @@ def test_files_are_saved_and_refused_together(parts):
         assert "data='global'" in found["local, bitwise"]
         assert "data='global'" in found["local, across"]
         assert "2 processes" in found["compare"]
+    (first,), (second,) = told(parts["files"])
+    assert all("process_1/" in name for name in second["written"])
+    for when in ("written", "read"):  # each file by one of them
+        assert first[when] and second[when]
+        assert not {*first[when]} & {*second[when]}
 
 
 def test_one_process_speaks_for_all(parts, folder):
