@@ -69,9 +69,10 @@ class ProgressBar(Callback):
     def on_train_epoch_start(self, trainer: Trainer) -> None:
         self._began, self._validated_for = time.perf_counter(), 0.0
         last = "" if trainer.max_epochs is None else f"/{trainer.max_epochs - 1}"
-        name, record = f"epoch {trainer.current_epoch}{last}", trainer.record
+        name = f"epoch {trainer.current_epoch}{last}"
+        total, done = trainer.record.steps_of_epoch, trainer.record.batch_idx
         facts = functools.partial(_facts, trainer)
-        self._train = self._open(name, record.steps_of_epoch, record.batch_idx, facts)
+        self._train = self._open(name, total, done, facts)
 
     def on_train_batch_end(
         self, trainer: Trainer, metrics: Mapping[str, Any], batch_idx: int

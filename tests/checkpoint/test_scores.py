@@ -222,8 +222,10 @@ def test_no_score_is_no_best(tmp_path):
         trainer.test(VAL, "best")
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_by_steps_the_loss_is_that_of_the_step(tmp_path, size):
+@pytest.mark.parametrize(
+    ("size", "saved"), [(1, (2, 4, 5, 6, 8, 10)), (3, (3, 4, 5, 8, 10))]
+)
+def test_by_steps_the_loss_is_that_of_the_step(tmp_path, size, saved):
     class Losses(Callback):
         seen = {}
 
@@ -235,7 +237,7 @@ def test_by_steps_the_loss_is_that_of_the_step(tmp_path, size):
     )
     trainer = make(Losses(), saver, steps_per_execution=size)
     trainer.fit(DATA[:5], max_epochs=2)
-    expected = {step: Losses.seen[step] for step in (2, 4, 5, 6, 8, 10)}
+    expected = {step: Losses.seen[step] for step in saved}
     assert scores(saver) == expected
     assert saver.best_model_score == min(expected.values())
     by_epochs = ModelCheckpoint(tmp_path / "epochs", monitor="loss", save_top_k=-1)
