@@ -1,13 +1,14 @@
 """A trace of a few steps, for xprof and Perfetto."""
 
 import contextlib
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from ..basics.arguments import check_count
+from ..basics.arguments import check_count, checks_arguments
 from .base import Callback, Trainer
 from .logger import check_writable
 from .monitor import announce
@@ -32,7 +33,13 @@ class Profiler(Callback):
     looks_inside_blocks = False
     only_in_training = True
 
-    def __init__(self, dirpath: Any = None, start_step: int = 10, num_steps: int = 5):
+    @checks_arguments
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str] | None = None,
+        start_step: int = 10,
+        num_steps: int = 5,
+    ):
         check_count("start_step", start_step, least=0)
         check_count("num_steps", num_steps)
         self.dirpath = dirpath

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from ..basics.arguments import check_number
+from ..basics.arguments import check_number, checks_arguments
 from .base import Callback, Trainer
 
 
@@ -32,6 +32,7 @@ class StallWatch(Callback):
 
     looks_inside_blocks = False
 
+    @checks_arguments
     def __init__(
         self,
         timeout: float = 300.0,

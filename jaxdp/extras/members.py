@@ -7,6 +7,7 @@ import jax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
+from ..basics.arguments import checks_arguments
 from ..step import TrainState
 from ..strategies.base import Layout, changed
 from ..strategies.meshes import Devices, find_devices, mesh_on
@@ -29,6 +30,7 @@ class Members(Sharded):
 
     row_axes = ()
 
+    @checks_arguments
     def __init__(self, devices: Devices = None):
         in_order = find_devices(devices)
         self.mesh = mesh_on(in_order, {MEMBERS: len(in_order)})

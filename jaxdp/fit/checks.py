@@ -10,7 +10,7 @@ import optax
 from jaxtyping import PyTree
 
 from .. import losses
-from ..basics.arguments import check_choice, check_count, check_is_local, check_number
+from ..basics.arguments import check_count, check_is_local, check_number
 from ..basics.console import listed, say_once
 from ..basics.other_libraries import INSTEAD
 from ..basics.tracebacks import noted
@@ -64,9 +64,6 @@ def checked(arguments: dict[str, Any]) -> dict[str, Any]:
     check_state(result["model"], result["state"])
     result["ensemble"] = checked_ensemble(result)
     check_strategy_argument(result["strategy"])
-    check_choice("reproducible", result["reproducible"], (None, "run"))
-    check_choice("offload", result["offload"], (None, "optimizer"))
-    check_choice("data", result["data"], ("global", "local"))
     for name in ("accumulate_grad_batches", "log_every_n_steps"):
         check_count(name, result[name])
     if result["steps_per_execution"] != "auto":
@@ -391,11 +388,6 @@ def split_model(
 
 def check_state(model: PyTree, state: Any) -> None:
     """Raises if the model has layers with state and no state came with it."""
-    if state is not None and not isinstance(state, eqx.nn.State):
-        raise TypeError(
-            f"`state` must be the eqx.nn.State that eqx.nn.make_with_state returns; got"
-            f" {type(state).__name__}."
-        )
 
     def is_index(node: Any) -> bool:
         return isinstance(node, eqx.nn.StateIndex)

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, PyTree
 
-from ..basics.arguments import check_count
+from ..basics.arguments import check_count, checks_arguments
 from ..basics.tree import leaf_path
 from .model_call import call_model
 from .objective import Objective, Values
@@ -28,6 +28,7 @@ class Ensemble:
             `optax.inject_hyperparams`: `learning_rate=[1e-3, 3e-4]`.
     """
 
+    @checks_arguments
     def __init__(self, size: int, **values: Any):
         check_count("size", size, or_else=" (members of the ensemble)")
         self.size = int(size)
