@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import callbacks, distributed, losses, strategies
 from .basics.environment import warn_of_namesake
+from .basics.other_libraries import INSTEAD
 from .callbacks import Callback
 from .data import Arrays
 from .fit import PassMetric
@@ -134,12 +135,30 @@ extra."""
 
 
 def open_extra(module: str, name: str) -> Any:
-    """Imports `module.name` of the table when it is first asked for."""
+    """Imports `module.name` of the table when it is first asked for.
+
+    Raises:
+        AttributeError: for a name that means nothing.
+        ImportError: for one that is elsewhere, or another library's. An AttributeError
+            would be lost in `from jaxdp import EarlyStopping`.
+    """
     path = _EXTRAS.get(f"{module}.{name}")
-    if path is None:
-        raise AttributeError(f"module {module!r} has no attribute {name!r}")
-    return pkgutil.resolve_name(f"jaxdp.{path}")
+    if path is not None:
+        return pkgutil.resolve_name(f"jaxdp.{path}")
+    text = f"module {module!r} has no attribute {name!r}"
+    homes = callbacks, strategies, losses, distributed
+    for home in homes if module == __name__ else ():
+        found, where = getattr(home, name, None), home.__name__
+        if getattr(found, "__module__", "").startswith(__name__):
+            raise ImportError(f"{text}; it is in {where}: from {where} import {name}")
+    if instead := INSTEAD.get(module, {}).get(name):
+        raise ImportError(f"{text}; instead of it: {instead}.")
+    raise AttributeError(text)
 
 
 def __getattr__(name: str) -> Any:
     return open_extra(__name__, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

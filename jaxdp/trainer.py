@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Never
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -12,6 +12,7 @@ from jaxtyping import PyTree
 import jaxdp
 
 from . import checkpoint, losses
+from .basics.arguments import checks_arguments
 from .basics.files import absolute
 from .callbacks import Callback
 from .fit import Metric, Run, Wanted, checks, evaluation, loop, surface
@@ -101,6 +102,7 @@ class Trainer:
         default_root_dir: where callbacks write if they have no path of their own.
     """
 
+    @checks_arguments
     def __init__(
         self,
         model: PyTree,
@@ -108,9 +110,13 @@ class Trainer:
         *,
         loss: str | losses.Criterion | None = None,
         loss_fn: Callable[..., Any] | None = None,
-        metrics: Sequence[str | Metric] | Mapping[str, Metric] = (),
+        metrics: str
+        | Metric
+        | Iterable[str | Metric]
+        | Mapping[str, Metric]
+        | None = (),
         strategy: DataParallel | None = None,
-        callbacks: Sequence[Callback] = (),
+        callbacks: Iterable[Callback] | Callback | None = (),
         state: eqx.nn.State | None = None,
         filter_spec: PyTree | Callable[[Any], bool] = eqx.is_inexact_array,
         precision: str = "32-true",
@@ -120,19 +126,17 @@ class Trainer:
         conjugate_complex: bool = True,
         steps_per_execution: int = 1,
         remat: Remat = False,
-        data: str = "global",
+        data: Literal["global", "local"] = "global",
         ensemble: "int | jaxdp.Ensemble | None" = None,
         seed: int = 0,
-        reproducible: str | None = None,
+        reproducible: Literal["run"] | None = None,
         compiler_options: Mapping[str, Any] | str | None = None,
-        offload: str | None = None,
+        offload: Literal["optimizer"] | None = None,
         log_every_n_steps: int = 50,
         enable_progress_bar: bool = True,
-        default_root_dir: str = "runs",
-        **elsewhere: Never,
+        default_root_dir: str | os.PathLike[str] = "runs",
     ):
-        given = {k: v for k, v in locals().items() if k not in ("self", "elsewhere")}
-        surface.refuse(type(self), "Trainer", elsewhere)
+        given = {k: v for k, v in locals().items() if k != "self"}
         arguments = checks.checked(given)
         made = checks.check_callbacks(callbacks)
         self.callbacks = with_defaults(made, progress_bar=enable_progress_bar)
@@ -160,6 +164,7 @@ class Trainer:
             surface.check_attribute(self, name)
         return super().__getattribute__(name)  # raises, as a property of ours did
 
+    @checks_arguments
     def fit(
         self,
         train_loader: Iterable[Any] | None = None,
@@ -177,7 +182,6 @@ class Trainer:
         val_check_interval: int | float | None = None,
         fast_dev_run: bool | int = False,
         overfit_batches: int | float | None = None,
-        **elsewhere: Never,
     ) -> History:
         """Trains until a limit is reached; returns the means of epochs over real rows.
 
@@ -219,10 +223,10 @@ class Trainer:
                 (this many, or this share), to see whether the model can learn at all.
         """
         wanted = {k: v for k, v in locals().items() if k in Wanted._fields}
-        surface.refuse(type(self), "fit", elsewhere)
         loop.fit(self, train_loader, val_loader, Wanted(**wanted), ckpt_path)
         return self.history
 
+    @checks_arguments
     def steps(self, train_loader: Iterable[Any] | None = None) -> Iterator[Metrics]:
         """One epoch as a generator of steps, for those who want to own the loop.
 
@@ -237,6 +241,7 @@ class Trainer:
         """
         return loop.own_loop(self, train_loader)
 
+    @checks_arguments
     def validate(
         self,
         loader: Iterable[Any],
@@ -256,6 +261,7 @@ class Trainer:
         """
         return evaluation.means(self, "validate", loader, ckpt_path, limit_batches)
 
+    @checks_arguments
     def test(
         self,
         loader: Iterable[Any],
@@ -265,6 +271,7 @@ class Trainer:
         """Like `validate`, with keys such as `test_loss` and hooks of its own."""
         return evaluation.means(self, "test", loader, ckpt_path, limit_batches)
 
+    @checks_arguments
     def plan(
         self,
         loader: Iterable[Any] | None = None,
@@ -300,6 +307,7 @@ class Trainer:
         """The plan of the step in use, or None before there is one; never compiles."""
         return jaxdp.plan.plan_running_step(self)
 
+    @checks_arguments
     def predict(
         self,
         loader: Iterable[Any],
@@ -332,6 +340,7 @@ class Trainer:
         """
         return jaxdp.reports.summarize(self)
 
+    @checks_arguments
     def compare(
         self, loader: Iterable[Any], *strategies: DataParallel, steps: int = 5
     ) -> "jaxdp.comparison.Comparison":
@@ -358,6 +367,7 @@ class Trainer:
         """The `eqx.nn.State` that belongs to `model`, or None."""
         return surface.whole_model(self.run)[1]
 
+    @checks_arguments
     def inference_model(self, member: int | None = None) -> InferenceModel:
         """The model in inference mode with its state inside, to call on one example.
 
@@ -394,6 +404,7 @@ class Trainer:
         """
         surface.set_values(self.run, values)
 
+    @checks_arguments
     def log(self, name: str, value: Any) -> None:
         """Logs a value of your own; for use in the hooks of callbacks.
 
@@ -426,6 +437,7 @@ class Trainer:
         """The present epoch, counted from 0."""
         return self.run.progress.epoch
 
+    @checks_arguments
     def save(self, path: str | os.PathLike[str]) -> str:
         """Writes the whole `TrainState` and the counters into `path`, a new folder.
 
@@ -435,10 +447,12 @@ class Trainer:
         with self.run.interrupts.uninterrupted():
             return self.start_saving(path).finish()
 
+    @checks_arguments
     def start_saving(self, path: str | os.PathLike[str]) -> checkpoint.Saving:
         """Like `save`, but in the background; call `finish` on what it returns."""
         return snapshots.start_saving(self, path)
 
+    @checks_arguments
     def load(self, path: str | os.PathLike[str]) -> None:
         """Loads what `save` wrote, under any strategy and on any number of devices.
 
@@ -446,6 +460,7 @@ class Trainer:
         """
         snapshots.load(self, path)
 
+    @checks_arguments
     def report(self, path: str | os.PathLike[str], plan: Any = None) -> str:
         """Writes one HTML page about the run: curves, settings, plan.
 

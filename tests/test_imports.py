@@ -97,6 +97,29 @@ def test_what_waits_until_it_is_asked_for_is_there():
         jaxdp.callbacks.EarlyStoping  # noqa: B018
 
 
+@pytest.mark.parametrize(
+    "line, answer",
+    [
+        (
+            "from jaxdp import EarlyStopping",
+            "from jaxdp.callbacks import EarlyStopping",
+        ),
+        ("from jaxdp import mse", "from jaxdp.losses import mse"),
+        ("from jaxdp import LightningModule", r"jaxdp.Trainer\(model"),
+        ("from jaxdp.callbacks import TerminateOnNaN", "NanGuard"),
+        ("from jaxdp import optax", "cannot import name 'optax'"),
+    ],
+)
+def test_names_of_elsewhere_say_where_they_are(line, answer):
+    with pytest.raises(ImportError, match=answer):
+        exec(line)
+
+
+def test_names_are_listed():
+    for module in (jaxdp, jaxdp.callbacks, jaxdp.strategies):
+        assert {*module.__all__} <= {*dir(module)}
+
+
 IMPORT = """
 import logging, os, signal, sys, threading, warnings
 import equinox, jax, numpy, optax

@@ -2,14 +2,162 @@
 
 import contextlib
 import datetime
+import functools
+import inspect
 import math
 import numbers
 import os
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, Literal, TypeVar
 
+import equinox as eqx
 import numpy as np
+from jax.sharding import Mesh
+
+from .other_libraries import INSTEAD, find_near
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_TAKES: Final[dict[str, Mapping[str, inspect.Parameter]]] = {}
+"""The parameters of what `checks_arguments` has decorated, by its name."""
+
+
+def checks_arguments(function: Function) -> Function:
+    """Decorates a public function, or an `__init__`: its callers get errors in words.
+
+    They name what it does not take, all at once, with what to write instead, and values
+    that are not of the annotated kinds, as far as these are plain ones.
+    """
+    signature = inspect.signature(function)
+    parameters = signature.parameters
+    name = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
+    _TAKES[name] = parameters
+
+    @functools.wraps(function)
+    def call(*args: Any, **keywords: Any) -> Any:
+        try:
+            given = signature.bind(*args, **keywords).arguments
+        except TypeError:
+            wrong = "\n".join(_misfits(name, parameters, args, keywords))
+            raise TypeError(wrong) from None
+        for argument, value in given.items():
+            check_kind(argument, value, parameters[argument].annotation)
+        return function(*args, **keywords)
+
+    return typing.cast(Function, call)
+
+
+def _misfits(
+    function: str,
+    parameters: Mapping[str, inspect.Parameter],
+    args: Sequence[Any],
+    keywords: Mapping[str, Any],
+) -> Iterator[str]:
+    """Says what of a call the parameters don't fit, one sentence each."""
+    names = [name for name in parameters if name != "self"]
+    for name in keywords:
+        if name not in parameters:
+            yield f"`{name}` is no argument of `{function}`: {_answer(function, name)}."
+    by_place = [n for n, p in parameters.items() if p.kind <= p.POSITIONAL_OR_KEYWORD]
+    if len(args) > len(by_place):
+        others = [f"{name}=..." for name in names if name not in by_place][:4]
+        count = len(by_place) - ("self" in by_place)
+        yield (
+            f"`{function}` takes {count} positional arguments; pass the others by name:"
+            f" {', '.join(others) or 'there are none'}."
+        )
+    for name in {*by_place[: len(args)]} & keywords.keys():
+        yield f"`{name}` of `{function}` was passed twice, by its place and its name."
+    for name, parameter in parameters.items():
+        is_needed = parameter.default is parameter.empty and parameter.kind in (
+            parameter.POSITIONAL_OR_KEYWORD,
+            parameter.KEYWORD_ONLY,
+        )
+        if is_needed and name not in {*by_place[: len(args)], *keywords}:
+            yield f"`{function}` needs `{name}`: {function}({', '.join(names[:3])})."
+
+
+def _answer(function: str, name: str) -> str:
+    """Says what to write instead of an argument that a function does not have."""
+    door = "Trainer", "fit"
+    for other in door if function in door else ():
+        if name in _TAKES[other]:
+            return f"it belongs to `{other}`: {other}(..., {name}=...)"
+    own, others = INSTEAD.get(function, {}), INSTEAD["argument"]
+    if instead := own.get(name) or others.get(name):
+        return instead
+    for other in dict.fromkeys([function, *(door if function in door else ())]):
+        if near := find_near(name, _TAKES[other]):
+            of = f" of `{other}`" if other != function else ""
+            return f"it may be meant for `{near}`{of}"
+    if near := find_near(name, own):
+        return own[near]
+    return f"it takes {', '.join(n for n in _TAKES[function] if n != 'self')}"
+
+
+_IS_KIND: Final[dict[Any, tuple[str, Callable[[Any], bool]]]] = {
+    bool: ("a bool", lambda x: is_bool(x) or isinstance(x, int) and x in (0, 1)),
+    int: ("an int", lambda x: isinstance(x, int | np.integer) and not is_bool(x)),
+    float: ("a number", lambda x: is_number(x)),
+    str: ("a str", lambda x: isinstance(x, str)),
+    os.PathLike: ("a path", lambda x: isinstance(x, os.PathLike)),
+    Mapping: ("a dict", lambda x: isinstance(x, Mapping)),
+    Sequence: ("a list", lambda x: _is_list(x)),
+    eqx.nn.State: (
+        "the eqx.nn.State that eqx.nn.make_with_state returns",
+        lambda x: isinstance(x, eqx.nn.State),
+    ),
+    Mesh: ("a jax.sharding.Mesh", lambda x: isinstance(x, Mesh)),
+    types.NoneType: ("None", lambda x: x is None),
+}
+"""The plain kinds of arguments."""
+
+
+def check_kind(name: str, value: Any, annotation: Any) -> None:
+    """Raises for a value that is of none of the annotated kinds, if all are plain."""
+    kinds = _kinds_of(annotation)
+    choices = [c for kind in kinds for c in (kind if isinstance(kind, tuple) else ())]
+    plain = [kind for kind in kinds if not isinstance(kind, tuple)]
+    if any(kind not in _IS_KIND for kind in plain):
+        return
+    if any(_IS_KIND[kind][1](value) for kind in plain):
+        return
+    if choices and (isinstance(value, str) or {*plain} <= {types.NoneType}):
+        check_choice(name, value, [*choices, *[None] * len(plain)])
+    elif plain:
+        listed = [kind for kind in plain if kind is not int or float not in plain]
+        named = " or ".join(_IS_KIND[kind][0] for kind in listed)
+        shown = f"{value!r:.200} of type {type(value).__name__}"
+        raise TypeError(f"`{name}` must be {named}; got {shown}.")
+
+
+def _kinds_of(annotation: Any) -> list[Any]:
+    """The kinds that a union has; choices are a tuple."""
+    origin = typing.get_origin(annotation)
+    if origin in (types.UnionType, typing.Union):
+        return [
+            kind for each in typing.get_args(annotation) for kind in _kinds_of(each)
+        ]
+    if origin is Literal:
+        return [typing.get_args(annotation)]
+    return [types.NoneType if annotation is None else origin or annotation]
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, Mapping | bytes)
+
+
+def is_bool(value: Any) -> bool:
+    return isinstance(value, bool | np.bool_)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a number, or an array of no dimension."""
+    is_real = isinstance(value, numbers.Real) or getattr(value, "ndim", None) == 0
+    return is_real and not is_bool(value)
 
 
 def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
@@ -43,8 +191,7 @@ def check_number(
     or_else: str = "",
 ) -> None:
     """Raises unless `value` is a number in bounds; of these `least` is in bounds."""
-    is_number = isinstance(value, numbers.Real) or getattr(value, "ndim", None) == 0
-    if isinstance(value, bool) or not is_number:
+    if not is_number(value):
         raise TypeError(
             f"`{name}` must be a number{or_else}; got {value!r} of type"
             f" {type(value).__name__}."
@@ -79,9 +226,9 @@ def as_number(value: Any) -> float | None:
     Waits for the device if it is there.
     """
     array = np.asarray(value)
-    is_number = array.dtype.kind in "biuf" or array.dtype.name == "bfloat16"
+    has_numbers = array.dtype.kind in "biuf" or array.dtype.name == "bfloat16"
     is_single = array.ndim == 0 or (array.size == 1 and hasattr(value, "dtype"))
-    return float(array.item()) if is_number and is_single else None
+    return float(array.item()) if has_numbers and is_single else None
 
 
 Duration = str | datetime.timedelta | Mapping[str, float] | int | float
@@ -94,7 +241,7 @@ def parse_duration(duration: Any, argument: str = "duration") -> float:
     if isinstance(span, str) and re.fullmatch(r"\s*\d+(:\d+){3}\s*", span):
         names = "days", "hours", "minutes", "seconds"
         span = dict(zip(names, map(int, span.split(":")), strict=True))
-    if isinstance(span, Mapping):
+    if isinstance(span, Mapping) and span:
         with contextlib.suppress(TypeError):  # of other keywords
             span = datetime.timedelta(**span)
     if isinstance(span, datetime.timedelta):
@@ -103,7 +250,7 @@ def parse_duration(duration: Any, argument: str = "duration") -> float:
     seconds = math.nan
     if isinstance(span, int | float) and not isinstance(span, bool):
         seconds = float(span)
-    if not 0 <= seconds < math.inf:
+    if not 0 <= seconds <= datetime.timedelta.max.total_seconds():
         is_span = isinstance(duration, _KINDS) and not isinstance(duration, bool)
         raise (ValueError if is_span else TypeError)(
             f"`{argument}`={duration!r} must be 'DD:HH:MM:SS', such as '00:08:30:00'"

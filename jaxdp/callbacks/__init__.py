@@ -60,3 +60,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     return jaxdp.open_extra(__name__, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..basics.arguments import checks_arguments
 from ..basics.columns import Table
 from ..basics.files import read_json, write_whole
 from ..record import Number, Row
@@ -40,6 +41,7 @@ class CSVLogger(Logger):
         path: where the table is; None before the first fit.
     """
 
+    @checks_arguments
     def __init__(
         self,
         dirpath: str | os.PathLike[str] | None = None,

@@ -1,11 +1,11 @@
 """What the compiled step may overwrite, and whether it does."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
-from ..basics.arguments import check_choice
+from ..basics.arguments import checks_arguments
 from ..basics.console import warn
 from ..basics.donation import aliased_in, overwritten_by
 from ..basics.tree import leaf_path, nbytes
@@ -34,8 +34,8 @@ class DonateBuffers(Callback):
 
     only_in_training = True
 
-    def __init__(self, what: str = "state"):
-        check_choice("what", what, ("state", "all", "none"))
+    @checks_arguments
+    def __init__(self, what: Literal["state", "all", "none"] = "state"):
         self.what = what
         self.report: dict[str, Any] | None = None
         self._checked = False

@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
-from ..basics.arguments import check_number
+from ..basics.arguments import check_number, checks_arguments
 from ..basics.console import warn
 from ..strategies.placing import fetch
 from .base import Trainer
@@ -44,13 +44,14 @@ class EarlyStopping(MetricCheck):
         reason: why the fit was stopped; None before.
     """
 
+    @checks_arguments
     def __init__(
         self,
         monitor: str = "val_loss",
         *,
         patience: int = 3,
         min_delta: float = 0.0,
-        mode: str = "auto",
+        mode: Literal["auto", "min", "max"] = "auto",
         check_finite: bool = True,
         stopping_threshold: float | None = None,
         divergence_threshold: float | None = None,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from ..basics.arguments import check_count
+from ..basics.arguments import check_count, checks_arguments
 from ..basics.console import some_of, warn
 from ..basics.tree import leaf_path
 from ..record import Row
@@ -59,6 +59,7 @@ class GradientMonitor(Callback):
         never_updated: paths of the leaves with a gradient but without an update.
     """
 
+    @checks_arguments
     def __init__(self, max_layers: int = 16, check_steps: int = 10):
         check_count("max_layers", max_layers, least=0)
         check_count("check_steps", check_steps, least=0)

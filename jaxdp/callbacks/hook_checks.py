@@ -33,7 +33,7 @@ def check_hooks(callback: Callback) -> None:
         if name in _METHODS:
             if overrides(callback, name):
                 _check_arguments(where, name, getattr(callback, name))
-        elif name in others:
+        elif name in others and name.startswith("on_"):
             raise TypeError(
                 f"{where} is a hook of another library, which nothing calls here. Use"
                 f" `{_spelled(others[name])}`."
@@ -41,7 +41,8 @@ def check_hooks(callback: Callback) -> None:
         else:
             cutoff = 0.82 if name.startswith("on") else 0.9
             near = (find_near(name, known, cutoff) for known in (_METHODS, others))
-            if meant := next(filter(None, near), None):
+            meant = name if name in others else next(filter(None, near), None)
+            if meant is not None:
                 warn(
                     f"{where} is no hook, so nothing calls it. If you mean a hook, use"
                     f" `{_spelled(others.get(meant, meant))}`."

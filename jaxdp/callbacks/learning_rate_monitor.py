@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
+from ..basics.arguments import check_number, checks_arguments
 from ..engine.state import RATES, hyperparams_in
 from .base import Callback, Trainer
 
@@ -36,9 +37,12 @@ class LearningRateMonitor(Callback):
     only_in_training = True
     needs_fit = False
 
+    @checks_arguments
     def __init__(
         self, schedule: float | Callable[[Array], Any] | None = None, name: str = "lr"
     ):
+        if schedule is not None and not callable(schedule):
+            check_number("schedule", schedule, or_else=", a function, or None")
         self.schedule = schedule
         self.name = name
 

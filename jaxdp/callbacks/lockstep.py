@@ -12,7 +12,7 @@ import jax
 
 from .. import checkpoint
 from ..basics import coordination
-from ..basics.arguments import check_count, check_number
+from ..basics.arguments import check_count, check_number, checks_arguments
 from ..basics.environment import versions
 from ..basics.fingerprints import fingerprints
 from ..basics.tracebacks import innermost_of_user
@@ -57,6 +57,7 @@ class Lockstep(Callback):
 
     needs_fit = False
 
+    @checks_arguments
     def __init__(
         self,
         every_n_steps: int = 1,

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..basics.arguments import check_is_local
+from ..basics.arguments import check_is_local, checks_arguments
 from ..basics.console import warn
 from ..basics.files import absolute, naming
 from ..record import Number, Row
@@ -37,6 +37,7 @@ class Logger(Callback):
     only_in_training = True
     skip_in_fast_dev_run = True
 
+    @checks_arguments
     def __init__(
         self,
         dirpath: str | os.PathLike[str] | None = None,

@@ -4,10 +4,15 @@ import contextlib
 import os
 import time
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Literal
 
 from .. import checkpoint
-from ..basics.arguments import check_choice, check_count, check_is_local, parse_duration
+from ..basics.arguments import (
+    check_count,
+    check_is_local,
+    checks_arguments,
+    parse_duration,
+)
 from ..basics.console import warn
 from ..basics.files import absolute
 from ..checkpoint import CheckpointDir, check_name
@@ -26,19 +31,6 @@ from .monitor import (
     ranked,
 )
 from .states import saved_state
-
-_INSTEAD: Final = {
-    "filename": "a checkpoint's folder is named by its step, and the best and the last"
-    " one have links beside it, `best` and `last` (`save_last=True`)",
-    "filepath": "it is `dirpath`, a folder",
-    "save_best_only": "`save_last=False` with a `monitor` is that",
-    "save_weights_only": "`jaxdp.load_model` reads the weights alone out of a"
-    " checkpoint, and `jaxdp.save_model` writes them alone",
-    "save_freq": "use `every_n_train_steps` or `every_n_epochs`",
-    "save_on_train_epoch_end": "with the `monitor` of a validation it saves after each"
-    " validation, and else at the end of an epoch",
-}
-"""What other libraries' arguments are here."""
 
 
 class ModelCheckpoint(MeansReader):
@@ -95,11 +87,12 @@ class ModelCheckpoint(MeansReader):
 
     fit_end_order = -1  # before a callback puts the best weights in place of the last
 
+    @checks_arguments
     def __init__(
         self,
         dirpath: str | os.PathLike[str] | None = None,
         monitor: str | None = None,
-        mode: str = "auto",
+        mode: Literal["auto", "min", "max"] = "auto",
         save_top_k: int = 1,
         save_last: bool | None = None,
         every_n_train_steps: int | None = None,
@@ -107,18 +100,8 @@ class ModelCheckpoint(MeansReader):
         train_time_interval: timedelta | float | str | None = None,
         *,
         save_on_exception: bool = False,
-        on_save_error: str = "raise",
-        **unknown: Any,
+        on_save_error: Literal["raise", "warn"] = "raise",
     ):
-        for name in unknown:
-            more = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
-            raise TypeError(f"`ModelCheckpoint` has no argument `{name}`{more}.")
-        check_choice("mode", mode, ("auto", "min", "max"))
-        check_choice("on_save_error", on_save_error, ("raise", "warn"))
-        check_choice("save_last", save_last, (None, True, False))
-        if not isinstance(monitor, str | None):
-            text = "`monitor` must be the name of a metric or None"
-            raise TypeError(f"{text}; got {monitor!r}.")
         check_count("save_top_k", save_top_k, least=-1, or_else=", -1 for all")
 
         # When to save: at every epoch, if nothing is said.

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from ..basics.arguments import check_choice, check_count, check_number
+from ..basics.arguments import check_choice, check_count, check_number, checks_arguments
 from ..basics.columns import best_mode, mode_of_name
 from ..basics.console import say, say_once, warn
 from ..history import rank
@@ -117,9 +117,8 @@ class MetricCheck(MeansReader):
     """Checks one value after every validation of a fit that has it, or else after every
     epoch that has; counts the checks without improvement."""
 
+    @checks_arguments
     def __init__(self, monitor: str, patience: int, min_delta: float, mode: str | None):
-        if not isinstance(monitor, str):
-            raise TypeError(f"`monitor` must be the name of a metric; got {monitor!r}.")
         check_count("patience", patience, least=0)
         way = "; `mode` says in which direction"
         check_number("min_delta", min_delta, least=0, or_else=way)

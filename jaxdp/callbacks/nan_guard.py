@@ -1,14 +1,14 @@
 """Keeps NaN and infinity out of the model."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from ..basics.arguments import check_choice, check_count
+from ..basics.arguments import check_count, checks_arguments
 from ..basics.console import some_of, warn
 from ..basics.tree import leaf_path
 from ..engine import StepOptions
@@ -39,8 +39,10 @@ class NanGuard(Callback):
 
     only_in_training = True
 
-    def __init__(self, action: str = "stop", max_skips: int = 10):
-        check_choice("action", action, ("stop", "end", "skip"))
+    @checks_arguments
+    def __init__(
+        self, action: Literal["stop", "end", "skip"] = "stop", max_skips: int = 10
+    ):
         check_count("max_skips", max_skips, least=0)
         self.action = action
         self.max_skips = max_skips

@@ -1,8 +1,10 @@
 """What a signal does to a fit."""
 
 import signal
+from collections.abc import Sequence
+from typing import Literal
 
-from ..basics.arguments import check_choice
+from ..basics.arguments import checks_arguments
 from ..distributed import SIGNALS
 from .base import Callback, Trainer
 
@@ -27,15 +29,19 @@ class Preemption(Callback):
         received: the name of the signal that ended the last fit, or None.
     """
 
-    def __init__(self, signals: tuple[str, ...] = SIGNALS, action: str = "exit"):
+    @checks_arguments
+    def __init__(
+        self,
+        signals: str | Sequence[str] = SIGNALS,
+        action: Literal["exit", "return"] = "exit",
+    ):
         signals = (signals,) if isinstance(signals, str) else tuple(signals)
         for name in signals:
             if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP"):
                 raise ValueError(
-                    f"`Preemption(signals={signals!r})`: {name!r} is not the name of a"
-                    " signal that a process can answer, such as 'SIGTERM'."
+                    f"`signals`: {name!r} is not the name of a signal that a process"
+                    " can answer, such as 'SIGTERM'."
                 )
-        check_choice("action", action, ("exit", "return"))
         self.signals = signals
         self.action = action
         self.received: str | None = None

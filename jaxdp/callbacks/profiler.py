@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from ..basics.arguments import check_count, check_is_local
+from ..basics.arguments import check_count, check_is_local, checks_arguments
 from ..basics.files import absolute
 from .base import Callback, Trainer
 from .logger import check_writable
@@ -33,6 +33,7 @@ class Profiler(Callback):
     skip_in_fast_dev_run = True
     only_in_training = True
 
+    @checks_arguments
     def __init__(
         self,
         dirpath: str | os.PathLike[str] | None = None,

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, Final
 
-from ..basics.arguments import check_number
+from ..basics.arguments import check_number, checks_arguments
 from ..basics.console import Outlet, open_bar
 from ..basics.units import in_seconds, in_words
 from ..record import Row
@@ -44,6 +44,7 @@ class ProgressBar(Callback):
 
     needs_fit = False
 
+    @checks_arguments
     def __init__(
         self,
         refresh_per_second: float = 10.0,
@@ -52,6 +53,10 @@ class ProgressBar(Callback):
     ):
         check_number("refresh_per_second", refresh_per_second, above=0)
         check_number("every_n_seconds", every_n_seconds, above=0)
+        if file is not None and not hasattr(file, "write"):
+            raise TypeError(
+                f"`file` must be a file to write to, or None; got {file!r}."
+            )
         self.refresh_per_second = refresh_per_second
         self.every_n_seconds = every_n_seconds
         self.file = file

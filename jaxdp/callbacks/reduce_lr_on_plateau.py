@@ -1,11 +1,11 @@
 """Lowers the learning rate when training no longer gets better."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from ..basics.arguments import check_count, check_number
+from ..basics.arguments import check_count, check_number, checks_arguments
 from .base import Trainer
 from .learning_rate_monitor import is_rate, no_rate
 from .monitor import MetricCheck, announce
@@ -41,6 +41,7 @@ class ReduceLROnPlateau(MetricCheck):
         best_score: the best value so far; None before the first check.
     """
 
+    @checks_arguments
     def __init__(
         self,
         monitor: str = "val_loss",
@@ -48,7 +49,7 @@ class ReduceLROnPlateau(MetricCheck):
         factor: float = 0.1,
         patience: int = 10,
         verbose: bool | int = False,
-        mode: str = "auto",
+        mode: Literal["auto", "min", "max"] = "auto",
         min_delta: float = 1e-4,
         cooldown: int = 0,
         min_lr: float = 0.0,

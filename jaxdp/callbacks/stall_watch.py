@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from ..basics.arguments import check_number
+from ..basics.arguments import check_number, checks_arguments
 from ..basics.files import absolute
 from .base import Callback, Trainer
 
@@ -31,6 +31,7 @@ class StallWatch(Callback):
         path: a file to append the stacks to; None means stderr.
     """
 
+    @checks_arguments
     def __init__(
         self,
         timeout: float = 300.0,

@@ -9,7 +9,7 @@ import numpy as np
 import jaxdp
 
 from ..basics import coordination
-from ..basics.arguments import check_number
+from ..basics.arguments import check_number, checks_arguments
 from ..basics.stopwatch import NO_STOPWATCH, PHASES
 from ..basics.units import in_seconds, in_words
 from ..distributed import meetings
@@ -65,6 +65,7 @@ class ThroughputMonitor(Callback):
     fit_end_order = 1
     needs_fit = False
 
+    @checks_arguments
     def __init__(
         self,
         flops_per_example: float | None = None,

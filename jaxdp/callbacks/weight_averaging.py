@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, PyTree
 
-from ..basics.arguments import check_count, check_number
+from ..basics.arguments import check_count, check_number, checks_arguments
 from ..basics.host_memory import on_device
 from ..basics.tree import map_nodes
 from .base import Callback, Trainer
@@ -35,6 +35,7 @@ class WeightAveraging(Callback):
             average. If not, only `averaged_model` returns it.
     """
 
+    @checks_arguments
     def __init__(
         self,
         decay: float | None = 0.999,

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..basics.arguments import check_choice, check_count
+from ..basics.arguments import check_count, checks_arguments
 from ..basics.host_memory import with_auto_axes
 from ..step import Batch, as_given, map_rows, with_rows
 from .batches import take_there
@@ -46,6 +46,7 @@ class Arrays:
         seed: for iterating by hand; a trainer has a seed of its own.
     """
 
+    @checks_arguments
     def __init__(
         self,
         *arrays: Any,
@@ -62,8 +63,6 @@ class Arrays:
                 " Arrays(jax.device_put(x), jax.device_put(y))."
             )
         check_count("batch_size", batch_size)
-        check_choice("shuffle", shuffle, (True, False))
-        check_choice("drop_last", drop_last, (True, False))
         check_count("seed", seed, least=0)
         tree = with_key_data(arrays[0] if len(arrays) == 1 else arrays)
         tree = with_auto_axes(tree)

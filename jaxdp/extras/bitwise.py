@@ -20,6 +20,7 @@ from jax.extend.mlir.passmanager import PassManager
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
+from ..basics.arguments import checks_arguments
 from ..basics.console import say
 from ..distributed import row_blocks
 from ..step import Collectives, Group, OnRows, PerExample, Results, repeated
@@ -56,11 +57,13 @@ class Bitwise(DataParallel):
     num_shards = SHARDS
     row_axes = (_AXIS,)
 
+    @checks_arguments
     def __init__(self, strategy: DataParallel):
         if type(strategy) not in (SingleDevice, Sharded, Pmap):
             raise ValueError(
-                "`Bitwise` needs the state whole on every device, as SingleDevice,"
-                f" Sharded and Pmap hold it; got {strategy!r}. Take one of those."
+                "`strategy`: Bitwise needs the state whole on every device, as"
+                " SingleDevice, Sharded and Pmap hold it; got"
+                f" {strategy!r}. Take one of those."
             )
         devices = np.asarray(strategy.mesh.devices).ravel()
         if SHARDS % devices.size:

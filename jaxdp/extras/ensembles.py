@@ -18,7 +18,7 @@ import optax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
-from ..basics.arguments import check_count
+from ..basics.arguments import check_count, checks_arguments
 from ..basics.tree import leaf_path
 from ..step import (
     Collectives,
@@ -56,6 +56,7 @@ class Ensemble:
             `optax.inject_hyperparams`: `learning_rate=[1e-3, 3e-4]`.
     """
 
+    @checks_arguments
     def __init__(self, size: int, **values: Any):
         check_count("size", size, or_else=" (members of the ensemble)")
         self.size = int(size)
@@ -363,6 +364,7 @@ class Members(Sharded):
 
     row_axes = ()
 
+    @checks_arguments
     def __init__(self, devices: Devices = None):
         in_order = find_devices(devices)
         self.mesh = mesh_on(in_order, {MEMBERS: len(in_order)})

@@ -9,12 +9,12 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 import optax
 
-from ..basics.arguments import check_choice, check_count
+from ..basics.arguments import check_count, checks_arguments
 from ..basics.figures import Curve, draw
 from ..basics.files import save_figure
 from ..callbacks import Callback
@@ -112,6 +112,7 @@ class LRFinder:
         return means
 
 
+@checks_arguments
 def lr_find(
     trainer: Trainer,
     train_loader: Iterable[Any],
@@ -119,7 +120,7 @@ def lr_find(
     min_lr: float = 1e-8,
     max_lr: float = 1.0,
     num_training: int = 100,
-    mode: str = "exponential",
+    mode: Literal["exponential", "linear"] = "exponential",
     early_stop_threshold: float | None = 4.0,
     optimizer: Callable[[float], optax.GradientTransformation] | None = None,
 ) -> LRFinder:
@@ -155,7 +156,6 @@ def lr_find(
             " less than the second."
         )
     check_count("num_training", num_training, 2)
-    check_choice("mode", mode, ("exponential", "linear"))
 
     if checks.is_several(trainer.run.arguments["optimizer"]):
         raise ValueError(

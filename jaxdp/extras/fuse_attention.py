@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
-from ..basics.arguments import check_choice, check_count
+from ..basics.arguments import check_choice, check_count, checks_arguments
 from ..basics.console import warn
 from ..basics.tree import leaf_path
 from ..step import matches
@@ -25,6 +25,7 @@ _OF_LENGTHS: Final = 64
 """What cuDNN's own kernels take for any kind of mask; it refuses some other lengths."""
 
 
+@checks_arguments
 def fuse_attention(
     model: PyTree,
     *,

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from ..basics.arguments import check_number
+from ..basics.arguments import check_number, checks_arguments
 from ..basics.columns import EPOCH, VALIDATION
 from ..basics.figures import draw, metric_curves, to_png
 from ..basics.files import save_figure
@@ -32,6 +32,7 @@ class LivePlot(Logger):
         every_n_seconds: the shortest time between two pictures.
     """
 
+    @checks_arguments
     def __init__(
         self, path: str | os.PathLike[str] | None = None, every_n_seconds: float = 5.0
     ):

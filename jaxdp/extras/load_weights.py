@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from ..basics.arguments import check_is_local
+from ..basics.arguments import check_is_local, checks_arguments
 from ..basics.console import say
 from ..basics.files import absolute, read_json
 from ..checkpoint import CheckpointCorrupt, shape_text
@@ -41,13 +41,14 @@ _MISFITS: Final = "does not fit"
 _LEFT: Final = "no leaf takes (`ignore` leaves it in the file)"
 
 
+@checks_arguments
 def load_weights(
     path: str | os.PathLike[str],
     like: PyTree,
     names: Mapping[str, Any],
     *,
     state: eqx.nn.State | None = None,
-    ignore: Iterable[str] = (),
+    ignore: str | Sequence[str] = (),
 ) -> Any:
     """Fills a model from safetensors files, by a table of names.
 

@@ -15,7 +15,7 @@ import optax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
-from ..basics.arguments import check_count
+from ..basics.arguments import check_count, checks_arguments
 from ..basics.tree import map_nodes, nodes_of
 from ..step import (
     DATA,
@@ -104,6 +104,7 @@ class LocalSGD(Sharded):
         devices: how many, or which; all by default.
     """
 
+    @checks_arguments
     def __init__(
         self,
         every: int,

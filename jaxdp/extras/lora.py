@@ -1,7 +1,7 @@
 """Low-rank adapters on the linear layers of a model whose weights stay as they are."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
-from ..basics.arguments import check_count, check_number
+from ..basics.arguments import check_count, check_number, checks_arguments
 from ..basics.tree import is_key, leaf_path, map_nodes
 from ..step import matches
 
@@ -54,9 +54,10 @@ class Adapted(eqx.nn.Linear):
         return linear
 
 
+@checks_arguments
 def lora(
     model: PyTree,
-    patterns: str | Iterable[str],
+    patterns: str | Sequence[str],
     rank: int,
     *,
     alpha: float | None = None,
@@ -127,6 +128,7 @@ def lora(
     return jax.tree_util.tree_map_with_path(adapted, model, is_leaf=is_linear)
 
 
+@checks_arguments
 def merge_lora(model: PyTree) -> PyTree:
     """The model with its adapters in the weights: ordinary layers, as many as before.
 

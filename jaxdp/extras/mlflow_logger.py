@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..basics.arguments import checks_arguments
 from ..basics.environment import import_extra
 from ..callbacks.base import Trainer
 from ..callbacks.logger import Logger
@@ -39,6 +40,7 @@ class MLFlowLogger(Logger):
         tracking_uri: where it is.
     """
 
+    @checks_arguments
     def __init__(
         self,
         experiment_name: str = "jaxdp",

@@ -4,7 +4,7 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Set
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import equinox as eqx
 import jax
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from ..basics.arguments import check_choice, check_is_local
+from ..basics.arguments import check_is_local, checks_arguments
 from ..basics.console import say, warn
 from ..basics.environment import import_extra
 from ..basics.files import absolute, check_fields, parse_json, replacing, sync
@@ -56,13 +56,14 @@ _HINT_OF_STATE: Final = (
 )
 
 
+@checks_arguments
 def load_model(
     path: Path,
     like: PyTree,
     *,
     state: eqx.nn.State | None = None,
     partial: bool = False,
-    which: str = "scored",
+    which: Literal["scored", "raw"] = "scored",
 ) -> Any:
     """Loads a model from a checkpoint or a file of weights.
 
@@ -92,7 +93,6 @@ def load_model(
         ValueError: if leaves differ and `partial` is False, or if none fits; it names
             them.
     """
-    check_choice("which", which, ("scored", "raw"))
     check_is_local("path", path)
     path = absolute(path)
     if path.endswith(".eqx"):
@@ -143,6 +143,7 @@ def _check_beside(like: PyTree, left_out: Set[str]) -> None:
             )
 
 
+@checks_arguments
 def save_model(path: Path, model: PyTree) -> str:
     """Writes the arrays of a model into one file, whole or not at all.
 

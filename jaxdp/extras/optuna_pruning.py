@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..basics.arguments import checks_arguments
 from ..basics.environment import import_extra
 from ..callbacks.base import Trainer
 from ..callbacks.monitor import MetricCheck, announce, check_monitor
@@ -35,6 +36,7 @@ class OptunaPruning(MetricCheck):
         pruned: the numbers of the members that are pruned, in order.
     """
 
+    @checks_arguments
     def __init__(self, trial: Any, monitor: str = "val_loss"):
         super().__init__(monitor, 0, 0.0, None)
         self._optuna = import_extra("optuna", "`OptunaPruning`", "optuna")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
-from ..basics.arguments import check_count
+from ..basics.arguments import check_count, checks_arguments
 from ..basics.tree import map_nodes
 from ..step import DATA, Collectives, Group, TrainState
 from ..strategies.base import Layout, Rows
@@ -46,6 +46,7 @@ class Pipeline(Sharded):
             gathered when it is called would be sent for each micro-batch anew.)
     """
 
+    @checks_arguments
     def __init__(
         self,
         stages: int,

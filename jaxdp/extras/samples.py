@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..basics.arguments import check_is_local
+from ..basics.arguments import check_is_local, checks_arguments
 from ..basics.environment import import_extra
 from ..basics.files import absolute, save_figure, write_whole
 from ..callbacks.base import Callback, Trainer
@@ -40,6 +40,7 @@ class Samples(Callback):
     skip_in_fast_dev_run = True
     only_in_training = True
 
+    @checks_arguments
     def __init__(
         self,
         make: Callable[[Any], Mapping[str, Any]],

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from ..basics.arguments import check_count, check_is_local
+from ..basics.arguments import check_count, check_is_local, checks_arguments
 from ..basics.environment import import_extra
 from ..basics.files import absolute, replacing, sync
 from .load_weights import open_weights
@@ -29,6 +29,7 @@ from .weight_names import (
 )
 
 
+@checks_arguments
 def save_weights(
     model: PyTree,
     path: str | os.PathLike[str],

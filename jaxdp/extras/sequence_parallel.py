@@ -8,6 +8,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
+from ..basics.arguments import checks_arguments
 from ..basics.tree import stored_path
 from ..step import DATA, Collectives, Group, OnRows, Results
 from ..strategies import FSDP, Layout
@@ -41,6 +42,7 @@ class SequenceParallel(FSDP):
             compiled, for rows whose number of tokens `"seq"` does not divide.
     """
 
+    @checks_arguments
     def __init__(
         self,
         mesh_shape: Mapping[str, int] | None = None,

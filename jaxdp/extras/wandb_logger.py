@@ -7,6 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from ..basics.arguments import checks_arguments
 from ..basics.environment import import_extra
 from ..basics.figures import to_png
 from ..callbacks.base import Trainer
@@ -38,6 +39,7 @@ class WandbLogger(Logger):
         id: of the latest run.
     """
 
+    @checks_arguments
     def __init__(
         self,
         project: str | None = None,

@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 import jaxdp
 
 from .. import losses
-from ..basics.arguments import check_choice, check_count, check_is_local, check_number
+from ..basics.arguments import check_count, check_is_local, check_number
 from ..basics.console import listed, say_once
 from ..basics.other_libraries import INSTEAD
 from ..basics.tracebacks import noted
@@ -66,9 +66,6 @@ def checked(arguments: dict[str, Any]) -> dict[str, Any]:
     if result["ensemble"] is not None:
         result["ensemble"] = jaxdp.ensembles.find_ensemble(result)
     check_strategy_argument(result["strategy"])
-    check_choice("reproducible", result["reproducible"], (None, "run"))
-    check_choice("offload", result["offload"], (None, "optimizer"))
-    check_choice("data", result["data"], ("global", "local"))
     for name in ("accumulate_grad_batches", "log_every_n_steps", "steps_per_execution"):
         check_count(name, result[name])
     check_count("seed", result["seed"], least=0, most=2**63 - 1)
@@ -370,11 +367,6 @@ def split_model(
 
 def check_state(model: PyTree, state: Any) -> None:
     """Raises if the model has layers with state and no state came with it."""
-    if state is not None and not isinstance(state, eqx.nn.State):
-        raise TypeError(
-            f"`state` must be the eqx.nn.State that eqx.nn.make_with_state returns; got"
-            f" {type(state).__name__}."
-        )
 
     def is_index(node: Any) -> bool:
         return isinstance(node, eqx.nn.StateIndex)

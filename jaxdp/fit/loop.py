@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from ..basics.arguments import check_count
 from ..basics.console import say, warn
 from ..basics.tracebacks import UsersFramesFirst
 from ..callbacks.base import HOOKS, Hooks
@@ -16,7 +15,7 @@ from ..step import Metrics
 from . import evaluation, resume
 from .around import check_may_train, doing, noting
 from .feed import Feed, blame
-from .progress import Limits, Wanted, capped
+from .progress import Limits, Wanted, capped, check_limit
 
 if TYPE_CHECKING:
     from jaxdp import Trainer
@@ -71,7 +70,7 @@ class Loop:
         # A fit for trying leaves some of it out.
         if not isinstance(wanted.fast_dev_run, bool):
             count = wanted.fast_dev_run
-            check_count("fast_dev_run", count, least=0, or_else=", or bool")
+            check_limit("fast_dev_run", int(count))
         if wanted.fast_dev_run:
             if self.progress.done:
                 self.progress.leave_epoch()

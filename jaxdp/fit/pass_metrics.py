@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .. import losses
-from ..basics.arguments import as_number
+from ..basics.arguments import as_number, checks_arguments
 from ..basics.tracebacks import noted
 
 
@@ -36,6 +36,7 @@ class PassMetric:
             scikit-learn, it is called with `(targets, predictions)`.
     """
 
+    @checks_arguments
     def __init__(self, fn: Callable[..., Any]):
         losses.check_package("`PassMetric`", fn, "torch")
         if not callable(fn):

@@ -1,5 +1,6 @@
 """How far a run is, over fits, kills and resumes, and how far a fit goes."""
 
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
@@ -401,8 +402,8 @@ def check_limit(name: str, limit: Any) -> None:
             f"`{name}` must be an int (batches) or a float (share of them); got"
             f" {limit!r} of type {type(limit).__name__}."
         )
-    if is_whole and limit < 0:
-        raise ValueError(f"`{name}` must be 0 or more batches; got {limit}.")
+    if is_whole:
+        check_count(name, limit, least=0, most=sys.maxsize, or_else=" batches")
     if not is_whole and not 0 <= limit <= 1:
         raise ValueError(f"`{name}` as a share must be from 0.0 to 1.0; got {limit}.")
 

@@ -1,8 +1,7 @@
 """What a trainer says of arguments that belong elsewhere, and hands out: the model, its
 shapes, hyperparameters."""
 
-import inspect
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
@@ -20,25 +19,6 @@ if TYPE_CHECKING:
 
 _LIVE: Final = "callbacks", "log_every_n_steps", "default_root_dir"
 """Arguments of a trainer that are looked at anew by every fit."""
-
-
-def refuse(cls: type, here: str, names: Iterable[str]) -> None:
-    """Raises for arguments that `Trainer` or `fit` does not have, saying where those
-    belong that the other of the two has, or what to write instead."""
-    other = "fit" if here == "Trainer" else "Trainer"
-    methods = {"Trainer": cls.__init__, "fit": cls.fit}
-    ours, others = (inspect.signature(methods[m]).parameters for m in (here, other))
-    for name in names:
-        if name in others:
-            where = f"it belongs to `{other}`: {other}(..., {name}=...)"
-        elif name in INSTEAD[here]:
-            where = INSTEAD[here][name]
-        elif name in INSTEAD[other]:  # Trainer(epochs=3)
-            where = f"nor of `{other}`; {INSTEAD[other][name]}"
-        else:
-            meant = find_near(name, [*ours, *others])
-            where = f"it may be meant for `{meant}`" if meant else "nothing has it"
-        raise TypeError(f"`{name}` is no argument of `{here}`: {where}.")
 
 
 def check_may_be_set(arguments: Container[str], name: str) -> None:

@@ -63,7 +63,7 @@ def find_recomputed(remat: Any, model: PyTree, blocks: Sequence[str]) -> Recompu
                 f" {', '.join(_modules_in(model)) or 'none'}."
             )
         return Recomputed(tuple(blocks), None if remat is True else remat)
-    if isinstance(remat, Iterable) and all(isinstance(part, str) for part in remat):
+    if isinstance(remat, Sequence) and all(isinstance(part, str) for part in remat):
         found = Recomputed(tuple(remat))
         outermost_matching(model, found.patterns, "remat")
         return found

@@ -9,7 +9,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.tree_util import GetAttrKey
 from jaxtyping import Array, PyTree
 
-from ..basics.arguments import check_count
+from ..basics.arguments import check_count, checks_arguments
 from ..basics.tree import at_path
 from ..step import DATA, TrainState, outermost_matching
 from .base import Layout
@@ -74,6 +74,7 @@ class ZeRO(_Split):
             split leaf costs two collectives.
     """
 
+    @checks_arguments
     def __init__(
         self,
         stage: int = 1,
@@ -193,6 +194,7 @@ class FSDP(Gathering, _Split):
             groups shards of gradients are summed.
     """
 
+    @checks_arguments
     def __init__(
         self,
         devices: Devices = None,

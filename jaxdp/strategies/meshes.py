@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh
 
 from ..basics.arguments import check_count
 
-Devices = int | Sequence[Any] | None
+Devices = int | Sequence[Any] | jax.Device | None
 """Which devices: the first so many, the `jax.Device`s listed, or all."""
 
 
@@ -19,7 +19,7 @@ def find_devices(devices: Devices) -> list[Any]:
     available = jax.devices()
     if devices is None:
         return available
-    if isinstance(devices, int):
+    if isinstance(devices, int) and not isinstance(devices, bool):
         if not 1 <= devices <= len(available):
             raise ValueError(
                 f"`devices`: {devices} asked for, but there are {len(available)}"

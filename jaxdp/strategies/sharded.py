@@ -8,6 +8,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
+from ..basics.arguments import checks_arguments
 from ..basics.tree import map_nodes
 from ..step import DATA, Collectives, Group, TrainState
 from .base import DataParallel, Layout, Rows, changed, layouts_of, one_batch
@@ -23,6 +24,7 @@ class SingleDevice(DataParallel):
         device: the device, by default the first one.
     """
 
+    @checks_arguments
     def __init__(self, device: Any = None):
         if device is not None and not isinstance(device, jax.Device):
             raise TypeError(
@@ -57,6 +59,7 @@ class Sharded(DataParallel):
             Explicit axes is taken as one with Auto axes.
     """
 
+    @checks_arguments
     def __init__(self, devices: Devices = None, mesh: Mesh | None = None):
         if mesh is None:
             in_order = find_devices(devices)
@@ -170,6 +173,7 @@ class Pmap(Sharded):
         devices: how many, or which; all by default.
     """
 
+    @checks_arguments
     def __init__(self, devices: Devices = None):
         super().__init__(devices)
 

@@ -8,6 +8,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
+from ..basics.arguments import checks_arguments
 from ..basics.tree import leaf_path
 from ..step import DATA, TrainState, matches
 from .base import Layout
@@ -54,6 +55,7 @@ class TensorParallel(Gathering):
         gather: what is gathered over `"fsdp"` and when, as in `FSDP`.
     """
 
+    @checks_arguments
     def __init__(
         self,
         mesh_shape: Mapping[str, int],
@@ -148,6 +150,7 @@ class TensorParallel(Gathering):
         return PartitionSpec(*entries), f"over {_FSDP!r} {why}"
 
 
+@checks_arguments
 def tensor_rules(model: PyTree, axis: str = "model") -> list[Rule]:
     """Rules that split the layers of MLPs and attention in pairs, as Megatron-LM does.
 

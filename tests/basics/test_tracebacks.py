@@ -66,6 +66,7 @@ def test_a_script_prints_the_users_lines_and_little_else(tmp_path, filtering):
     # The script's two lines, where it went in, and the mistake.
     assert [os.path.basename(each) for each in frames] == [
         *["script.py"] * 2,
+        "arguments.py",
         "trainer.py",
         "script.py",
     ]

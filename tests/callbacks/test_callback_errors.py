@@ -26,13 +26,13 @@ from jaxdp.callbacks import (
 
 
 @pytest.mark.parametrize("callback, options, error, match", [
-    (CSVLogger, {"name": None}, ValueError, "`name` must be the file name of a table"),
+    (CSVLogger, {"name": None}, TypeError, "`name` must be a str; got None"),
     *((CSVLogger, {"name": name}, ValueError,
        "`name` must be the file name of a table")
       for name in ("metrics.json", "sub/metrics.csv", "metrics", "")),
     (DonateBuffers, {"what": "everything"}, ValueError,
      "must be one of 'state', 'all', 'none'"),
-    (EarlyStopping, {"monitor": None}, TypeError, "`monitor` must be the name of a m"),
+    (EarlyStopping, {"monitor": None}, TypeError, "`monitor` must be a str; got None"),
     (EarlyStopping, {"mode": "up"}, ValueError, "`mode` must be one of 'auto', "),
     (EarlyStopping, {"patience": -1}, ValueError, "`patience` must be 0 or more"),
     (EarlyStopping, {"patience": True}, TypeError, "`patience` must be an int; got T"),
@@ -43,14 +43,14 @@ from jaxdp.callbacks import (
     (GradientMonitor, {"check_steps": 1.5}, TypeError, "`check_steps` must be an int"),
     (LivePlot, {"every_n_seconds": -1.0}, ValueError, "`every_n_seconds` must be 0 or"),
     (ModelCheckpoint, {"mode": "lowest"}, ValueError, "`mode` must be one of 'auto', "),
-    (ModelCheckpoint, {"monitor": 5}, TypeError, "`monitor` must be the name"),
+    (ModelCheckpoint, {"monitor": 5}, TypeError, "`monitor` must be a str or None"),
     (ModelCheckpoint, {"save_top_k": -2}, ValueError, "`save_top_k` must be -1 or mo"),
-    (ModelCheckpoint, {"save_top_k": 2.5}, TypeError, "an int, -1 for all; got 2.5"),
+    (ModelCheckpoint, {"save_top_k": 2.5}, TypeError, "must be an int; got 2.5"),
     (ModelCheckpoint, {"every_n_epochs": 0}, ValueError, "must be 1 or more or None"),
     (ModelCheckpoint, {"every_n_train_steps": "5"}, TypeError, "must be an int or Non"),
     (ModelCheckpoint, {"train_time_interval": []}, TypeError, "`train_time_interval`"),
     (ModelCheckpoint, {"on_save_error": "log"}, ValueError, "one of 'raise', 'warn'"),
-    *((ModelCheckpoint, {name: True}, TypeError, f"no argument `{name}`.*{instead}")
+    *((ModelCheckpoint, {name: True}, TypeError, f"`{name}` is no argument.*{instead}")
       for name, instead in [
         ("filename", "named by its step, and the best and the last one have links"),
         ("save_best_only", "`save_last=False` with a `monitor`"),

@@ -86,7 +86,7 @@ def test_a_batch_that_can_not_be_trained_on_is_refused(batch, error, words):
     (lambda: Arrays(X[:0], Y[:0]), ValueError, "no rows in arrays"),
     (lambda: Arrays(X, batch_size=0), ValueError, "`batch_size` must be 1 or more"),
     (lambda: Arrays(X, batch_size=8.0), TypeError, "`batch_size` must be an int"),
-    (lambda: Arrays(X, shuffle=None), ValueError, "`shuffle` must be one of True"),
+    (lambda: Arrays(X, shuffle=None), TypeError, "`shuffle` must be a bool"),
     (lambda: Arrays(X[:9], drop_last=True), ValueError, "9 rows are less than one"),
     (lambda: open_loader(np.ones(3), "train_loader", seed=0), TypeError,
      r"array of shape \(3,\), not an iterable of batches. Of arrays"),

@@ -209,8 +209,8 @@ def test_an_iterator_with_fewer_batches_than_the_limit_is_told_of_once():
     ("num_sanity_val_steps", 0, "fast_dev_run"),
     ("enable_checkpointing", False, "ModelCheckpoint"),
     ("limit_test_batches", 3, "limit_batches"),
-    ("epochs", 3, "nor of `fit`; it is called `max_epochs`"),
-    ("batch_size", 32, "nor of `fit`; the loader makes batches"),
+    ("epochs", 3, "it is called `max_epochs`"),
+    ("batch_size", 32, "the loader makes batches"),
 ])  # fmt: skip
 def test_arguments_of_lightnings_trainer_are_told_where_they_belong(
     argument, value, where
@@ -229,7 +229,7 @@ def test_arguments_of_lightnings_trainer_are_told_where_they_belong(
     ("validation_data", (1, 2), "`val_loader`"),
     ("val_dataloaders", [], "`val_loader`"),
     ("datamodule", None, "`train_loader`"),
-    ("logger", True, "nor of `Trainer`; loggers are callbacks"),
+    ("logger", True, "loggers are callbacks"),
 ])  # fmt: skip
 def test_arguments_of_other_fits_are_told_where_they_belong(argument, value, where):
     with pytest.raises(
@@ -250,11 +250,21 @@ def test_a_misspelt_argument_is_told_of_the_near_one():
 def test_the_table_of_arguments_has_none_that_are_ours():
     ours = {*inspect.signature(Trainer).parameters}
     ours |= {*inspect.signature(Trainer.fit).parameters}
-    for method in ("Trainer", "fit"):
-        others = INSTEAD[method]
-        assert not others.keys() & ours, method
-        for name in re.findall(r"jaxdp\.([\w.]+)", " ".join(others.values())):
-            pkgutil.resolve_name(f"jaxdp.{name}")
+    others = INSTEAD["argument"]
+    assert not others.keys() & ours
+    for name in re.findall(r"jaxdp\.([\w.]+)", " ".join(others.values())):
+        pkgutil.resolve_name(f"jaxdp.{name}")
+
+
+def test_all_unknown_arguments_are_told_of_at_once():
+    with pytest.raises(TypeError) as told:
+        Trainer(max_epochs=3, accelerator="gpu", devices=8, batch_siez=3)
+    lines = str(told.value).splitlines()
+    names = "max_epochs", "accelerator", "devices", "batch_siez", "model"
+    assert all(f"`{n}`" in line for n, line in zip(names, lines, strict=True))
+    assert lines[-1] == "`Trainer` needs `model`: Trainer(model, optimizer, loss)."
+    with pytest.raises(TypeError, match="2 positional arguments.*: loss=..., loss_fn="):
+        Trainer(None, None, lambda: 0)
 
 
 @pytest.mark.parametrize(

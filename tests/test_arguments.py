@@ -1,0 +1,136 @@
+"""Wrong arguments of whatever is public: each gets an error that names it, at once."""
+
+import collections.abc
+import functools
+import inspect
+import numbers
+import types
+import typing
+
+import equinox as eqx
+import jax
+import pytest
+from toys import batches
+
+import jaxdp
+from jaxdp import callbacks, strategies
+
+NOT_CALLED = {"Callback", "DataParallel", "History", "Plan", "TrainState"}
+"""What is public and not made by users, or takes what their subclasses say."""
+
+MODEL = eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0))
+LINEAR = eqx.nn.Linear(4, 3, key=jax.random.key(0))
+NEEDED = {
+    "Trainer": {"model": MODEL},
+    "fit": {"train_loader": batches(8), "max_epochs": 1, "max_steps": 1},
+    "validate": {"loader": batches(8)},
+    "test": {"loader": batches(8)},
+    "predict": {"loader": batches(8)},
+    "Bitwise": {"strategy": jaxdp.Sharded()},
+    "Ensemble": {"size": 2},
+    "LocalSGD": {"every": 2},
+    "OptunaPruning": {"trial": None},
+    "PassMetric": {"fn": lambda p, y: 0.0},
+    "Pipeline": {"stages": 2, "microbatches": 2},
+    "Samples": {"make": lambda model: {}},
+    "SequenceParallel": {"mesh_shape": {"data": 1, "seq": 8}},
+    "TensorParallel": {"mesh_shape": {"data": 4, "model": 2}},
+    "lora": {"model": MODEL, "patterns": "*", "rank": 1, "key": jax.random.key(0)},
+    "merge_lora": {"model": MODEL},
+    "fuse_attention": {"model": eqx.nn.MultiheadAttention(2, 4, key=jax.random.key(0))},
+    "load_model": {"path": "model.safetensors", "like": LINEAR},
+    "save_model": {"path": "out.eqx", "model": MODEL},
+    "load_weights": {"path": "model.safetensors", "like": LINEAR, "names": {"*": "*"}},
+    "save_weights": {"path": "w.safetensors", "model": LINEAR, "names": {"*": "*"}},
+    "tensor_rules": {"model": MODEL},
+    "lr_find": {"trainer": None, "train_loader": []},
+}
+
+
+def public():
+    """Names and callables."""
+    for module in (jaxdp, callbacks, strategies):
+        for name in module.__all__:
+            value = getattr(module, name)
+            if name not in NOT_CALLED and hasattr(value, "__wrapped__"):
+                yield name, value
+            elif isinstance(value, type) and name not in NOT_CALLED:
+                if hasattr(value.__init__, "__wrapped__"):
+                    yield name, value
+    for name in ("fit", "validate", "test", "predict"):
+        yield name, of_trainer(name)
+
+
+def of_trainer(name):
+    """A method of a new trainer each time."""
+
+    @functools.wraps(getattr(jaxdp.Trainer, name))
+    def call(**arguments):
+        trainer = jaxdp.Trainer(MODEL, enable_progress_bar=False)
+        return getattr(trainer, name)(**arguments)
+
+    return call
+
+
+def allows(annotation, value):
+    """Whether a value is of an annotation, as far as that can be told."""
+    origin = typing.get_origin(annotation) or annotation
+    if origin in (types.UnionType, typing.Union):
+        return any(allows(each, value) for each in typing.get_args(annotation))
+    if origin is typing.Literal:
+        return value in typing.get_args(annotation)
+    if origin is collections.abc.Callable:
+        return callable(value)
+    if origin in (int, float):
+        kind = numbers.Integral if origin is int else numbers.Real
+        return isinstance(value, kind) and not isinstance(value, bool)
+    if annotation is None:
+        return value is None
+    is_told = isinstance(origin, type) and origin is not typing.Any
+    return isinstance(value, origin) if is_told else True
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A folder of what is to be read."""
+    folder = tmp_path_factory.mktemp("files")
+    jaxdp.save_model(folder / "model.safetensors", LINEAR)
+    return folder
+
+
+WRONG = "x", 1.5, -1, object(), [], {}, (), b"x", True, 10**30, float("nan")
+
+
+@pytest.mark.parametrize("name, function", dict(public()).items())
+def test_each_wrong_argument_is_named(name, function, files, monkeypatch):
+    monkeypatch.chdir(files)
+    wrong = []
+    for argument, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+            continue
+        for value in WRONG:
+            is_allowed = allows(parameter.annotation, value)
+            try:
+                function(**{**NEEDED.get(name, {}), argument: value})
+            except (TypeError, ValueError, ImportError, OSError) as error:
+                if not is_allowed and f"`{argument}" not in str(error):
+                    wrong.append(f"{argument}={value!r}: {error}"[:200])
+            else:
+                if not is_allowed:
+                    wrong.append(f"{argument}={value!r} was taken")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_late_and_nameless_ones_are_early_and_named():
+    for make in (
+        lambda: callbacks.ProgressBar(file=1.5),
+        lambda: jaxdp.Trainer(MODEL).fit(
+            batches(8), batches(8), limit_val_batches=10**30
+        ),
+        lambda: jaxdp.Trainer(MODEL).fit(batches(8), max_time={}),
+        lambda: jaxdp.Trainer(MODEL).fit(batches(8), overfit_batches=""),
+    ):
+        with pytest.raises(
+            (TypeError, ValueError), match="`(file|limit_val|max_time|over)"
+        ):
+            make()
