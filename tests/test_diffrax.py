@@ -251,7 +251,7 @@ def train(form, strategy, *, throw):
     return recorder.losses
 
 
-@pytest.mark.slow_but("ode loss_fn", "cde per_example")  # seconds to compile
+@pytest.mark.slow_but("cde per_example")  # each takes half a minute to compile
 @pytest.mark.parametrize("form", FORMS)
 def test_losses_are_those_of_a_loop_by_hand(form):
     losses = train(form, SingleDevice(), throw=True)

@@ -190,6 +190,15 @@ LOADERS = {
 }
 ENDLESS = "a generator", "an endless iterator", "an iterator that tells"
 
+
+def drawing(seed):
+    """A loader of a validation, with a generator of its own."""
+    torch = pytest.importorskip("torch")
+    data = torch.utils.data.TensorDataset(*map(torch.tensor, rows(24, seed=seed)))
+    generator = torch.Generator().manual_seed(seed)
+    return torch.utils.data.DataLoader(data, 8, shuffle=True, generator=generator)
+
+
 MANY = optax.MultiSteps(
     optax.inject_hyperparams(optax.adam)(
         learning_rate=optax.cosine_decay_schedule(1e-2, 10)
@@ -246,6 +255,11 @@ WAYS = {
         "callbacks": [stops("loss", 1)], "val_loader": None, "max_epochs": 4,
     },
     "validations inside epochs": lambda: {"val_check_interval": 2},
+    "validations that draw": lambda: {
+        "val_loader": {"a": drawing(1), "b": drawing(2)},
+        "val_check_interval": 2,
+        "limit_val_batches": 2,
+    },
     "validations by a share": lambda: {"val_check_interval": 0.5},
     "blocks, validations": lambda: {
         "steps_per_execution": 3, "val_check_interval": 2
@@ -259,6 +273,7 @@ WAYS = {
 OF_FIT = (
     "val_loader",
     "val_check_interval",
+    "limit_val_batches",
     "max_epochs",
     "max_steps",
     "overfit_batches",
@@ -274,6 +289,7 @@ QUICK = [
     ("Arrays", "blocks", "inside an epoch"),
     ("Arrays on a device", "FSDP", "the second epoch"),
     ("torch's", "Pmap", "inside an epoch"),
+    ("torch's, a generator", "validations that draw", "inside an epoch"),
     ("torch's, a generator", "SingleDevice", "after an epoch"),
     ("torch's, a generator", "SingleDevice", "the second fit"),
     ("torch's, a sampler's", "16-mixed", "inside an epoch"),
@@ -315,7 +331,6 @@ def test_a_run_goes_on_as_its_twin(tmp_path, loader, way, moment):
     settings = {"max_epochs": 2, "val_loader": VAL}
     if loader in ENDLESS:
         settings["limit_train_batches"] = STEPS
-    settings |= {name: value for name, value in WAYS[way]().items() if name in OF_FIT}
 
     def make(own):
         options = {
@@ -329,11 +344,13 @@ def test_a_run_goes_on_as_its_twin(tmp_path, loader, way, moment):
 
     def fit(trainer, **more):
         batches = LOADERS[loader]()
+        own = {name: each for name, each in WAYS[way]().items() if name in OF_FIT}
+        options = settings | own
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "`fit` has nothing to do")
             if moment == "the second fit" and not more:
-                trainer.fit(batches, **settings | {"max_epochs": 1})
-            trainer.fit(batches, **settings, **more)
+                trainer.fit(batches, **options | {"max_epochs": 1})
+            trainer.fit(batches, **options, **more)
 
     which = MOMENTS[moment]
     check_twins(tmp_path, make, fit, which)

@@ -68,7 +68,7 @@ def check_schema(meta: Any) -> None:
         raise ValueError("`metadata.run_id` must be 32 hexadecimal digits")
 
 
-def list_own(path: str, process: int) -> None:
+def list_files_of_process(path: str, process: int) -> None:
     """Lists the files that a process has written alone, of a checkpoint whose `state`
     has another name yet."""
     states = [e.path for e in os.scandir(path) if e.name.startswith("state")]
@@ -80,7 +80,7 @@ def list_own(path: str, process: int) -> None:
 
 
 def write_list(path: str) -> None:
-    """Lists all files of the checkpoint `path`, with what `list_own` has listed."""
+    """Lists all files of the checkpoint `path`, with those that processes listed."""
     sums: dict[str, str] = {}
     for entry in list(os.scandir(path)):
         if entry.name.endswith(f".{_LIST}"):

@@ -38,7 +38,7 @@ from .leaves import (
     shapes,
     with_elements,
 )
-from .metadata import FORMAT, check_schema, list_own, write_list
+from .metadata import FORMAT, check_schema, list_files_of_process, write_list
 from .orbax_quirks import check_name, quiet_orbax, unfinished
 
 
@@ -197,7 +197,7 @@ def start_saving(
             if "async_write_complete" in key:
                 (unnamed,) = unfinished(path)
                 with contextlib.suppress(OSError):  # process 0 lists the rest
-                    list_own(unnamed, processes.index)
+                    list_files_of_process(unnamed, processes.index)
             wait_for_others(key=key, timeout_ms=timeout_ms)
 
         try:

@@ -29,7 +29,7 @@ _MOST_DIFFERENCES: Final = 5
 
 _COME: Final = "jaxdp.meet/come"
 _LATE: Final = "jaxdp.meet/late"
-_GONE: Final = "jaxdp.meet/gone"
+_DEPARTED: Final = "jaxdp.meet/departed"
 """Where processes leave their cards, who wait for others, for whom others do, and who
 end, by an error or without one."""
 
@@ -57,21 +57,20 @@ Entry = tuple[str, Mapping[str, str]]
 
 
 class Abandoned(RuntimeError):
-    """Another process has failed, left or died, and can't be waited for.
-
-    This one ends within ten seconds, also if something then waits for the other.
-    """
-
-    def __init__(self, text: str):
-        super().__init__(text)
-        end = threading.Timer(_LAST_SECONDS, _end, [text])
-        end.daemon = True
-        end.start()
+    """Another process has failed, left or died, and can't be waited for."""
 
 
-def _end(text: str) -> None:
-    say(f"{text}. This process ends.", everywhere=True)
-    os._exit(1)
+def _give_up(text: str) -> Abandoned:
+    """Returns the error. The process ends soon after it, whatever it then waits for."""
+
+    def exit_process() -> None:
+        say(f"{text}. This process ends.", everywhere=True)
+        os._exit(1)
+
+    timer = threading.Timer(_LAST_SECONDS, exit_process)
+    timer.daemon = True
+    timer.start()
+    return Abandoned(text)
 
 
 class Meetings:
@@ -114,7 +113,9 @@ class Meetings:
         digest = hashlib.blake2b(repr(entries).encode(), digest_size=8).hexdigest()
         started, self.is_waiting = time.monotonic(), True
         name = f"jaxdp.meet/{self.number}/{digest}"
-        if not coordination.barrier(name, _FAST, gives_up=lambda: bool(self._gone())):
+        if not coordination.barrier(
+            name, _FAST, gives_up=lambda: bool(self._read_departed())
+        ):
             self._ask(digest, entries, started, max(patience, self.timeout))
         self.since, self.is_waiting = time.monotonic(), False
         self.waited += self.since - started
@@ -127,17 +128,17 @@ class Meetings:
         coordination.put(_LATE, card)
 
     def leave(self, how: str) -> None:
-        """Lets the others know that this process ends, if a second is enough."""
+        """Publishes that this process ends, and how; waits a second at most."""
         passed = self.number - self.is_waiting
         card = {"number": passed, "text": f"{how}; it was at {self.where or 'no fit'}"}
-        put = threading.Thread(target=coordination.put, args=(_GONE, card))
+        put = threading.Thread(target=coordination.put, args=(_DEPARTED, card))
         put.daemon = True
         put.start()
         put.join(1.0)
 
-    def _gone(self) -> dict[int, str]:
-        """How processes have ended that will not come to this meeting."""
-        cards = coordination.read_all(_GONE).items()
+    def _read_departed(self) -> dict[int, str]:
+        """Returns how processes have ended that will not come to this meeting."""
+        cards = coordination.read_all(_DEPARTED).items()
         return {p: card["text"] for p, card in cards if card["number"] < self.number}
 
     def _ask(
@@ -166,25 +167,25 @@ class Meetings:
 
             # Somebody is late, or gone. A launcher that sees one die tells the rest to
             # end; of those that are alive it would soon be heard why they are late.
-            for process, how in self._gone().items():
-                raise Abandoned(f"{_name([process])} {how}")
+            for process, how in self._read_departed().items():
+                raise _give_up(f"{_format_processes([process])} {how}")
             waited = time.monotonic() - started
             is_silent = waited > 2 * TELLS_AFTER and not _excuses(missing, self.number)
             if self.is_told_to_end and is_silent:
-                raise Abandoned(
+                raise _give_up(
                     f"process {coordination.index()} ({self.where}) was told to end,"
-                    f" and {_name(missing)} did not come and said nothing"
+                    f" and {_format_processes(missing)} did not come and said nothing"
                 )
             is_late = waited > timeout
             if is_late or waited > self.warn_after and not warned:
                 excuses = _excuses(missing, self.number)
                 text = (
                     f"process {coordination.index()} ({self.where}) has waited for"
-                    f" {waited:.0f} s for {_name(missing)}"
+                    f" {waited:.0f} s for {_format_processes(missing)}"
                     + (f" ({excuses})" if excuses else "")
                 )
                 if is_late:
-                    raise Abandoned(f"{text} (`Lockstep(timeout=...)`)")
+                    raise _give_up(f"{text} (`Lockstep(timeout=...)`)")
                 say(text, everywhere=True)
                 warned = True
 
@@ -198,7 +199,7 @@ def here() -> Meetings:
     return Meetings()
 
 
-def _name(processes: Iterable[int]) -> str:
+def _format_processes(processes: Iterable[int]) -> str:
     """process 1 on node7, process 2 on node8."""
     hosts = coordination.read_all(_HOSTS)
     return some_of(f"process {p} on {hosts.get(p, '?')}" for p in sorted(processes))

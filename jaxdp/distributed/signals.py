@@ -197,8 +197,8 @@ def tell(exception: BaseException) -> None:
         )
 
 
-def end_in_sight_of_others() -> None:
-    """Lets the other processes know when this one ends, by whatever way out of Python.
+def publish_process_end() -> None:
+    """Has this process publish its end to the others, by whatever way out of Python.
 
     An exception that nobody catches is printed, and then the process ended: it would
     wait for the others in JAX's `atexit`, and they for this one, whose heartbeat goes

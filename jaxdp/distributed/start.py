@@ -21,7 +21,7 @@ from ..basics.console import say
 from ..basics.process import is_imported_by_a_worker
 from .launchers import bind_host, find_rank, join_address, started_several
 from .roll_call import call_the_roll, installed_versions
-from .signals import end_in_sight_of_others
+from .signals import publish_process_end
 
 _is_alone_on_purpose = False
 
@@ -98,7 +98,7 @@ def initialize(
         local_device_ids = rank.devices
     bind = coordinator_bind_address or bind_host(rank.host)
     call_the_roll(rank, installed_versions(), initialization_timeout, bind)
-    end_in_sight_of_others()
+    publish_process_end()
     jax.distributed.initialize(
         rank.address,
         rank.count,

@@ -111,6 +111,20 @@ def test_metadata_of_another_schema_is_refused_whole(run, change, told):
     assert run.trainer.state is state and run.all() == before
 
 
+@pytest.mark.parametrize(("number", "version", "remedy"), [
+    (1, "0.1.0", "load it with jaxdp 0.2 and save it again"),
+    (2, "0.1.0", "load it with jaxdp 0.2 and save it again"),
+    (4, "0.4.0", "use the version that wrote it"),
+])  # fmt: skip
+def test_another_format_says_what_reads_it(run, number, version, remedy):
+    run.reset()
+    other = {"format": number, "versions": {"jaxdp": version}}
+    run.forge(json.loads(run.meta) | other)
+    told = f"has format {number}, written by jaxdp {version}, .*; {remedy}"
+    with pytest.raises(ValueError, match=told):
+        run.trainer.load(run.steps / "8")
+
+
 def test_a_mistake_in_a_users_callback_passes_over_no_checkpoint(run):
     class Mistaken(Callback):
         def state_dict(self):

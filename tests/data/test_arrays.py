@@ -198,18 +198,6 @@ def test_arrays_that_one_program_cant_take_are_refused():
         Arrays(there(X), there(Y, 2))
 
 
-def test_a_run_goes_on_from_inside_an_epoch_wherever_the_rows_are(tmp_path):
-    def fit(place, **options):
-        trainer = mlp_trainer()
-        trainer.fit(Arrays(place(X), place(Y), batch_size=16), **options)
-        return trainer
-
-    path = fit(there, max_steps=3).save(tmp_path / "saved")
-    full = fit(np.asarray, max_epochs=2)
-    resumed = fit(np.asarray, max_epochs=2, ckpt_path=path)
-    assert bits(resumed.state) == bits(full.state)
-
-
 class TimedLinear(eqx.Module):
     linear: eqx.nn.Linear
 

@@ -13,10 +13,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from toys import Mlp, rows
 
 from jaxdp import FSDP, Arrays, Bitwise, Callback, Sharded, SingleDevice, Trainer, Whole
-from jaxdp.data.conversion import to_host
-from jaxdp.data.padding import Packer
-from jaxdp.data.shares import GlobalShare
-from jaxdp.distributed import RowBlocks
 
 X, Y = rows(22)  # the last batch is short
 
@@ -149,24 +145,6 @@ def test_hooks_see_them_and_a_weak_type_is_none():
         state = step(weak)
     same(state, step((x, Whole(time))))
     assert seen[0][0] is weak[0]
-
-
-def test_of_several_processes_each_takes_its_rows_there(monkeypatch):
-    packer = Packer(4, "training", RowBlocks(2, (1,)))
-    share = GlobalShare(None, lambda: packer)
-    there = batches(X[:14], Y[:14], size=8, place=jnp.asarray)
-    with unread(there):
-        first, last = share.of(iter(there), None)
-        dispatch = packer.pack([[last]])
-    assert first.counts == (4, 4) and last.counts == (4, 2)
-    same(first.own, (X[4:8], Y[4:8]))
-    same(last.own, (X[12:14], Y[12:14]))
-    padded = X[[12, 13, 12, 12]], Y[[12, 13, 12, 12]]
-    same(dispatch.groups[0].batch, [leaf[None] for leaf in padded])
-
-    monkeypatch.setattr(ArrayImpl, "is_fully_addressable", False)
-    with pytest.raises(ValueError, match=r"batch\[0\] is a jax.Array that spans"):
-        to_host(there[0])
 
 
 @pytest.mark.parametrize("kind", ["Explicit", "Auto"])

@@ -78,11 +78,6 @@ def test_an_iterable_that_can_tell_is_not_replayed(tmp_path, kind):
     check(tmp_path, kind, {20, 49}, reads=True, **settings)
 
 
-def test_what_is_read_ahead_is_not_taken_for_trained(tmp_path):
-    options = {"accumulate_grad_batches": 2, "steps_per_execution": 3}
-    check(tmp_path, Stream, {3, 9}, options=options)
-
-
 def test_a_second_fit_goes_on_where_the_first_one_was_trained_to():
     whole, parts = Recorder(), Recorder()
     make(whole).fit(Stream(), max_epochs=2)

@@ -28,16 +28,6 @@ from jaxdp.data.random_states import seed_of  # noqa: E402
 from jaxdp.data.torch_source import TorchSource  # noqa: E402
 
 
-class InPlace(DataLoader):
-    """Writes every batch into the same memory."""
-
-    def __iter__(self):
-        memory = torch.zeros(2, 1)
-        for number in range(len(self)):
-            memory[:] = number
-            yield memory
-
-
 class Listening(torch.utils.data.Sampler):
     """Gives what it was told last."""
 
@@ -140,26 +130,6 @@ def test_more_batches_than_the_length_says_all_count():
 
 def linear():
     return eqx.nn.Linear(1, 1, key=jax.random.key(0))
-
-
-def test_a_loader_may_reuse_its_memory():
-    loader = InPlace(TENSORS, 4)
-    seen = []
-
-    class Seen(Callback):
-        def on_train_batch_start(self, trainer, batch, batch_idx):
-            seen.append(float(batch[0, 0]))
-
-    trainer = Trainer(
-        linear(),
-        loss_fn=lambda model, x: jax.vmap(model)(x)[:, 0],
-        callbacks=[Seen()],
-        steps_per_execution=3,
-    )
-    trainer.fit(loader)
-    assert seen == [0, 1, 2, 3, 4, 5]
-    source = open_loader(loader, "train_loader", seed=7)
-    assert [float(batch[0, 0]) for batch in list(source.epoch())] == seen
 
 
 @pytest.mark.parametrize("dataset", [Squares(), TENSORS])
@@ -387,27 +357,49 @@ def test_a_length_that_is_not_implemented_is_not_known():
     assert open_loader(loader, "train_loader", seed=0).num_batches is None
 
 
-def test_a_generator_that_reuses_its_buffer_gives_distinct_batches():
-    def reusing():
-        buffer = np.zeros(2, np.float32)
-        for i in range(4):
-            buffer[:] = i
-            yield (buffer,)
-
-    batches = list(open_loader(reusing(), "train_loader", 0).epoch())
-    assert [int(batch[0][0]) for batch in batches] == [0, 1, 2, 3]
+BUFFER = np.zeros((2, 1), np.float32)
 
 
-def test_a_collate_fn_that_reuses_its_buffer_gives_distinct_batches():
-    buffer = np.zeros(4, np.float32)
+def reusing():
+    for number in range(4):
+        BUFFER[:] = number
+        yield (BUFFER,)
 
-    def collate(items):
-        buffer[:] = [item[0] for item in items]
-        return (buffer,)
 
-    loader = DataLoader(Squares(8), 4, collate_fn=collate)
-    batches = list(open_loader(loader, "train_loader", seed=0).epoch())
-    assert [batch[0].tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+class InPlace(DataLoader):
+    """Writes every batch into the same memory."""
+
+    def __iter__(self):
+        return reusing()
+
+
+def collate_in_place(items):
+    BUFFER[:, 0] = [item[0] // 2 for item in items]
+    return (BUFFER,)
+
+
+@pytest.mark.parametrize("make", [
+    reusing,
+    lambda: InPlace(Squares(8), 2),
+    lambda: DataLoader(Squares(8), 2, collate_fn=collate_in_place),
+], ids=["generator", "loader", "collate_fn"])  # fmt: skip
+def test_a_loader_may_reuse_its_memory(make):
+    seen = []
+
+    class Seen(Callback):
+        def on_train_batch_start(self, trainer, batch, batch_idx):
+            seen.append(batch[0].ravel().tolist())
+
+    trainer = Trainer(
+        linear(),
+        loss_fn=lambda model, x: jax.vmap(model)(x)[:, 0],
+        callbacks=[Seen()],
+        steps_per_execution=2,
+    )
+    trainer.fit(make())
+    assert seen == [[number] * 2 for number in range(4)]
+    batches = list(open_loader(make(), "train_loader", seed=7).epoch())
+    assert [batch[0].ravel().tolist() for batch in batches] == seen
 
 
 def test_an_iterator_goes_on_from_epoch_to_epoch():

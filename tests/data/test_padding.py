@@ -9,9 +9,8 @@ import pytest
 
 from jaxdp.data import open_loader
 from jaxdp.data.batches import Portion
-from jaxdp.data.conversion import check_targets, to_host
+from jaxdp.data.conversion import to_host
 from jaxdp.data.padding import Packer, are_alike
-from jaxdp.fit.feed import windows
 
 
 def test_lists_become_tuples_and_nested_batches_keep_their_structure():
@@ -76,13 +75,6 @@ def test_rows_that_are_lists_of_numbers_are_told_in_a_few_words():
     assert len(str(caught.value)) < 500
 
 
-def test_labels_outside_the_classes_are_refused():
-    check_targets((np.ones(2), np.array([0, 9])), 10)
-    for bad in (-1, 10):
-        with pytest.raises(ValueError, match=f"0 to 9.*labels from .*{bad}|{bad} to"):
-            check_targets((np.ones(2), np.array([3, bad])), 10)
-
-
 def test_only_full_windows_of_batches_of_one_shape_are_alike():
     sizes = [16, 16, 16, 16, 15]
     batches = [{"x": (np.zeros((size, 2), np.float32),)} for size in sizes]
@@ -107,7 +99,3 @@ def test_a_batch_that_changes_is_named_leaf_by_leaf():
         assert part in str(caught.value)
     with pytest.raises(ValueError, match="structure"):
         packer.pack([[{"x": np.ones((4, 2), np.float32)}]])
-
-
-def test_windows_cut_batches_into_steps():
-    assert list(windows(range(7), 3)) == [[0, 1, 2], [3, 4, 5], [6]]

@@ -139,7 +139,7 @@ LOADERS = {
 }
 
 
-@settings(200)
+@settings(80)
 @given(
     draw.sampled_from([*LOADERS]),
     draw.integers(1, 30),

@@ -21,7 +21,6 @@ from jaxdp import (
     Whole,
 )
 from jaxdp.data.conversion import to_host
-from jaxdp.data.padding import Packer
 
 ALL = [SingleDevice, Sharded, Pmap, FSDP]
 
@@ -182,22 +181,6 @@ def test_each_micro_batch_has_what_came_with_it(lengths):
 
 
 @pytest.mark.slow
-def test_draws_by_rows_are_the_same_on_any_devices_and_in_blocks():
-    data = [scaled(rows, scale) for rows in (16, 5, 16) for scale in (0.5, 2.0)]
-
-    def losses(strategy, steps=1):
-        recorder = Recorder()
-        options = {"loss_fn": weighted, "steps_per_execution": steps}
-        make(recorder, strategy=strategy, **options).fit(data)
-        return recorder.losses
-
-    expected = losses(SingleDevice())
-    assert losses(SingleDevice(), 3) == expected
-    for strategy in Sharded(), Pmap():
-        np.testing.assert_allclose(losses(strategy), expected, rtol=1e-5)
-
-
-@pytest.mark.slow
 def test_the_bits_are_the_same_on_any_number_of_devices():
     def train(strategy):
         trainer = make(strategy=Bitwise(strategy), model=Ode(0.3))
@@ -320,13 +303,6 @@ def test_torch_gives_it_in_collate_fn():
     assert any(
         "in the loader's `collate_fn`" in each for each in caught.value.__notes__
     )
-
-
-def test_batches_without_it_are_packed_as_ever():
-    packed = Packer(8, "training").pack([[(np.ones((5, 2)), np.ones(5))]])
-    (group,) = packed.groups
-    assert group.whole is None
-    assert [leaf.shape for leaf in group.batch] == [(1, 8, 2), (1, 8)]
 
 
 def test_predictions_need_rows():

@@ -93,17 +93,6 @@ def test_waits_for_other_processes_are_measured(crew):
 
 
 @pytest.mark.slow
-def test_nobody_is_waited_for_without_end(crew):
-    codes, outputs = crew(
-        "fit",
-        at=(1, 5, tasks.linger),
-        lockstep={"warn_after": 1.0, "timeout": 3.0},
-    ).join()
-    assert codes[0] == 1 and codes[1] != 0
-    assert "has waited for 3 s for process 1" in outputs[0]
-
-
-@pytest.mark.slow
 def test_meeting_rarely_is_enough_to_find_it(crew):
     codes, outputs = crew(
         "fit", at=(1, 5, tasks.skip), lockstep={"every_n_steps": 4}

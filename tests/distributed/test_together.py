@@ -352,17 +352,6 @@ def test_one_process_speaks_for_all(parts, folder):
 
 
 @pytest.mark.slow
-def test_generators_of_their_own_go_on_in_every_process(crew, tmp_path):
-    job = crew("drawing.resumes", start={"devices": 2}, into=str(tmp_path / "saved"))
-    codes, outputs = job.join()
-    assert codes == [0, 0], job.all_outputs()
-    for own in told(outputs):
-        assert len(own) == 6
-        for each in own:
-            assert each.get("found") == each.get("expected")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("local", [False, True])
 def test_batches_of_several_shapes_are_those_of_one_process(crew, capsys, local):
     together.buckets()
@@ -441,7 +430,7 @@ def test_loaders_of_other_libraries_go_on_in_several_processes(crew, tmp_path):
     codes, outputs = job.join()
     assert codes == [0, 0], job.all_outputs()
     expected = []
-    for kind in ("huggingface", "grain", "webdataset"):
+    for kind in streams.LOADERS:
         for local in (False, True):
             steps = 18 if local else 36
             ends = {"steps": steps, "saved": steps // 3 + 2, "ended": steps}

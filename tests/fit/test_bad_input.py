@@ -26,13 +26,19 @@ Y = np.zeros(8, np.int32)
 def test_arrays_in_the_place_of_loaders_are_told_how_to_be_batches():
     trainer, one = make(), "Of arrays x and y pass one loader of both: "
     x = jnp.asarray(X)
-    for arguments, name in ((X, Y), "train_loader"), (([(X, Y)], x), "val_loader"):
+    for arguments, name in (
+        ((X, Y), "train_loader"),
+        (([(X, Y)], x), "val_loader"),
+    ):
         with pytest.raises(TypeError, match=f"`{name}` is an array of shape .*{one}"):
             trainer.fit(*arguments)
     with pytest.raises(
         TypeError, match=r"shape \(8, 4\).*themselves, pass jaxdp\.Arrays\(x, y"
     ):
         trainer.fit([X, Y])
+    for given in (({"x": X}, Y), (({"x": X}, Y),), ([(X, Y)], (X, Y))):
+        with pytest.raises(TypeError, match=r"jaxdp\.Arrays\(x, y, batch_size=32\)"):
+            trainer.fit(*given)
     for method in (trainer.fit, trainer.validate, trainer.predict):
         with pytest.raises(TypeError, match=rf"tuple of an array of shape .*{one}"):
             method((X, Y))

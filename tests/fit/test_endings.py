@@ -139,27 +139,6 @@ def test_an_error_after_ctrl_c_is_a_keyboard_interrupt():
     assert "a worker died" in str(caught.value.__cause__)
 
 
-def test_a_callback_that_raises_is_named_in_every_hook():
-    hooks = [
-        "setup", "on_fit_start", "on_train_epoch_start", "on_train_batch_start",
-        "on_train_batch_end", "on_validation_start", "on_validation_batch_end",
-        "on_validation_end", "on_train_epoch_end", "on_fit_end",
-    ]  # fmt: skip
-    for name in hooks:
-
-        def raising(self, *arguments):
-            raise ZeroDivisionError("from the callback")
-
-        watching = Watching()
-        broken = type("Broken", (Callback,), {name: raising})()
-        trainer = make(callbacks=[watching, broken])
-        with pytest.raises(ZeroDivisionError) as caught:
-            trainer.fit(batches(8), batches(8))
-        assert f"raised by the callback Broken in {name}" in caught.value.__notes__
-        assert name == "on_fit_end" or watching.seen == [ZeroDivisionError, "end"]
-        trainer.model(jnp.ones(4))
-
-
 def test_a_second_exception_does_not_hide_the_first():
     class Worse(Callback):
         def on_exception(self, trainer, exception):

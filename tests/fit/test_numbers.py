@@ -223,71 +223,6 @@ def test_metrics_and_predictions_count_every_row_once(strategy):
     np.testing.assert_array_equal(trainer.predict([x for x, _ in data]), predicted)
 
 
-def test_padding_is_a_copy_of_real_rows_and_never_poisons_gradients():
-    """log(x) is infinite at zero: padding with zeros would give NaN."""
-
-    class Log(eqx.Module):
-        weight: jax.Array
-
-        def __call__(self, x):
-            return jnp.log(x) @ self.weight
-
-    x = np.random.default_rng(0).uniform(1, 2, (13, 4)).astype(np.float32)
-    trainer = quiet(Log(jnp.ones((4, 1))), loss="mse")
-    trainer.fit([(x, np.ones((13, 1), np.float32))], max_epochs=2)
-    assert np.isfinite(trainer.model.weight).all()
-    assert np.isfinite(trainer.history["loss"]).all()
-
-
-@pytest.mark.slow_but("Sharded")
-@pytest.mark.parametrize("strategy", [Sharded, lambda: Sharded(4), lambda: Sharded(3)])
-def test_batch_norm_has_global_statistics_under_sharded(strategy):
-    def norm_run(strategy):
-        model, state = eqx.nn.make_with_state(NormNet)(jax.random.key(0))
-        losses, trainer = run(strategy, model, epochs=3, state=state)
-        return losses, trainer
-
-    expected, single = norm_run(SingleDevice())
-    losses, trainer = norm_run(strategy())
-    np.testing.assert_allclose(losses, expected, rtol=1e-5)
-    for ours, theirs in zip(
-        jax.tree.leaves(trainer.model_state),
-        jax.tree.leaves(single.model_state),
-        strict=True,
-    ):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
-    found, wanted = (t.validate(batches(16, 5)) for t in (trainer, single))
-    assert found == pytest.approx(wanted, rel=1e-4)
-
-
-def test_batch_norm_with_ragged_tail_equals_a_hand_written_loop():
-    model, state = eqx.nn.make_with_state(NormNet)(jax.random.key(0))
-    params, static = eqx.partition(model, eqx.is_inexact_array)
-    optimizer = optax.adam(1e-2)
-    opt_state, expected = optimizer.init(params), []
-
-    @jax.jit
-    def step(params, state, opt_state, x, y):
-        def loss(params):
-            net = eqx.combine(params, static)
-            logits, after = jax.vmap(
-                net, axis_name="batch", in_axes=(0, None), out_axes=(0, None)
-            )(x, state)
-            value = optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
-            return value, after
-
-        (value, after), grads = jax.value_and_grad(loss, has_aux=True)(params)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return eqx.apply_updates(params, updates), after, opt_state, value
-
-    for x, y in batches(*RAGGED):
-        params, state, opt_state, value = step(params, state, opt_state, x, y)
-        expected.append(float(value))
-    model, state = eqx.nn.make_with_state(NormNet)(jax.random.key(0))
-    losses, _ = run(Sharded(), model, epochs=1, state=state)
-    np.testing.assert_allclose(losses, expected, rtol=1e-5)
-
-
 @pytest.mark.slow
 def test_batch_norm_sees_all_rows_also_by_the_name_that_pmap_wants():
     def norm_run(strategy, axis_name):
@@ -321,21 +256,6 @@ def test_accumulated_batches_equal_one_large_batch(strategy):
     )
     assert trainer.global_step == 2
     np.testing.assert_allclose(losses[0], expected[0], rtol=1e-5)
-
-
-def test_accumulation_keeps_rows_that_interact_at_their_true_size():
-    def loss_fn(model, x, y):
-        return cross_entropy(model, x, y)
-
-    model = Mlp(jax.random.key(0), rate=0.0)
-    small = batches(8, 8, 5)
-    large = [tuple(np.concatenate(part) for part in zip(*small, strict=True))]
-    expected, _ = run(SingleDevice(), model, epochs=3, data=large, loss_fn=loss_fn)
-    losses, _ = run(
-        Sharded(4), model, epochs=3, data=small, loss_fn=loss_fn,
-        accumulate_grad_batches=3,
-    )  # fmt: skip
-    np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
 @pytest.mark.slow_but("SingleDevice-options0", "Sharded-options1", "FSDP-options2")

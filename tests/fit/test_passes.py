@@ -10,7 +10,6 @@ from jaxdp.callbacks import (
     DonateBuffers,
     ModelCheckpoint,
     ThroughputMonitor,
-    WeightAveraging,
 )
 from jaxdp.callbacks.base import HOOKS
 
@@ -113,28 +112,16 @@ def test_what_watches_training_is_left_alone_by_a_pass(tmp_path):
     assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == kept
 
 
-@pytest.mark.parametrize("averages", [False, True])
-def test_a_pass_may_use_the_weights_of_a_checkpoint(tmp_path, averages):
-    saver = ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=3)
-    averaging = [WeightAveraging(0.9)] if averages else []
-    trainer = mlp_trainer(saver, *averaging)
-    data, val = batches(16, 16, 16, seed=1), batches(16, 5, seed=2)
-    scores, predicted = {}, {}
-
-    class Predicts(Callback):
-        def on_train_epoch_end(self, trainer, metrics):
-            scores[trainer.global_step] = metrics["val_loss"]
-            predicted[trainer.global_step] = trainer.predict(val)
-
-    trainer.callbacks.append(Predicts())
-    trainer.fit(data, val, max_epochs=3)
+def test_a_pass_may_use_the_weights_of_a_checkpoint(tmp_path):
+    data, val = batches(16, 16, seed=1), batches(16, 5, seed=2)
+    trainer = mlp_trainer()
+    trainer.fit(data)
+    path, then = trainer.save(tmp_path / "saved"), trainer.validate(val)
+    predicted = trainer.predict(val)
+    trainer.fit(data, max_epochs=2)
     own = trainer.validate(val)
-    for step, score in scores.items():
-        path = tmp_path / str(step)
-        assert trainer.validate(val, path)["val_loss"] == score
-        assert trainer.test(val, ckpt_path=path)["test_loss"] == score
-        np.testing.assert_array_equal(trainer.predict(val, path), predicted[step])
-    assert trainer.validate(val, "best")["val_loss"] == saver.best_model_score
+    assert trainer.validate(val, path) == then != own
+    np.testing.assert_array_equal(trainer.predict(val, path), predicted)
     assert trainer.validate(val) == own  # the trainer keeps its own
 
 

@@ -5,7 +5,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from toys import Recorder, batches
+from toys import batches
 
 from jaxdp import Callback, Trainer
 from jaxdp.callbacks import CSVLogger, ModelCheckpoint
@@ -65,34 +65,6 @@ def test_each_has_the_means_that_it_has_alone(tmp_path):
     heard.starts, heard.batches = 0, []
     trainer.fit(DATA, BOTH, max_epochs=3, limit_val_batches=1)
     assert heard.starts == 1 and heard.batches == [0, 1]
-
-
-@pytest.mark.slow_but("2")
-@pytest.mark.parametrize("stop", [2, 3, 5])
-def test_loaders_that_draw_are_resumed_bit_for_bit(tmp_path, stop):
-    torch = pytest.importorskip("torch")
-    from torch.utils.data import DataLoader, TensorDataset
-
-    def loaders():
-        def one(seed):
-            ((x, y),) = batches(24, seed=seed)
-            data = TensorDataset(torch.tensor(x), torch.tensor(y, dtype=torch.int64))
-            generator = torch.Generator().manual_seed(seed)
-            return DataLoader(data, 8, shuffle=True, generator=generator)
-
-        return one(0), {"a": one(1), "b": one(2)}
-
-    options = {"max_epochs": 3, "val_check_interval": 2, "limit_val_batches": 2}
-    whole, first, second = Recorder(), Recorder(), Recorder()
-    expected = make(whole)
-    expected.fit(*loaders(), **options)
-    saved = make(first)
-    saved.fit(*loaders(), **(options | {"max_steps": stop}))
-    saved.save(tmp_path / "saved")
-    again = make(second)
-    again.fit(*loaders(), ckpt_path=str(tmp_path / "saved"), **options)
-    assert first.losses + second.losses == whole.losses
-    assert again.history.state_dict() == expected.history.state_dict()
 
 
 def test_mistakes_are_told():

@@ -169,20 +169,6 @@ def test_overfitting_takes_the_first_rows_of_both_loaders(loader, share, count):
     np.testing.assert_allclose(trainer.history["val_loss"][-1], mean, rtol=1e-6)
 
 
-@pytest.mark.parametrize("given", [
-    lambda x, y: (x, y),
-    lambda x, y: ((x, y),),
-    lambda x, y: ([x, y],),
-    lambda x, y: (torch.tensor(x), torch.tensor(y)),
-    lambda x, y: ({"x": x}, y),
-    lambda x, y: (({"x": x}, y),),
-    lambda x, y: ([(x, y)], (x, y)),
-])  # fmt: skip
-def test_arrays_in_the_place_of_a_loader_are_told_of_arrays(given):
-    with pytest.raises(TypeError, match=r"jaxdp\.Arrays\(x, y, batch_size=32\)"):
-        make_small().fit(*given(*rows(64)))
-
-
 def test_an_iterator_with_fewer_batches_than_the_limit_is_told_of_once():
     data, trainer = batches(*[8] * 5), mlp_trainer()
     with pytest.warns(UserWarning, match="gave 1 batches in epoch 2, fewer than"):

@@ -60,29 +60,6 @@ def test_products_in_float32_use_no_tf32(precision, tmp_path):
         assert precision == "32-true" or "fma.rn.f32" in code
 
 
-SAID = "matrix products of float32 arrays are computed in TF32 here"
-
-
-@pytest.mark.parametrize("precision", ["32-true", "32-highest", "bf16-true"])
-def test_compilations_say_once_what_products_are(precision, caplog):
-    model, data = mlp_and_batch()
-    options = {"precision": precision, "enable_progress_bar": False}
-    trainer = Trainer(model, strategy=SingleDevice(), loss="cross_entropy", **options)
-    there = SingleDevice().on(topology("h100x1").devices)
-    engine = new_engine(trainer, there)
-    engine._compilations._quiet = False  # as that of a fit
-    engine.prepare("evaluate", data)
-    engine.prepare("predict", data[0])
-    assert caplog.text.count(SAID) == (precision == "32-true")
-
-    caplog.clear()
-    with jax.default_matmul_precision("default"):
-        quiet_one = new_engine(trainer, there)
-        quiet_one._compilations._quiet = False
-        quiet_one.prepare("predict", data[0])
-    assert SAID not in caplog.text
-
-
 class Reads(eqx.Module):
     """An embedding, a max-pool over its words, and a layer."""
 
