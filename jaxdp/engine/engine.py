@@ -24,10 +24,8 @@ from ..step import (
     Recomputed,
     Steps,
     TrainState,
-    check_gradients,
     has_convolutions,
     products,
-    tells_of_gradients,
 )
 from ..strategies import DataParallel
 from ..strategies.base import rows_of_processes
@@ -287,8 +285,6 @@ class Engine:
 
         # Not too many at once.
         checks = placed.checks
-        if tells_of_gradients(facts, means):
-            checks = (*checks, check_gradients)
         if steps > 1:
             self.in_flight.add(means, placed.nbytes, checks, LONG_IN_FLIGHT)
             return [Metrics(facts, means, inside, index) for index in range(steps)]

@@ -260,10 +260,8 @@ class StepsOfMembers(Steps):
 
     def _name_metrics(self, metrics: Metrics) -> Metrics:
         """Returns means over members, then each one's values, with their names."""
-        count = len(metrics.facts.names)
-        # Behind the means is what `check_gradients` reads, if the loss has weights.
-        means, flags = metrics.means[:, :count], metrics.means[:, count:]
-        means = jnp.concatenate([means.mean(axis=0), means.T.ravel(), flags.max(0)])
+        means = metrics.means
+        means = jnp.concatenate([means.mean(axis=0), means.T.ravel()])
         inside: dict[str, Array] = {}
         for name, values in metrics.inside.items():
             if values.dtype == bool:

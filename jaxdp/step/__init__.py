@@ -17,7 +17,6 @@ from .jaxprs import (
     gathers_in_branches,
     has_convolutions,
     has_own_loop,
-    last_function,
     opened,
     products,
     programs_in,
@@ -29,8 +28,6 @@ from .metrics import (
     LONG_IN_FLIGHT,
     Facts,
     Metrics,
-    check_gradients,
-    tells_of_gradients,
 )
 from .model_call import InferenceModel, check_is_told, named_by, takes_by_name
 from .objective import CriterionObjective, LossFnObjective, Objective, split_batch
@@ -65,7 +62,7 @@ from .remat import (
 from .returned import AfterUpdate
 from .state import Batch, Group, TrainState, Weights, first_state
 from .steps import Steps
-from .value_fn import check_arguments, closed_over, update_with, updates_in
+from .value_fn import closed_over, update_with
 from .whole import (
     NOTHING,
     KeyData,

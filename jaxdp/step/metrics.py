@@ -64,7 +64,7 @@ class Metrics(Mapping[str, Any]):
 
     Args:
         facts: the names of `means`.
-        means: the values in their order, and what is for `check_gradients`.
+        means: the values in their order.
         inside: values from `Callback.inside_step`.
         index: which step of a dispatch of several this is.
     """
@@ -131,8 +131,6 @@ class Sums:
 
     sums: Any
     weights: Any
-    hidden: Any
-    """How many rows' losses have NaN or infinity of weight 0; None without weights."""
     facts: Facts = dataclasses.field(metadata={"static": True})
 
     def __add__(self, other: "Sums") -> "Sums":
@@ -195,9 +193,7 @@ def sums_of(found: Values, mask: Array) -> Sums:
             weights[name] = _over_rows(one.weights, mask)
     facts = Facts(tuple(sums), found.num_classes, found.notes, tuple(weights))
     check_count(facts.names + facts.weighted)
-    hidden = found.by_name["loss"].hidden
-    hidden = None if hidden is None else _over_rows(hidden, mask)
-    return Sums(sums, weights, hidden, facts)
+    return Sums(sums, weights, facts)
 
 
 def _over_rows(value: Array, mask: Array) -> Array:
@@ -236,27 +232,6 @@ def with_names(
             " `epoch`, `step`) must differ in their names. Rename yours."
         )
     return inside | more
-
-
-def tells_of_gradients(facts: Facts, means: Any) -> bool:
-    """Whether the means of a step have what `check_gradients` reads."""
-    return bool(facts.weighted) and means.shape[-1] > len(facts.names)
-
-
-def check_gradients(means: Any) -> None:
-    """Raises if a gradient was NaN for the sake of what has no weight.
-
-    Args:
-        means: of a step, or of several, with weights. It must be done: else this waits.
-    """
-    if np.asarray(means)[..., -1].any():  # waits for the device
-        raise ValueError(
-            "the gradient is NaN, though the loss is a number: values of weight 0 are"
-            " NaN or infinite. They are left out of the loss, but what computes"
-            " them has no finite gradient. Replace what leads to them before the"
-            " loss, in the data or by jnp.where(weight > 0, x, 0). (This was seen up to"
-            f" {IN_FLIGHT} steps after it happened.)"
-        )
 
 
 def means_of(totals: np.ndarray, facts: Facts) -> dict[str, float]:

@@ -17,7 +17,6 @@ from jaxtyping import Array, PyTree
 from .. import losses
 from ..basics.tree import is_key, nodes_of
 from .collectives import DATA
-from .jaxprs import mark_logits
 from .model_call import axis_names, call_model, copy_state, with_axes
 from .per_example import Arguments, PerExample
 from .returned import (
@@ -26,7 +25,6 @@ from .returned import (
     checked,
     describe,
     is_pair,
-    nonfinite_ignored,
     notes_on,
     without_ignored,
 )
@@ -85,8 +83,6 @@ class CriterionObjective:
         x, given, weight = split_batch(batch)
         target = plain(given)
         prediction, model_state = call_model(model, model_state, x, rows)
-        if losses.takes_logits(self.loss):
-            prediction = mark_logits(prediction)
 
         by_name = {
             name: _of_criterion(
@@ -94,10 +90,6 @@ class CriterionObjective:
             )
             for name, criterion in self.criteria.items()
         }
-        is_of_batch = not self.is_per_example or model_state is not None
-        if weight is not None and is_of_batch:  # no other rows stand for ignored ones
-            hidden = nonfinite_ignored(weight, prediction)
-            by_name["loss"] = by_name["loss"]._replace(hidden=hidden)
         by_name = {
             name: one._replace(values=losses.per_row(one.values))
             for name, one in by_name.items()
@@ -314,9 +306,7 @@ def _of_criterion(
             f" {prediction.shape}. It is called with a whole batch; if it is written"
             " for one example, wrap it in jax.vmap."
         )
-    result = checked(argument, name, value, rows, weight=weight, is_criterion=True)
-    # Zeroed above: their NaN can't be seen in the values.
-    return result._replace(hidden=None) if is_per_row else result
+    return checked(argument, name, value, rows, weight=weight, is_criterion=True)
 
 
 def _is_for_one_row(

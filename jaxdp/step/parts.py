@@ -353,9 +353,7 @@ class StepsOfParts(Steps):
         notes = dict.fromkeys(note for part_sums in facts for note in part_sums.notes)
         joined = Facts(tuple(sums), None, tuple(notes), tuple(weights))
         check_count(joined.names + joined.weighted)
-        hidden = [one.hidden for one in summed if one.hidden is not None]
-        of_all = functools.reduce(jnp.add, hidden) if hidden else None
-        return Sums(sums, weights, of_all, joined), jnp.stack(due)
+        return Sums(sums, weights, joined), jnp.stack(due)
 
     def _of(self, part: FoundPart) -> Steps:
         """The plain steps of a part."""

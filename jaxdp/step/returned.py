@@ -32,8 +32,6 @@ class Returned(NamedTuple):
     weights: Array | None = None
     own: Array | None = None
     """The weights as they were returned beside the values."""
-    hidden: Array | None = None
-    """`(rows,)`, of weighted values: whether NaN or infinity has a weight of 0."""
 
 
 def checked(
@@ -77,12 +75,10 @@ def checked(
         value = losses.per_row(value)
     weight = jax.lax.stop_gradient(weight).astype(wide)
     products = jnp.where(weight == 0, 0, value.astype(wide) * weight)
-    hidden = (weight == 0) & ~jnp.isfinite(value)
     return Returned(
         products.reshape(rows, -1).sum(axis=1),
         weight.reshape(rows, -1).sum(axis=1),
         row_weights,
-        hidden.reshape(rows, -1).any(axis=1),
     )
 
 
@@ -171,16 +167,6 @@ def notes_on(
         if scalars and result.values.ndim == 0 and name != "loss"
     )
     return *pairs, *means
-
-
-def nonfinite_ignored(weight: Array, predictions: PyTree) -> Array:
-    """Returns which rows of weight 0 have NaN or infinite predictions, `(rows,)`."""
-    ignored = (weight == 0).reshape(len(weight), -1).all(axis=1)
-    finite = [
-        jnp.isfinite(leaf).reshape(len(weight), -1).all(axis=1)
-        for leaf in jax.tree.leaves(predictions)
-    ]
-    return ignored & ~jnp.stack(finite).all(axis=0)
 
 
 def without_ignored(weight: Array, *trees: PyTree) -> tuple[PyTree, ...]:

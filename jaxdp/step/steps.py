@@ -219,10 +219,6 @@ class Steps(NamedTuple):
             finite = all_finite((means[0], grads))
             new, named = unless_nonfinite(state, new, means, finite)
             inside = with_names(inside, named, summed.facts)
-        elif summed.hidden is not None:
-            # Behind the means, where names don't reach; see `check_gradients`.
-            spoilt = (summed.hidden > 0) & ~all_finite(grads)
-            means = jnp.append(means, spoilt.astype(means.dtype))
         return new, Metrics(summed.facts, means, inside)
 
     def _after_update(
