@@ -140,12 +140,6 @@ def is_per_row(criterion: Criterion) -> bool:
     return criterion in _PER_ROW
 
 
-def takes_logits(criterion: Criterion) -> bool:
-    """Whether predictions are to come to it without a sigmoid or a softmax."""
-    softmax = optax.softmax_cross_entropy
-    return criterion in (*_OF_LABELS, *_OF_YES_NO, softmax)
-
-
 def num_classes(
     criteria: Mapping[str, Criterion], prediction: Any, target: Any
 ) -> int | None:

@@ -75,18 +75,12 @@ class Compilations:
             before.append(form)
 
     def tell_of_program(self, devices: list[Any], program: Any, steps: Steps) -> None:
-        """Says what products are computed in, and warns of what is hardly wanted."""
+        """Says what products are computed in, and warns of devices that differ."""
         if self._quiet:
             return
-        ends = program.ends and (
-            f"the model ends with a {program.ends}, and the loss takes logits and"
-            f" applies it itself: leave it out of the model, and apply"
-            f" jax.nn.{program.ends} to what trainer.predict returns"
-        )
-        for note in (note_on_kinds(devices), ends):
-            if note and note not in self._told:
-                self._told.add(note)
-                warn(note)
+        if (note := note_on_kinds(devices)) and note not in self._told:
+            self._told.add(note)
+            warn(note)
         if program.products and program.products[BY_DEFAULT]:
             if note := note_on_products(steps.precision, devices[0]):
                 self.tell(note)

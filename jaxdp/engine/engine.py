@@ -115,9 +115,7 @@ class Engine:
             for kind in WHAT
         }
         own = jax.eval_shape(lambda *trees: trees, *parts[:2])
-        self._model = Model(
-            parts[2], own, view, lambda tree: self.strategy.gather(tree)
-        )
+        self._model = Model(parts[2], own, view)
         first = parts, model_state, pure
         with no_ambient_mesh(), without_collecting():
             if abstract:

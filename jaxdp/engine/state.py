@@ -24,7 +24,7 @@ from ..step import Steps, TrainState, as_own, as_stored, find_evaluated, first_s
 from ..strategies import DataParallel
 from ..strategies.base import adds_state, state_shardings
 from ..strategies.offload import optimizer_on_host
-from ..strategies.placing import fetch, place_copy
+from ..strategies.placing import fetch, gather_arrays, place_copy
 
 RATES: Final = ("learning_rate", "lr", "step_size")
 """How optimizers call their learning rate."""
@@ -43,8 +43,6 @@ class Model(NamedTuple):
     """Shapes of its trained leaves and other arrays, before they were placed."""
     view: View
     """That of a callback which chooses the weights to evaluate."""
-    gather: Callable[[PyTree], PyTree]
-    """The strategy's."""
 
 
 class State:
@@ -206,7 +204,7 @@ class State:
     def model_of(self, state: TrainState) -> tuple[PyTree, PyTree]:
         """The model and its state as `state` has them, whole and live."""
         parts = state.params, state.buffers, state.model_state
-        return self._as_model(self._of.model.gather(parts))
+        return self._as_model(gather_arrays(parts))
 
     def _as_model(self, parts: tuple[PyTree, PyTree, PyTree]) -> tuple[PyTree, PyTree]:
         params, buffers, model_state = parts
@@ -275,7 +273,7 @@ def first_of(
     # Of a model that is split already, no device need have room for all of it; zeros
     # would be whole on each. Nor for what the strategy adds.
     is_split = not all(leaf.is_fully_replicated for leaf in _placed(params))
-    if is_split and hasattr(strategy, "mesh") or adds_state(strategy):
+    if is_split and not strategy.mesh.empty or adds_state(strategy):
         shapes = jax.eval_shape(
             lambda p, b, s: first_state(p, b, s, steps, seed), *model
         )

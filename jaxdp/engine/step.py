@@ -29,7 +29,6 @@ from ..step import (
     calls_python,
     gathers_in_branches,
     has_convolutions,
-    last_function,
     products,
 )
 from ..strategies import DataParallel
@@ -90,8 +89,6 @@ class Program:
         donated: whether it may overwrite the state that it is given.
         products: matrix operations of all devices, as traced; None if a part can't be
             counted, or another function has compiled it.
-        ends: the function, as `last_function` names it, that its model should not end
-            with.
         convolves: whether there are convolutions in it; None likewise.
         may_raise: whether it calls Python that may raise, so that each call is waited
             for before its results are used.
@@ -100,7 +97,6 @@ class Program:
     """
 
     products: Products | None = None
-    ends: str | None = None
     convolves: bool | None = None
     may_raise = False
     trace_seconds: float | None = None
@@ -320,7 +316,6 @@ class Step:
         program.trace_seconds = begun - started
         program.compile_seconds = time.perf_counter() - begun
         program.may_raise = may_raise
-        program.ends = last_function(step.jaxpr)
         program.convolves = has_convolutions(step.jaxpr)
         with contextlib.suppress(KeyError):  # JAX has renamed something
             program.products = products(step.jaxpr)

@@ -21,6 +21,7 @@ from ..fit import checks
 from ..fit.feed import windows
 from ..step import Batch
 from ..strategies import DataParallel, SingleDevice
+from ..strategies.placing import gather_arrays
 
 if TYPE_CHECKING:
     from jaxdp import Trainer
@@ -183,7 +184,7 @@ def compare_strategies(
 
         recipe.decide_loss(run.engine, first[0][0])
         engine_here = run.checked_engine()
-        start = engine_here.strategy.gather(engine_here.state)
+        start = gather_arrays(engine_here.state)
 
         def trace_under(strategy: DataParallel) -> Trace:
             engine = recipe.new_engine(strategy, run.hooks)
@@ -221,7 +222,7 @@ def trace(engine: Engine, strategy: Any, windows: Iterable[Sequence[Batch]]) -> 
         }
         named = {
             f"{part}: {leaf_path(path)}": np.asarray(plain(leaf))  # on the host
-            for part, tree in engine.strategy.gather(parts).items()
+            for part, tree in gather_arrays(parts).items()
             for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
         }
         values.append({"loss": np.asarray(metrics["loss"]), **named})  # on the host

@@ -33,12 +33,10 @@ from ..step import (
 )
 from ..strategies.base import (
     DataParallel,
-    Layout,
     Role,
     Rows,
     adds_state,
     changed,
-    layouts_in,
 )
 from ..strategies.meshes import Devices, find_devices, mesh_on
 from ..strategies.sharded import Sharded
@@ -276,6 +274,9 @@ class StepsOfMembers(Steps):
         return Metrics(self.extra.name_facts(metrics.facts), means, inside)
 
 
+_OF_ALL: Final = "key", "step"
+"""Fields of a state that have no axis of members."""
+
 _OF_WEIGHTS: Final = Weights(0, 0, 0, key=0, step=None)
 """Which fields have an axis of members."""
 
@@ -301,23 +302,16 @@ class _EachAlike(DataParallel):
 
     def __init__(self, inner: DataParallel):
         self.inner, self.num_shards = inner, inner.num_shards
-        self.row_axes = inner.row_axes
+        self.mesh, self.row_axes = inner.mesh, inner.row_axes
         self._members = MEMBERS if isinstance(inner, Members) else None
-        if hasattr(inner, "mesh"):
-            self.mesh = inner.mesh
 
-    def layouts(self, state: TrainState) -> dict[str, Layout]:
+    def layouts(self, state: TrainState) -> dict[str, PartitionSpec]:
         one = jax.tree.map(_shape_of_one, state)
-        layouts = layouts_in(
-            self.inner, one._replace(key=state.key, step=state.step)
-        ).items()
-
-        def with_members(name: str, layout: Layout) -> Layout:
-            if name in ("key", "step"):
-                return layout
-            return layout._replace(spec=PartitionSpec(self._members, *layout.spec))
-
-        return {name: with_members(name, layout) for name, layout in layouts}
+        layouts = self.inner.layouts(one._replace(key=state.key, step=state.step))
+        return {
+            name: spec if name in _OF_ALL else PartitionSpec(self._members, *spec)
+            for name, spec in layouts.items()
+        }
 
     def place(self, state: TrainState) -> TrainState:
         if type(self.inner).place is not DataParallel.place:  # an engine's own
@@ -326,9 +320,6 @@ class _EachAlike(DataParallel):
 
     def place_batch(self, groups: Sequence[Group], *, split: bool) -> Sequence[Group]:
         return self.inner.place_batch(groups, split=split)
-
-    def gather(self, tree: PyTree) -> PyTree:
-        return self.inner.gather(tree)
 
     def compile(
         self,

@@ -29,7 +29,7 @@ from ..step import (
     evaluated_params,
     update_with,
 )
-from ..strategies.base import Layout, Rows, state_name
+from ..strategies.base import Rows, state_name
 from ..strategies.by_rows import ByRows
 from ..strategies.meshes import Devices, without_mesh
 from ..strategies.sharded import Sharded
@@ -168,7 +168,7 @@ class LocalSGD(Sharded):
 
         return optax.GradientTransformationExtraArgs(init, update)
 
-    def layouts(self, state: TrainState) -> dict[str, Layout]:
+    def layouts(self, state: TrainState) -> dict[str, PartitionSpec]:
         if jax.tree.leaves(state.model_state):
             raise ValueError(
                 "`strategy`: LocalSGD trains replicas separately, so a model with"
@@ -176,10 +176,9 @@ class LocalSGD(Sharded):
                 " in each. Use layers without a state, eqx.nn.LayerNorm or"
                 " GroupNorm for example, or the strategy Sharded()."
             )
-        one_each = Layout(_SPLIT, "one for each replica")
         marked = _map_stacks(lambda _: _STACK, state)
         leaves = jax.tree_util.tree_flatten_with_path(marked)[0]
-        replicas = {state_name(p): one_each for p, leaf in leaves if leaf is _STACK}
+        replicas = {state_name(p): _SPLIT for p, leaf in leaves if leaf is _STACK}
         return super().layouts(state) | replicas
 
     def collectives(self, groups: Sequence[Group], rows: Rows) -> Collectives:

@@ -13,7 +13,7 @@ from jaxtyping import Array, PRNGKeyArray, PyTree
 from ..basics.arguments import check_count, checks_arguments
 from ..basics.tree import map_nodes
 from ..step import DATA, Collectives, Group, TrainState
-from ..strategies.base import Layout, Rows
+from ..strategies.base import Rows
 from ..strategies.fsdp import split_axis
 from ..strategies.meshes import Devices, find_devices, wired_mesh
 from ..strategies.sharded import Sharded
@@ -84,21 +84,12 @@ class Pipeline(Sharded):
             return PartitionSpec()
         return _spec_of_blocks(leaf, self._sharers)
 
-    def reason(self, path: str, leaf: Array) -> str:
-        stage, *others = self.param_spec(path, leaf) or [None]
-        if stage is None:
-            return "replicated"
-        if DATA not in others:
-            return "split by blocks"
-        axis = 1 + others.index(DATA)
-        return f"split by blocks, and along axis {axis}, gathered before the step"
-
     @property
     def _sharers(self) -> int:
         """How many devices share the blocks of a stage."""
         return self.mesh.shape[DATA] if self.fsdp else 1
 
-    def layouts(self, state: TrainState) -> dict[str, Layout]:
+    def layouts(self, state: TrainState) -> dict[str, PartitionSpec]:
         # The blocks' arrays may be trained, or frozen, or both.
         blocks = stacks_in(eqx.combine(state.params, state.buffers))
         if not blocks:
@@ -127,7 +118,7 @@ class Pipeline(Sharded):
 
 def _spec_of_blocks(leaf: Any, sharers: int) -> PartitionSpec:
     """How an array of blocks is split, over stages and the devices of each."""
-    axis, _ = split_axis(leaf, sharers, 1, PartitionSpec(_STAGE))
+    axis = split_axis(leaf, sharers, 1, PartitionSpec(_STAGE))
     between = [None] * ((axis or 1) - 1)
     return PartitionSpec(_STAGE, *between, *([] if axis is None else [DATA]))
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, PyTree
 from ..basics.arguments import checks_arguments
 from ..basics.tree import stored_path
 from ..step import DATA, Collectives, Group, OnRows, Results
-from ..strategies import FSDP, Layout
+from ..strategies import FSDP
 from ..strategies.base import Role, Rows, changed, one_batch
 from ..strategies.meshes import Devices, check_sizes, find_devices, wired_mesh
 from .attention_in_blocks import SEQ
@@ -64,16 +64,8 @@ class SequenceParallel(FSDP):
         super().__init__(mesh=mesh, min_size=min_size, gather=gather)
 
     @property
-    def batch_axes(self) -> tuple[str, ...]:
-        """The axes of the mesh that a batch is split over, and gradients summed."""
-        return DATA, SEQ
-
-    @property
     def split_axes(self) -> tuple[str, ...]:
-        return self.batch_axes if self.fsdp else ()
-
-    def reason(self, path: str, leaf: Array) -> str:
-        return super().reason(path, leaf) if self.fsdp else "replicated"
+        return (DATA, SEQ) if self.fsdp else ()
 
     def batch_spec(self, leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
         """How a leaf of a batch is split; axis 1, if there is one, counts tokens.
@@ -85,8 +77,8 @@ class SequenceParallel(FSDP):
         lengths = self._lengths or {self._tokens([leaf])}
         return PartitionSpec(DATA, SEQ if leaf.shape[1] in lengths else None)
 
-    def batch_layouts(self, batch: PyTree) -> dict[str, Layout]:
-        """How each leaf of a batch is split over the devices, and why.
+    def batch_layouts(self, batch: PyTree) -> dict[str, PartitionSpec]:
+        """How each leaf of a batch is split over the devices.
 
         Args:
             batch: arrays, or their shapes and dtypes, `(rows, ...)`.
@@ -97,18 +89,8 @@ class SequenceParallel(FSDP):
         Raises:
             ValueError: if `"seq"` does not divide the tokens, or there are none.
         """
-        tokens = self._tokens(batch)
-        knowing = self._for([tokens])
-        layouts: dict[str, Layout] = {}
-        for name, leaf in _named(batch):
-            why = f"rows over {DATA!r}"
-            if len(leaf.shape) > 1:
-                length = leaf.shape[1]
-                over = f"{length} tokens, axis 1, over {SEQ!r}"
-                other = f"axis 1 has {length}, not the {tokens} tokens"
-                why += f"; {over if length == tokens else other}"
-            layouts[name] = Layout(knowing.batch_spec(leaf), why)
-        return layouts
+        knowing = self._for([self._tokens(batch)])
+        return {name: knowing.batch_spec(leaf) for name, leaf in _named(batch)}
 
     def place_batch(self, groups: Sequence[Group], *, split: bool) -> Sequence[Group]:
         knowing = self._for(self._lengths_in(groups))
@@ -137,7 +119,7 @@ class SequenceParallel(FSDP):
         """
         inner = Collectives()
         if self.fsdp:
-            axes, size = self.batch_axes, self.mesh.size
+            axes, size = (DATA, SEQ), self.mesh.size
             over_all = changed(self, row_axes=axes, num_shards=size)
             inner = super(SequenceParallel, over_all).collectives(groups, rows)
         by_rows = None if rows == "whole" else DATA

@@ -29,7 +29,6 @@ from ..step import (
     PerExample,
     Recomputed,
     Whole,
-    check_arguments,
     check_is_told,
     find_parts,
     find_recomputed,
@@ -207,7 +206,6 @@ def check_model(model: Any, *, must_be_callable: bool) -> None:
 
 def check_optimizer(optimizer: Any) -> None:
     if isinstance(optimizer, optax.GradientTransformation):
-        check_arguments(optimizer)
         return
     if hasattr(optimizer, "gradient_transformation"):
         raise TypeError(

@@ -354,7 +354,7 @@ class Run:
 
         Args:
             names: of fields of the state: "params".
-            source: has them by name, as `strategy.gather` gave them; or the path of a
+            source: has them by name, as `gather_arrays` gave them; or the path of a
                 checkpoint.
         """
         engine = self.engine

@@ -17,7 +17,6 @@ from .jaxprs import (
     gathers_in_branches,
     has_convolutions,
     has_own_loop,
-    last_function,
     opened,
     products,
     programs_in,
@@ -63,7 +62,7 @@ from .remat import (
 from .returned import AfterUpdate
 from .state import Batch, Group, TrainState, Weights, first_state
 from .steps import Steps
-from .value_fn import check_arguments, closed_over, update_with, updates_in
+from .value_fn import closed_over, update_with
 from .whole import (
     NOTHING,
     KeyData,

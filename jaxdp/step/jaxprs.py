@@ -1,7 +1,4 @@
-"""Traced programs: what operations are in them, and the cost of matrix products.
-
-And how a model ends whose loss takes logits: in a sigmoid or a softmax?
-"""
+"""Traced programs: what operations are in them, and the cost of matrix products."""
 
 import collections
 import math
@@ -9,19 +6,8 @@ import re
 from collections.abc import Iterator
 from typing import Any, Final
 
-import jax
-from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import PyTree
-
 OWN_LOOP: Final = "own_loop"
 """Names the `jax.named_scope` of loops over optimizer steps and micro-batches."""
-
-_LOGITS: Final = "jaxdp: logits"
-_PASSED_ON: Final = frozenset(
-    "broadcast_in_dim convert_element_type copy name reduce_precision reshape"
-    " slice squeeze stop_gradient transpose".split()
-)
-"""Operations whose results have the entries of their first operand."""
 
 Products = collections.Counter[str]
 """Operations of products by what they are computed in: a dtype, or `BY_DEFAULT`."""
@@ -122,53 +108,6 @@ def programs_in(equation: Any) -> list[Any]:
         values = value if isinstance(value, tuple | list) else (value,)
         programs += [one for one in values if hasattr(opened(one), "eqns")]
     return programs
-
-
-def is_mark(equation: Any, name: str) -> bool:
-    """Whether an operation is what `checkpoint_name` makes of a name."""
-    return equation.primitive.name == "name" and equation.params["name"] == name
-
-
-def mark_logits(prediction: PyTree) -> PyTree:
-    """Predictions that a loss takes for logits."""
-    return jax.tree.map(lambda leaf: checkpoint_name(leaf, _LOGITS), prediction)
-
-
-def last_function(jaxpr: Any) -> str | None:
-    """The `"sigmoid"` or `"softmax"` that logits have come from in a traced program."""
-    makers: dict[Any, Any] = {}
-    for equation in opened(jaxpr).eqns:
-        makers |= dict.fromkeys(equation.outvars, equation)
-        if is_mark(equation, _LOGITS):
-            maker, others = _maker(equation.invars[0], makers)
-            inputs = [_maker(var, others)[0] for var in getattr(maker, "invars", ())]
-            names = [one and one.primitive.name for one in (maker, *inputs)]
-            if names[0] == "logistic":
-                return "sigmoid"
-            return "softmax" if names == ["div", "exp", "reduce_sum"] else None
-        for program in programs_in(equation):
-            if (name := last_function(program)) is not None:
-                return name
-    return None
-
-
-def _maker(var: Any, makers: dict[Any, Any]) -> tuple[Any, dict[Any, Any]]:
-    """The operation that computed an array's entries, and the others around it."""
-    equation = None if hasattr(var, "val") else makers.get(var)
-    if equation is None:
-        return None, makers
-    if equation.primitive.name in _PASSED_ON:
-        return _maker(equation.invars[0], makers)
-    programs = [*map(opened, programs_in(equation))]
-    if len(programs) == 1 and len(programs[0].outvars) == len(equation.outvars):
-        (program,) = programs
-        result = program.outvars[equation.outvars.index(var)]
-        if result not in program.invars:
-            inside = {out: one for one in program.eqns for out in one.outvars}
-            return _maker(result, inside)
-        if len(equation.invars) == len(program.invars):
-            return _maker(equation.invars[program.invars.index(result)], makers)
-    return equation, makers
 
 
 def _products(equation: Any) -> Products:

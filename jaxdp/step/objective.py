@@ -17,7 +17,6 @@ from jaxtyping import Array, PyTree
 from .. import losses
 from ..basics.tree import is_key, nodes_of
 from .collectives import DATA
-from .jaxprs import mark_logits
 from .model_call import axis_names, call_model, copy_state, with_axes
 from .per_example import Arguments, PerExample
 from .returned import (
@@ -84,8 +83,6 @@ class CriterionObjective:
         x, given, weight = split_batch(batch)
         target = plain(given)
         prediction, model_state = call_model(model, model_state, x, rows)
-        if losses.takes_logits(self.loss):
-            prediction = mark_logits(prediction)
 
         by_name = {
             name: _of_criterion(

@@ -9,7 +9,6 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
@@ -126,46 +125,6 @@ def _searches_back(opt_state: PyTree) -> bool:
     return any(map(is_search, jax.tree.leaves(opt_state, is_leaf=is_search)))
 
 
-def check_arguments(optimizer: optax.GradientTransformation) -> None:
-    """Raises for what an optimizer was made of and fails with, as far as it shows."""
-    for stage in _stages_of(optimizer.update):
-        made_of = dict(closed_over(stage))
-        labels = made_of.get("param_labels")
-        if isinstance(labels, eqx.Module) and not isinstance(labels, eqx.Partial):
-            is_text = [isinstance(leaf, str) for leaf in jax.tree.leaves(labels)]
-            if callable(labels) and any(is_text):
-                raise TypeError(
-                    f"`optimizer`: the labels of optax.partition are a"
-                    f" {type(labels).__name__}, which optax calls, as it can be called,"
-                    " to get labels. Pass a function of the params, `lambda params:"
-                    " labels`, with labels made from `params` or from"
-                    " eqx.filter(model, eqx.is_inexact_array)."
-                )
-        if isinstance(injected := made_of.get("other_hps"), Mapping):
-            made_of |= injected
-        for name in ("learning_rate", "step_size", "weight_decay"):
-            if isinstance(made_of.get(name), str):
-                name = name.replace("step_size", "learning_rate")
-                raise TypeError(
-                    f"`optimizer`: its `{name}` is a str; pass a number, or a schedule"
-                    " such as optax.cosine_decay_schedule(1e-3, steps), which is a"
-                    " function of the number of steps."
-                )
-
-
-def _stages_of(update: Callable[..., Any]) -> list[Any]:
-    """The functions that `update` calls, and itself, as far as closures show them."""
-    waiting, seen = [update], []
-    while waiting:
-        stage = inspect.unwrap(waiting.pop())
-        if any(stage is earlier for earlier in seen):
-            continue
-        seen.append(stage)
-        for value in closed_over(stage).values():
-            waiting += updates_in(value)
-    return seen
-
-
 def closed_over(function: Any) -> Mapping[str, Any]:
     """What a function that was made by another, or a method, knows besides."""
     if inspect.ismethod(function):
@@ -174,17 +133,3 @@ def closed_over(function: Any) -> Mapping[str, Any]:
         with contextlib.suppress(ValueError):  # of a variable that has no value yet
             return inspect.getclosurevars(function).nonlocals
     return {}
-
-
-def updates_in(value: Any) -> list[Any]:
-    """The `update` functions of what may be stages of an optimizer."""
-    if hasattr(value, "init") and hasattr(value, "update"):
-        return [value.update]
-    if getattr(value, "__name__", "").endswith(("update", "update_fn")):
-        return [value]
-    if isinstance(value, Mapping):
-        value = tuple(value.values())
-    is_several = isinstance(value, list | tuple)
-    return (
-        [update for item in value for update in updates_in(item)] if is_several else []
-    )

@@ -5,7 +5,7 @@ from typing import Any
 import jaxdp
 
 from ..step import AxisCollectives, Collectives, Group
-from .base import DataParallel, Layout
+from .base import DataParallel
 from .fsdp import FSDP, ZeRO
 from .sharded import Pmap, Sharded, SingleDevice
 from .tensor_parallel import TensorParallel, tensor_rules
@@ -16,7 +16,6 @@ __all__ = [
     "Collectives",
     "DataParallel",
     "Group",
-    "Layout",
     "Pmap",
     "Sharded",
     "SingleDevice",

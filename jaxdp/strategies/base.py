@@ -4,21 +4,20 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
 from ..basics.tree import leaf_path
 from ..distributed import RowBlocks, row_blocks
 from ..step import DATA, Collectives, Group, TrainState
 from .meshes import names_of
 from .offload import jitted
-from .placing import fetch, place_copy, put_rows
+from .placing import place_copy, put_rows
 
 Role = Literal["state", "groups", "rows", "replicated"]
 """What an argument or a result of a step is.
@@ -41,11 +40,8 @@ of them and must not sum over devices.
 Strategy = TypeVar("Strategy", bound="DataParallel")
 
 
-class Layout(NamedTuple):
-    """How a leaf is split over the devices, and why."""
-
-    spec: PartitionSpec
-    reason: str
+NO_MESH: Final = Mesh(np.empty((), dtype=object), ())
+"""That of an engine which does not say how leaves are split."""
 
 
 class DataParallel:
@@ -58,7 +54,7 @@ class DataParallel:
     shortest complete strategy.
     """
 
-    mesh: Mesh
+    mesh: Mesh = NO_MESH
     """The devices, along named axes of type Auto."""
 
     row_axes: tuple[str, ...] = (DATA,)
@@ -129,6 +125,50 @@ class DataParallel:
         """
         return optimizer
 
+    def layouts(self, state: TrainState) -> dict[str, PartitionSpec]:
+        """How each leaf of a state is split, by name, `params: layers[0].weight`.
+
+        A leaf of the optimizer state belongs to the parameter whose path its own path
+        ends with, if it has that parameter's shape too, or a stack of such; Adam's
+        `mu.layers[0].weight` does. A subclass overrides it to look at the whole state
+        first, or to split leaves that its other methods are not asked about.
+
+        Args:
+            state: arrays, or their shapes and dtypes; placed or not.
+        """
+        params: dict[tuple[Any, ...], tuple[tuple[int, ...], PartitionSpec]] = {}
+
+        def own(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
+            return self._held(leaf_path(path), leaf)
+
+        def updated(path: tuple[Any, ...], leaf: Any) -> None:
+            spec = self._updated(leaf_path(path), leaf)
+            params[tuple(map(str, path))] = leaf.shape, spec
+
+        def inherited(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
+            # The longest path of a parameter that this one ends with.
+            keys = tuple(map(str, path))
+            for start in range(len(keys) + 1):
+                shape, spec = params.get(keys[start:], (None, None))
+                if shape is None or spec is None:
+                    continue
+                stacked = leaf.ndim - len(shape)
+                if stacked >= 0 and leaf.shape[stacked:] == shape:
+                    return PartitionSpec(*[None] * stacked, *spec)
+            return self._like_no_parameter(leaf)
+
+        # Parameters first: the others follow them.
+        with_path = jax.tree_util.tree_map_with_path
+        with_path(updated, state.params)
+        layouts = jax.tree.map(lambda _: PartitionSpec(), state)._replace(
+            params=with_path(own, state.params),
+            buffers=with_path(own, state.buffers),
+            opt_state=with_path(inherited, state.opt_state),
+        )
+        is_spec = lambda node: isinstance(node, PartitionSpec)  # noqa: E731
+        leaves = jax.tree_util.tree_flatten_with_path(layouts, is_leaf=is_spec)[0]
+        return {state_name(path): spec for path, spec in leaves}
+
     def place(self, state: TrainState) -> TrainState:
         """Copies `state` to the devices, in this strategy's layout.
 
@@ -149,13 +189,6 @@ class DataParallel:
             return groups
         shardings = functools.partial(self._group_shardings, split=split)
         return put_rows(groups, rows_of_processes(self), shardings, split=split)
-
-    def gather(self, tree: PyTree) -> PyTree:
-        """Returns new whole arrays, on the default device, from arrays in this layout.
-
-        If anything is split between processes, all of them must call it.
-        """
-        return jax.tree.map(jnp.asarray, fetch(tree))
 
     def compile(
         self,
@@ -221,6 +254,10 @@ class DataParallel:
         spec = self.update_spec(path, leaf)
         return self._check_spec("`update_spec`", spec, path, leaf)
 
+    def _like_no_parameter(self, leaf: Any) -> PartitionSpec:
+        """How optimizer state is split that belongs to no parameter."""
+        return PartitionSpec()
+
     def _check_spec(
         self, origin: str, spec: PartitionSpec, path: str, leaf: Any
     ) -> PartitionSpec:
@@ -249,76 +286,18 @@ def adds_state(strategy: DataParallel) -> bool:
     return type(strategy).wrap_optimizer is not DataParallel.wrap_optimizer
 
 
-def layouts_of(strategy: DataParallel, state: TrainState) -> dict[str, Layout]:
-    """How each leaf of the state is held, by name.
-
-    A leaf of the optimizer state belongs to the parameter whose path its own path
-    ends with, if it has that parameter's shape too, or a stack of such; Adam's
-    `mu.layers[0].weight` does. For those that belong to none there is the strategy's
-    `state_spec`, if it has one.
-    """
-    state_spec = getattr(strategy, "state_spec", lambda *_: PartitionSpec())
-    reason = getattr(strategy, "reason", lambda *_: "")
-    params: dict[tuple[Any, ...], tuple[tuple[int, ...], Layout]] = {}
-
-    def own(path: tuple[Any, ...], leaf: Any) -> Layout:
-        name = leaf_path(path)
-        return Layout(strategy._held(name, leaf), reason(name, leaf))
-
-    def updated(path: tuple[Any, ...], leaf: Any) -> None:
-        name = leaf_path(path)
-        layout = Layout(strategy._updated(name, leaf), f"as its parameter {name}")
-        params[tuple(map(str, path))] = leaf.shape, layout
-
-    def inherited(path: tuple[Any, ...], leaf: Any) -> Layout:
-        # The longest path of a parameter that this one ends with.
-        keys = tuple(map(str, path))
-        for start in range(len(keys) + 1):
-            shape, layout = params.get(keys[start:], (None, None))
-            if shape is None or layout is None:
-                continue
-            stacked = leaf.ndim - len(shape)
-            if stacked >= 0 and leaf.shape[stacked:] == shape:
-                spec = PartitionSpec(*[None] * stacked, *layout.spec)
-                return layout._replace(spec=spec)
-        name = leaf_path(path)
-        spec = state_spec(name, leaf)
-        strategy._check_spec("`state_spec`", spec, name, leaf)
-        split = ", split by its own shape" if any(spec) else ", whole"
-        return Layout(spec, f"like no parameter{split}")
-
-    # Parameters first: the others follow them.
-    with_path = jax.tree_util.tree_map_with_path
-    with_path(updated, state.params)
-    whole = Layout(PartitionSpec(), "replicated")
-    layouts = jax.tree.map(lambda _: whole, state)._replace(
-        params=with_path(own, state.params),
-        buffers=with_path(own, state.buffers),
-        opt_state=with_path(inherited, state.opt_state),
-    )
-    is_layout = lambda node: isinstance(node, Layout)  # noqa: E731
-    leaves = jax.tree_util.tree_flatten_with_path(layouts, is_leaf=is_layout)[0]
-    return {state_name(path): layout for path, layout in leaves}
-
-
-def layouts_in(strategy: DataParallel, state: TrainState) -> dict[str, Layout]:
-    """How a strategy splits each leaf of a state, by its `layouts` if it has them."""
-    find = getattr(strategy, "layouts", functools.partial(layouts_of, strategy))
-    return find(state)
-
-
 def state_shardings(strategy: DataParallel, state: TrainState) -> TrainState:
     """The sharding of each leaf of `state`, from its shape and the strategy's specs."""
-    if not hasattr(strategy, "mesh"):
+    if strategy.mesh.empty:
         raise NotImplementedError(
             f"`{type(strategy).__name__}` can't be planned: it has no `mesh`, over"
             " which `param_spec` and `update_spec` say how each leaf is held."
         )
 
-    layouts = layouts_in(strategy, state)
+    layouts = strategy.layouts(state)
 
     def held(path: tuple[Any, ...], _: Any) -> NamedSharding:
-        return NamedSharding(strategy.mesh, layouts[state_name(path)].spec)
+        return NamedSharding(strategy.mesh, layouts[state_name(path)])
 
     return jax.tree_util.tree_map_with_path(held, state)
 
@@ -333,7 +312,7 @@ def rows_of_processes(strategy: DataParallel) -> RowBlocks:
     """Which rows of a batch this process loads, if there are several processes."""
     if jax.process_count() == 1:
         return RowBlocks()
-    if not hasattr(strategy, "mesh"):
+    if strategy.mesh.empty:
         raise ValueError(
             f"`strategy`: {strategy!r} can't train with {jax.process_count()}"
             " processes: it has no `mesh` that says which rows each of them loads. Use"
@@ -344,8 +323,7 @@ def rows_of_processes(strategy: DataParallel) -> RowBlocks:
 
 def check_offload(strategy: DataParallel) -> None:
     """Raises unless the strategy's state may be held in host memory, too."""
-    is_told = type(strategy).place is DataParallel.place and hasattr(strategy, "mesh")
-    if not is_told:
+    if type(strategy).place is not DataParallel.place or strategy.mesh.empty:
         raise ValueError(
             "`offload`='optimizer' needs a strategy that says where each leaf of the"
             " state is held, by a mesh and `param_spec`, and does not `place` it"

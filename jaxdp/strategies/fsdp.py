@@ -12,7 +12,6 @@ from jaxtyping import Array, PyTree
 from ..basics.arguments import check_count, checks_arguments
 from ..basics.tree import at_path
 from ..step import DATA, TrainState, outermost_matching
-from .base import Layout
 from .by_rows import NO_GATHERERS
 from .gathering import Gatherers
 from .meshes import Devices, find_devices, mesh_on
@@ -39,18 +38,14 @@ class _Split(Sharded):
         """The axes of the mesh that leaves are split over."""
         return self.row_axes
 
-    def reason(self, path: str, leaf: Array) -> str:
-        return self._axis(path, leaf)[1]
+    def _like_no_parameter(self, leaf: Any) -> PartitionSpec:
+        return self._split(leaf)
 
-    def state_spec(self, path: str, leaf: Array) -> PartitionSpec:
-        return self._split(path, leaf)
-
-    def _split(self, path: str, leaf: Any) -> PartitionSpec:
-        return along(self._axis(path, leaf)[0], self.split_axes)
-
-    def _axis(self, path: str, leaf: Any) -> tuple[int | None, str]:
-        """The axis along which a leaf is split, and why it is that one."""
-        return split_axis(leaf, self._parts, self.min_size)
+    def _split(self, leaf: Any, blocks: PartitionSpec = _WHOLE) -> PartitionSpec:
+        """How a leaf is split, if it can be along none of the axes of `blocks`."""
+        given = leaf, self._parts, self.min_size
+        axis = split_axis(*given, blocks)
+        return along(split_axis(*given) if axis is None else axis, self.split_axes)
 
     @property
     def _parts(self) -> int:
@@ -92,10 +87,7 @@ class ZeRO(_Split):
         super().__init__(devices, mesh, min_size)
 
     def update_spec(self, path: str, leaf: Array) -> PartitionSpec:
-        return self._split(path, leaf)
-
-    def reason(self, path: str, leaf: Array) -> str:
-        return f"whole; its gradient and optimizer state {super().reason(path, leaf)}"
+        return self._split(leaf)
 
 
 class Gathering(Sharded):
@@ -111,19 +103,13 @@ class Gathering(Sharded):
         self._gather = _checked(gather)
         self.gatherers = NO_GATHERERS
 
-    def gathered(self, path: str, spec: PartitionSpec) -> str:
-        """How a leaf that is split like this is gathered, to be said of it."""
-        if not self.gatherers.gather(path, spec, self.split_axes):
-            return ""
-        return f", gathered in each call of {self.gatherers.owner(path)}"
-
     def blocks(self, path: str) -> PartitionSpec:
         """The axes of a leaf that are blocks, of which its module gathers one."""
         owner = self.gatherers.owner(path)
         stacked = 0 if owner is None else self.gatherers.stacked[owner]
         return PartitionSpec(*[_BLOCKS] * stacked)
 
-    def layouts(self, state: TrainState) -> dict[str, Layout]:
+    def layouts(self, state: TrainState) -> dict[str, PartitionSpec]:
         # The arrays may be trained, or frozen, or both.
         self.find_gatherers(eqx.combine(state.params, state.buffers))
         return super().layouts(state)
@@ -216,15 +202,8 @@ class FSDP(Gathering, _Split):
         return tuple(name for name in self.row_axes if name != _GROUP)
 
     def param_spec(self, path: str, leaf: Array) -> PartitionSpec:
-        return self._split(path, leaf)
-
-    def reason(self, path: str, leaf: Array) -> str:
-        return super().reason(path, leaf) + self.gathered(path, self._split(path, leaf))
-
-    def _axis(self, path: str, leaf: Any) -> tuple[int | None, str]:
         # Of a block, so that it can be gathered by itself, if it has such an axis.
-        place = split_axis(leaf, self._parts, self.min_size, self.blocks(path))
-        return super()._axis(path, leaf) if place[0] is None else place
+        return self._split(leaf, self.blocks(path))
 
 
 def _stacks_on(path: tuple[Any, ...], model: PyTree) -> int:
@@ -264,21 +243,18 @@ def _checked(gather: Any) -> str | tuple[str, ...]:
 
 def split_axis(
     leaf: Any, parts: int, min_size: int, taken: PartitionSpec = _WHOLE
-) -> tuple[int | None, str]:
-    """The first axis of `leaf` that `parts` divide, and why, or why there is none.
+) -> int | None:
+    """The first axis of `leaf` that `parts` divide, if there is one.
 
     Those that `taken` splits otherwise don't count, nor leaves under `min_size`.
     """
-    size = math.prod(leaf.shape)
-    if parts == 1:
-        return None, "whole: there is one device"
-    if size < min_size:
-        return None, f"whole: {size} elements are fewer than min_size={min_size}"
+    if parts == 1 or math.prod(leaf.shape) < min_size:
+        return None
     for axis, length in enumerate(leaf.shape):
         free = axis >= len(taken) or taken[axis] is None
         if free and length and length % parts == 0:
-            return axis, f"split along axis {axis}"
-    return None, f"whole: {parts} devices divide no axis of {tuple(leaf.shape)}"
+            return axis
+    return None
 
 
 def along(axis: int | None, names: tuple[str, ...]) -> PartitionSpec:

@@ -1,21 +1,13 @@
 """The optimizer's state in the host's memory between steps."""
 
 import functools
-import math
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import jax
 
-from ..basics.console import warn
 from ..basics.host_memory import HOST, is_on_host, on_device
-from ..basics.tree import nbytes
-from ..basics.units import in_bytes
 from ..step import TrainState
-
-_POOL: Final = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-"""The size of XLA's pool of pinned memory, in GiB; 64 if it is not set."""
 
 _SMALL: Final = 1024
 """Elements up to which a leaf stays on the device: it would save next to nothing."""
@@ -40,37 +32,7 @@ def optimizer_on_host(shardings: TrainState, state: TrainState) -> TrainState:
         return on_host
 
     held_by = jax.tree.map(held, shardings.opt_state, state.opt_state)
-    _check_pool(held_by, state.opt_state)
     return shardings._replace(opt_state=held_by)
-
-
-def _check_pool(shardings: Any, tree: Any) -> None:
-    """Warns where XLA's pool of pinned memory has no room for the leaves there."""
-    needed, platform = 0, ""
-    for sharding, leaf in zip(
-        jax.tree.leaves(shardings), jax.tree.leaves(tree), strict=True
-    ):
-        if sharding.memory_kind == HOST:
-            devices = sharding.device_set
-            (device, *_) = devices
-            here = sum(d.process_index == device.process_index for d in devices)
-            needed += here * nbytes(leaf, sharding.shard_shape(leaf.shape))
-            platform = device.platform
-    if platform in ("gpu", "cuda") and (text := short_of_pinned_memory(needed)):
-        warn(text)
-
-
-def short_of_pinned_memory(needed: int) -> str | None:
-    """What to say if XLA's pool of pinned memory has not so many bytes, per process."""
-    limit = float(os.environ.get(_POOL) or 64)
-    if needed <= limit * 2**30:
-        return None
-    return (
-        f"`offload`='optimizer' keeps {in_bytes(needed)} of each process in pinned host"
-        f" memory, and XLA's pool of it has {in_bytes(limit * 2**30)}. Set"
-        f" {_POOL}={math.ceil(1.1 * needed / 2**30)} before Python starts, if the"
-        " machine has as much"
-    )
 
 
 def jitted(

@@ -108,6 +108,14 @@ def _identity(sharding: Any) -> Callable[[Any], Any]:
     return jax.jit(lambda x: x, out_shardings=sharding)
 
 
+def gather_arrays(tree: PyTree) -> PyTree:
+    """New whole arrays, on the default device, of placed ones.
+
+    If anything is split between processes, all of them must call it.
+    """
+    return jax.tree.map(jnp.asarray, fetch(tree))
+
+
 def fetch(tree: PyTree) -> PyTree:
     """Whole NumPy arrays of placed ones, and typed PRNG keys as they are.
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, PyTree
+from jaxtyping import PyTree
 
 from ..basics.arguments import checks_arguments
 from ..basics.tree import map_nodes
-from ..step import DATA, Collectives, Group, TrainState
-from .base import DataParallel, Layout, Rows, changed, layouts_of, one_batch
+from ..step import DATA, Collectives, Group
+from .base import DataParallel, Rows, changed, one_batch
 from .by_rows import NO_GATHERERS, ByRows
 from .gathering import Gatherers
 from .meshes import Devices, find_devices, mesh_on, names_of
@@ -77,28 +77,6 @@ class Sharded(DataParallel):
         auto = (AxisType.Auto,) * len(mesh.axis_names)
         self.mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=auto)
         self.num_shards = math.prod(self.mesh.shape[name] for name in self.row_axes)
-
-    def state_spec(self, path: str, leaf: Array) -> PartitionSpec:
-        """How a leaf of the optimizer state is split that belongs to no parameter."""
-        return PartitionSpec()
-
-    def reason(self, path: str, leaf: Array) -> str:
-        """Why a leaf of the model is held as it is, for `layouts`."""
-        return "by param_spec" if any(self.param_spec(path, leaf)) else "replicated"
-
-    def layouts(self, state: TrainState) -> dict[str, Layout]:
-        """How each leaf of a state is split over the devices, and why.
-
-        A subclass overrides it to look at the whole state first, or to split leaves
-        that its other methods are not asked about.
-
-        Args:
-            state: arrays, or their shapes and dtypes; placed or not.
-
-        Returns:
-            By name, `params: layers[0].weight`.
-        """
-        return layouts_of(self, state)
 
     def on(self, devices: Sequence[Any]) -> "Sharded":
         """This strategy on other devices; the axis `"data"` is what they allow."""

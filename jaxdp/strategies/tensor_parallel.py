@@ -11,7 +11,6 @@ from jaxtyping import Array, PyTree
 from ..basics.arguments import checks_arguments
 from ..basics.tree import leaf_path
 from ..step import DATA, TrainState, matches
-from .base import Layout
 from .by_rows import NO_GATHERERS
 from .fsdp import Gathering, split_axis
 from .gathering import Gatherers
@@ -82,18 +81,13 @@ class TensorParallel(Gathering):
         self.gather_by(gather)
 
     def param_spec(self, path: str, leaf: Array) -> PartitionSpec:
-        return self._ruled_and_split(path, leaf)[0]
+        spec = PartitionSpec()
+        if (rule := self._rule(path)) is not None:
+            origin = f"`rules`: the rule for {rule[0]!r}"
+            spec = self._check_spec(origin, rule[1], path, leaf)
+        return self._split(spec, leaf, self.blocks(path))
 
-    def state_spec(self, path: str, leaf: Array) -> PartitionSpec:
-        return self._split(PartitionSpec(), leaf)[0]
-
-    def reason(self, path: str, leaf: Array) -> str:
-        rule = self._rule(path)
-        by = "by no rule" if rule is None else f"by the rule for {rule[0]!r}"
-        spec, why = self._ruled_and_split(path, leaf)
-        return f"{by}; {why}{self.gathered(path, spec)}" if why else by
-
-    def layouts(self, state: TrainState) -> dict[str, Layout]:
+    def layouts(self, state: TrainState) -> dict[str, PartitionSpec]:
         paths = [
             leaf_path(path)
             for tree in (state.params, state.buffers)
@@ -118,36 +112,31 @@ class TensorParallel(Gathering):
         """The first rule that fits."""
         return next((rule for rule in self.rules if matches(path, rule[0])), None)
 
-    def _ruled_and_split(self, path: str, leaf: Any) -> tuple[PartitionSpec, str]:
-        rule = self._rule(path)
-        spec = PartitionSpec()
-        if rule is not None:
-            origin = f"`rules`: the rule for {rule[0]!r}"
-            spec = self._check_spec(origin, rule[1], path, leaf)
-        return self._split(spec, leaf, self.blocks(path))
+    def _like_no_parameter(self, leaf: Any) -> PartitionSpec:
+        return self._split(PartitionSpec(), leaf)
 
     def _split(
         self, spec: PartitionSpec, leaf: Any, blocks: PartitionSpec = _WHOLE
-    ) -> tuple[PartitionSpec, str]:
+    ) -> PartitionSpec:
         """`spec`, and another axis split over `"fsdp"`, where there is one; if it can
         be, none of `blocks`."""
         names = [name for entry in spec for name in names_of(entry)]
         if _FSDP not in self.mesh.shape or _FSDP in names:
-            return spec, ""
+            return spec
         parts = self.mesh.shape[_FSDP]
         taken = PartitionSpec(*blocks, *spec[len(blocks) :])
-        axis, why = split_axis(leaf, parts, self.min_size, taken)
+        axis = split_axis(leaf, parts, self.min_size, taken)
         if axis is None:
-            axis, why = split_axis(leaf, parts, self.min_size, spec)
+            axis = split_axis(leaf, parts, self.min_size, spec)
         if axis is None:  # what the rules leave on one device, then
             shape = NamedSharding(self.mesh, spec).shard_shape(leaf.shape)
             left = jax.ShapeDtypeStruct(shape, leaf.dtype)
-            axis, why = split_axis(left, parts, self.min_size)
+            axis = split_axis(left, parts, self.min_size)
         if axis is None:
-            return spec, f"over {_FSDP!r} {why}"
+            return spec
         entries = [*spec, *[None] * (axis + 1 - len(spec))]
         entries[axis] = (*names_of(entries[axis]), _FSDP)
-        return PartitionSpec(*entries), f"over {_FSDP!r} {why}"
+        return PartitionSpec(*entries)
 
 
 @checks_arguments

@@ -194,15 +194,12 @@ def test_leaves_of_the_longest_length_are_split_and_others_by_rows_only():
         "author": np.zeros((2, 4), np.float32),
         "label": np.zeros(2, np.int32),
     }
-    layouts = strategy.batch_layouts(batch)
-    assert {name: layout.spec for name, layout in layouts.items()} == {
+    assert strategy.batch_layouts(batch) == {
         "batch['tokens']": P("data", "seq"),
         "batch['vectors']": P("data", "seq"),
         "batch['author']": P("data", None),
         "batch['label']": P("data"),
     }
-    assert "8 tokens, axis 1, over 'seq'" in layouts["batch['vectors']"].reason
-    assert "axis 1 has 4, not the 8 tokens" in layouts["batch['author']"].reason
 
     # So the step takes them.
     def loss_fn(model, batch, keys):

@@ -158,7 +158,7 @@ def test_the_weights_of_a_checkpoint_are_those_scored(
 
         def on_validation_end(self, trainer, metrics):
             self.scored[trainer.global_step] = arrays(trainer.model)
-            params = strategy.gather(trainer.state.params)
+            params = jax.tree.map(np.array, trainer.state.params)
             self.raw[trainer.global_step] = arrays(params)
 
     saver, seen = ModelCheckpoint(tmp_path / "run", "val_loss"), Seen()

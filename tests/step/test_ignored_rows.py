@@ -15,7 +15,6 @@ from jaxdp import (
     Bitwise,
     Ensemble,
     LocalSGD,
-    Part,
     Pmap,
     Sharded,
     SingleDevice,

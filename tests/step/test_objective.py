@@ -1,7 +1,6 @@
 """`loss_fn` in every form, and how models are called."""
 
 import functools
-import warnings
 
 import equinox as eqx
 import jax
@@ -12,7 +11,6 @@ import pytest
 from toys import NormNet, batches
 
 from jaxdp import Callback, Pmap, Sharded, SingleDevice, Trainer
-from jaxdp.step.jaxprs import last_function, mark_logits
 from jaxdp.step.per_example import Arguments
 
 X = np.ones((2, 4), np.float32)
@@ -57,56 +55,6 @@ def fit(loss_fn, data, model=None, strategy=None, **options):
     )  # fmt: skip
     trainer.fit(data, data, max_epochs=2)
     return trainer
-
-
-ENDS = {
-    "sigmoid": jax.nn.sigmoid,
-    "sigmoid, cast": lambda x: jax.nn.sigmoid(x.astype(jnp.bfloat16)).astype(x.dtype),
-    "softmax": jax.nn.softmax,
-    "softmax by hand": lambda x: jnp.exp(x) / jnp.exp(x).sum(),
-    "softmax, jitted": jax.jit(lambda x: jax.nn.softmax(x).reshape(3, 1)[:, 0]),
-    "log_softmax": jax.nn.log_softmax,
-    "tanh": jnp.tanh,
-    "gate": lambda x: x * jax.nn.sigmoid(x),
-    "attention": lambda x: jax.nn.softmax(x) @ jnp.eye(3),
-    "softplus": jax.nn.softplus,
-    "nothing": lambda x: x,
-}
-
-
-@pytest.mark.parametrize("end", ENDS)
-def test_a_model_that_ends_as_its_loss_begins_is_warned_of(end):
-    linear = eqx.nn.Linear(4, 3, key=jax.random.key(0))
-    params, static = eqx.partition(linear, eqx.is_array)
-    model = eqx.nn.Sequential([linear, eqx.nn.Lambda(ENDS[end])])
-
-    def loss(params, x):
-        linear = eqx.combine(params, static)
-        logits = jax.vmap(lambda x: ENDS[end](linear(x)))(x)
-        return (mark_logits(logits) ** 2).sum()
-
-    expected = end.partition(",")[0].split(" ")[0]
-    expected = expected if expected in ("sigmoid", "softmax") else None
-    for function in (loss, jax.checkpoint(loss)):
-        program = jax.make_jaxpr(jax.grad(function))(params, X)
-        assert last_function(program) == expected
-    assert jax.eval_shape(model, X[0]).shape == (3,)
-
-
-@pytest.mark.parametrize("loss", [None, "binary_cross_entropy", "mse"])
-def test_an_end_that_a_loss_applies_itself_is_warned_of_once(loss):
-    y = np.zeros((2, 3), np.float32) if loss else np.zeros(2, int)
-    end = jax.nn.sigmoid if loss else jax.nn.softmax
-    linear = eqx.nn.Linear(4, 3, key=jax.random.key(0))
-    model = eqx.nn.Sequential([linear, eqx.nn.Lambda(end)])
-    trainer = Trainer(model, loss=loss, enable_progress_bar=False)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer.fit([(X, y)], [(X, y)], max_epochs=2)
-    told = [str(w.message) for w in caught if "leave it out" in str(w.message)]
-    name = "softmax" if loss is None else "sigmoid"
-    assert len(told) == (loss != "mse")
-    assert all(f"the model ends with a {name}" in text for text in told)
 
 
 def log_of(p, y):

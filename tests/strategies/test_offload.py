@@ -12,22 +12,11 @@ from toys import batches, make_small
 from jaxdp import FSDP, Bitwise, Pmap, Sharded, SingleDevice, ZeRO
 from jaxdp.callbacks import DonateBuffers, WeightAveraging
 from jaxdp.checkpoint import read_meta
-from jaxdp.strategies.offload import short_of_pinned_memory
 from jaxdp.strategies.placing import fetch
 
 DATA = batches(16, 16, 16, 16)
 HIDDEN = 64 * 64
 """Elements of the only leaf that is large enough."""
-
-
-def test_the_pool_of_pinned_memory_is_compared_and_named(monkeypatch):
-    monkeypatch.delenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", raising=False)
-    assert short_of_pinned_memory(64 * 2**30) is None
-    text = short_of_pinned_memory(100 * 2**30)
-    assert "107.4 GB of each process" in text and "has 68.72 GB" in text
-    assert "Set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=111 before" in text
-    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "128")
-    assert short_of_pinned_memory(100 * 2**30) is None
 
 
 def make(**options):

@@ -66,8 +66,8 @@ class Planner:
         topology: str | None = None,
         hardware: str | Hardware | None = None,
     ):
-        mesh = getattr(strategy, "mesh", None)
-        devices = jax.devices()[:1] if mesh is None else mesh.devices.flat
+        mesh = strategy.mesh
+        devices = jax.devices()[:1] if mesh.empty else mesh.devices.flat
         self.here = here(list(devices))
         self.devices_per_host: int | None = None
         self.engine_on = engine_on
@@ -174,9 +174,9 @@ def of_running(engine: Any) -> Plan | None:
     runs = engine.train_program()
     if getattr(runs and runs.compiled, "memory_analysis", lambda: None)() is None:
         return None
-    mesh = getattr(engine.strategy, "mesh", None)
+    mesh = engine.strategy.mesh
     held = engine.held.shapes().step.sharding.device_set
-    devices = here(list(held if mesh is None else mesh.devices.flat))
+    devices = here(list(held if mesh.empty else mesh.devices.flat))
     return _planned(engine, devices, _hosts(devices.devices), devices.hardware)
 
 

@@ -41,15 +41,9 @@ class Reading:
 
     def __init__(self, engine: Any, hosts: Sequence[int], memory: int | None = None):
         strategy, runs = engine.strategy, engine.train_program()
-        mesh = getattr(strategy, "mesh", None)
-        self.mesh: dict[str, int] = {} if mesh is None else dict(mesh.shape)
+        self.mesh: dict[str, int] = dict(strategy.mesh.shape)
         self.hosts = hosts
-        rows = strategy.row_axes
-        self.batch_axes: tuple[str, ...] = getattr(strategy, "batch_axes", rows)
-        self.num_shards: int = strategy.num_shards
         self.branch_every = strategy.every if isinstance(strategy, LocalSGD) else 1
-        if set(self.batch_axes) <= set(self.mesh):
-            self.num_shards = math.prod(self.mesh[axis] for axis in self.batch_axes)
 
         # What it was compiled for.
         self.written_for_example: bool = engine.pure.is_per_example("train")
@@ -70,6 +64,14 @@ class Reading:
         state = engine.held.shapes()
         self.state, self.batch = leaves_of(state, runs.compiled, self.program.aliased)
         self.leaves = self.state + self.batch
+        # Rows may be split over some axes, and their tokens over others.
+        self.batch_axes = tuple(
+            name
+            for name in self.mesh
+            if name in strategy.row_axes
+            or any(f"'{name}'" in leaf.spec for leaf in self.batch)
+        )
+        self.num_shards = math.prod(self.mesh[axis] for axis in self.batch_axes)
         self.params = [leaf for leaf in self.state if leaf.group == "parameters"]
         self.gathered = self._gathered_in_calls(state, strategy)
         self.in_flight = 0 if memory is None else self._in_flight(memory)
