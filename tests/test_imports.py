@@ -8,7 +8,11 @@ import re
 import subprocess
 import sys
 
+import equinox as eqx
+import jax
+import numpy as np
 import pytest
+from toys import batches
 
 import jaxdp
 from jaxdp.fit import Run
@@ -242,3 +246,45 @@ def test_every_wait_for_the_device_says_so():
                 if "waits for the device" not in said and "# on the host" not in said:
                     silent.append(f"{path.name}:{number + 1}: {line.strip()}")
     assert not silent
+
+
+CALLED_BY_CHECKS = "Metrics.__len__", "Metrics.__iter__"
+MAX_CALLS = 23
+"""Functions of ours that a step calls: a small one takes as long as a hundred."""
+
+
+@pytest.mark.parametrize("kind", ["ready batches", "a DataLoader"])
+def test_a_step_is_few_calls_of_ours(kind):
+    def loader(count):
+        data = batches(*[8] * count)
+        if kind == "ready batches":
+            return data
+        torch = pytest.importorskip("torch")
+        arrays = map(np.concatenate, zip(*data, strict=True))
+        rows = torch.utils.data.TensorDataset(*map(torch.from_numpy, arrays))
+        return torch.utils.data.DataLoader(rows, 8)
+
+    def count_calls(steps):
+        def profile(frame, event, _):
+            is_ours = frame.f_code.co_filename.startswith(str(PACKAGE))
+            name = frame.f_code.co_qualname
+            # Of mappings, the checks of types in these tests call such methods.
+            if is_ours and event == "call" and name not in CALLED_BY_CHECKS:
+                calls.append(name)
+
+        calls = []
+        trainer = jaxdp.Trainer(
+            eqx.nn.Linear(4, 3, key=jax.random.key(0)),
+            loss="cross_entropy",
+            strategy=jaxdp.SingleDevice(),
+            enable_progress_bar=False,
+        )
+        trainer.fit(loader(steps))
+        sys.setprofile(profile)
+        try:
+            trainer.fit(loader(steps), max_epochs=2)
+        finally:
+            sys.setprofile(None)
+        return len(calls)
+
+    assert (count_calls(128) - count_calls(64)) // 64 <= MAX_CALLS

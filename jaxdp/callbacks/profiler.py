@@ -26,7 +26,8 @@ class Profiler(Callback):
     Args:
         dirpath: folder to write to; None means `profile` in
             `trainer.default_root_dir`.
-        start_step: how many steps of a fit to skip first, as a warm-up.
+        start_step: how many steps of a fit to skip first, as a warm-up; with
+            `steps_per_execution` the trace begins with the next call of so many.
         num_steps: how many steps to trace; 5 to 20 is common, since traces are large.
     """
 
@@ -52,6 +53,7 @@ class Profiler(Callback):
         self._first = start_step  # the trace begins after this step
         self._step = contextlib.ExitStack()
         self._is_tracing = self._done = False
+        self._is_at_boundary = True  # and not between steps that run as one
 
     def setup(self, trainer: Trainer) -> None:
         root = trainer.default_root_dir
@@ -62,6 +64,7 @@ class Profiler(Callback):
     def on_fit_start(self, trainer: Trainer) -> None:
         self._is_tracing, self._done = False, not trainer.is_global_zero
         self._first = trainer.global_step + self.start_step
+        self._is_at_boundary = True
 
     def on_train_batch_start(
         self, trainer: Trainer, batch: Any, batch_idx: int
@@ -69,6 +72,8 @@ class Profiler(Callback):
         if self._done or trainer.global_step < self._first:
             return
         if not self._is_tracing:
+            if not self._is_at_boundary:
+                return
             self._start(trainer)
         number = trainer.global_step + 1
         step = jax.profiler.StepTraceAnnotation("train", step_num=number)
@@ -77,10 +82,14 @@ class Profiler(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, metrics: Mapping[str, Any], batch_idx: int
     ) -> None:
+        self._is_at_boundary = False
         if self._is_tracing:
             self._step.close()
             if trainer.global_step >= self._first + self.num_steps:
                 self._stop(trainer)
+
+    def on_boundary(self, trainer: Trainer) -> None:
+        self._is_at_boundary = True
 
     def on_fit_end(self, trainer: Trainer) -> None:
         if self._is_tracing:

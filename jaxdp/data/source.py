@@ -104,7 +104,8 @@ class Source:
         position = self.begun = self._begin(position)
         # What an iterator has given for steps that were not taken comes again.
         given = [*self._ahead] if self.to_train else []
-        position = position._replace(batches=position.batches + len(given))
+        if given:
+            position = position._replace(batches=position.batches + len(given))
 
         read = self._read(position)
         batches = self._pass = self._noted(read, position)
@@ -129,7 +130,8 @@ class Source:
 
     def trained_on(self, window: Sequence[Batch]) -> None:
         """A step was taken over these batches."""
-        self.drop(len(window))
+        if self._ahead:
+            self.drop(len(window))
 
     def drop(self, count: int) -> None:
         """The next batches are no good: an iterator does not give them again."""
@@ -248,9 +250,10 @@ class Source:
 
     def _begin(self, position: Position) -> Position:
         """Has the loader be where an epoch starts; returns the position, complete."""
-        if position.state is None:
-            return position._replace(state=self.present_state())
-        self.restore(position.state)
+        if position.state is not None:
+            self.restore(position.state)
+        elif (state := self.present_state()) is not None:
+            position = position._replace(state=state)
         return position
 
     def restore(self, state: Any) -> None:

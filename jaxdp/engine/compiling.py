@@ -40,7 +40,6 @@ class Compilations:
     """
 
     def __init__(self, *, quiet: bool = False) -> None:
-        self.seconds = 0.0
         self._quiet = quiet
         self._say = (lambda _: None) if quiet else say
         self._forms: dict[str, list[_Form]] = {}
@@ -65,7 +64,6 @@ class Compilations:
         finally:
             timer.cancel()
         seconds = time.perf_counter() - started
-        self.seconds += seconds
 
         if is_new and before and not self._quiet:
             self._say_why(kind, form, before, seconds)
@@ -94,21 +92,17 @@ class Compilations:
     def tell_of_whole(self, packed: Dispatch, num_shards: int) -> None:
         """Says, for the first batch that is not split over the devices, why not."""
         batches = [group.batch for group in packed.groups]
+        sizes = [jax.tree.leaves(batch)[0].shape[1] for batch in batches]
+        rows = next((size for size in sizes if size % num_shards), None)
         has_rows = not any(isinstance(batch, Rowless) for batch in batches)
-        if packed.split or not has_rows or self._quiet or self._has_told_of_whole:
+        # Processes may have different numbers of rows, and shards divide each.
+        if packed.split or rows is None or not has_rows or self._has_told_of_whole:
             return
         self._has_told_of_whole = True
-        sizes = (jax.tree.leaves(batch)[0].shape[1] for batch in batches)
-        rows = next((size for size in sizes if size % num_shards), None)
-        if rows is None:  # processes have different numbers of rows
-            return
-        below = rows // num_shards * num_shards
-        near = f"{below} and " if below else ""
-        say(
-            f"a batch of {rows} rows is computed in full on each device, since the"
-            f" {num_shards} shards of the strategy do not divide it, and something in"
-            f" the step is written for a batch. The next sizes that they divide are"
-            f" {near}{below + num_shards}"
+        self._say(
+            f"a batch of {rows} rows is computed in full on each device, since"
+            f" something in the step is written for a batch, and the {num_shards}"
+            " shards of the strategy do not divide it"
         )
 
     def _say_why(
@@ -116,31 +110,15 @@ class Compilations:
     ) -> None:
         text = (
             f"the {kind} step was compiled again, in {seconds:.1f} s, because"
-            f" {_why(form, before)}; {self.seconds:.1f} s of compilation so far"
+            f" {_why(form, before)}"
         )
-        if _rowless_shapes(form) in map(_rowless_shapes, before):
-            text += " (drop_last=True leaves a short last batch out)"
-        if len(before) + 1 < _MANY:
+        if (count := len(before) + 1) < _MANY:
             self._say(text)
-            return
-
-        remedy = (
-            "The step is compiled once for each shape, so use few shapes: put"
-            " rows of similar length into a bucket, and pad them to its length,"
-            " such as a power of two, in the dataset or `collate_fn`; see"
-            " docs/shapes.md."
-        )
-        if all(_rowless_shapes(each) == _rowless_shapes(form) for each in before):
-            remedy = (
-                "Batches are padded to one size for a named loss, `per_example`, or a"
-                " `loss_fn` that names `mask`. A plain `loss_fn` and BatchNorm see each"
-                " batch as it is, and need few sizes, such as `drop_last=True` gives."
+        else:
+            warn(
+                f"{text}. It is compiled once for each shape, of which there were"
+                f" {count} so far: docs/shapes.md shows how to have few."
             )
-
-        warn(
-            f"{text}. So far there were {len(before) + 1} shapes of {kind} batches."
-            f" {remedy}"
-        )
 
 
 def _form(packed: Dispatch) -> _Form:
@@ -153,11 +131,6 @@ def _form(packed: Dispatch) -> _Form:
         }
         groups.append((len(group.counts) if len(packed.groups) > 1 else 0, shapes))
     return packed.split, groups
-
-
-def _rowless_shapes(form: _Form) -> list[tuple[Any, ...]]:
-    """Returns the shapes of a form's leaves without their rows."""
-    return [tuple(shape[1:] for shape in shapes.values()) for _, shapes in form[1]]
 
 
 def _why(form: _Form, before: list[_Form]) -> str:

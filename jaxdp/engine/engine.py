@@ -1,7 +1,7 @@
 """Compiled steps, taken on the placed state of a trainer."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 
 from ..basics.host_memory import no_ambient_mesh
 from ..basics.process import without_collecting
-from ..data import Dispatch, Packer, Window, are_alike
+from ..data import Dispatch, Packer, Window
 from ..distributed import RowBlocks
 from ..step import (
     LONG_IN_FLIGHT,
@@ -22,7 +22,6 @@ from ..step import (
     Recomputed,
     Steps,
     TrainState,
-    has_convolutions,
     products,
 )
 from ..strategies import DataParallel
@@ -70,6 +69,7 @@ class Engine:
             one is launched: where they are no CPUs. A test on CPUs may set it.
         held: the present state.
         options: how train steps are compiled from now on.
+        steps_per_execution: how many steps a dispatch takes at present.
         begins_epoch: whether the next step is the first of an epoch, whose sums begin
             at zero.
     """
@@ -101,7 +101,7 @@ class Engine:
         self.pure, self.strategy = pure, strategy
         self._compilations = Compilations(quiet=abstract)
         self.tell = self._compilations.tell
-        self._steps_per_execution = steps_per_execution
+        self._most_steps = self.steps_per_execution = steps_per_execution
         several = not abstract and jax.process_count() > 1
         self._blocks = rows_of_processes(strategy) if several else RowBlocks()
         self.steps: dict[Kind, Step] = {
@@ -152,6 +152,7 @@ class Engine:
         is_cpu = self._devices[0].platform == "cpu"
         settings = debug_settings()
         self.set(unroll_convolutions=is_cpu and not settings[0])
+        self.steps_per_execution = 1 if any(settings) else self._most_steps
         if settings != self._settings:
             self._settings = settings
             for step in self.steps.values():
@@ -173,11 +174,6 @@ class Engine:
     @property
     def _devices(self) -> list[Any]:
         return [*self.held.leaves[0].sharding.device_set]
-
-    @property
-    def steps_per_execution(self) -> int:
-        """How many steps a dispatch takes at present."""
-        return 1 if any(self._settings) else self._steps_per_execution
 
     def set_options(self, options: StepOptions) -> None:
         """How train steps are compiled from now on."""
@@ -209,30 +205,19 @@ class Engine:
             sizes = {form: rows for of, form, rows in named if of == kind and rows}
             step.packer.forms.start_from(sizes)
 
-    def dispatches(self, windows: list[Window]) -> Iterator[Dispatch]:
-        """The batches of some optimizer steps, packed as they are dispatched.
-
-        All in one if they are alike and as many as one execution takes; otherwise one
-        step each, packed when its turn comes.
-        """
-        is_full = len(windows) == self.steps_per_execution
-        if is_full and len(windows) > 1 and are_alike(windows, self.micro_batches):
-            yield self.steps["train"].packer.pack(windows, self.micro_batches)
-        else:
-            yield from map(self._single, windows)
-
-    def _single(self, window: Window) -> Dispatch:
-        return self.steps["train"].packer.pack([window], self.micro_batches)
+    def pack(self, windows: list[Window]) -> Dispatch:
+        """The batches of optimizer steps, for one call of the compiled step."""
+        return self.steps["train"].packer.pack(windows, self.micro_batches)
 
     def prepare_training(self, dispatch: Dispatch) -> list[Dispatch]:
         """Compiles for `dispatch`; returns it, or those it must be taken apart to."""
         try:
             program = self.compiled_for("train", dispatch)
         except SingleStepsOnly:  # so each of the steps is now taken alone
-            first, *others = map(self._single, dispatch.windows)
+            first, *others = [self.pack([window]) for window in dispatch.windows]
             return [*self.prepare_training(first), *others]
-        if self.steps_per_execution > 1 and not self._loops_well(dispatch, program):
-            self._steps_per_execution = 1
+        if self.steps_per_execution > 1 and not self._loops_well(program):
+            self._most_steps = self.steps_per_execution = 1
         return [dispatch]
 
     def prepare(self, kind: Kind, batch: Batch) -> tuple[Dispatch, Program]:
@@ -244,20 +229,19 @@ class Engine:
     def train(self, dispatch: Dispatch) -> list[Metrics]:
         """Takes the steps of `dispatch`; returns each one's metrics."""
         # What must hold, before the state is given away.
-        step = self.steps["train"]
+        step, held = self.steps["train"], self.held
         program = step.programs.get(dispatch.shape)
         if program is None:
             program = self.compiled_for("train", dispatch)
         steps = len(dispatch.rows)
+        if held.handed_out is not None:
+            held.check_handed_out()  # the last moment: it will be outdated
 
         # The steps. Nothing here waits for the device.
-        self.held.check_handed_out()  # the last moment: it will be outdated
-        inputs = self.held.leaves
-        if self.begins_epoch:
-            inputs = self.held.leaves_from_zero()
+        inputs = held.leaves_from_zero() if self.begins_epoch else held.leaves
         placed, results = self.run("train", dispatch, program, inputs)
         leaves, (means, inside) = results
-        self.held, self.begins_epoch = self.held.after(leaves), False
+        self.held, self.begins_epoch = State(leaves, held.kind), False
         facts = step.facts  # without jit, of this call
 
         # Not too many at once.
@@ -285,9 +269,8 @@ class Engine:
     def _check_memory(
         self, kind: Kind, dispatch: Dispatch, of: Program, error: Any = None
     ) -> None:
-        batch = self.steps[kind].bytes_per_device(dispatch), sum(dispatch.rows)
         what, leaves = f"the {WHAT[kind]} step", self.held.leaves
-        check_memory(what, leaves, batch, of.compiled, error)
+        check_memory(what, leaves, sum(dispatch.rows), of.compiled, error)
 
     def epoch_means(self) -> dict[str, float]:
         """Means over the epoch's rows so far. Waits for the device."""
@@ -301,12 +284,8 @@ class Engine:
             packer = Packer(1, packer.what)  # of the rows that are here
         dispatch = packer.pack([list(window)], self.micro_batches)
         pure = self.pure._replace(inside=(), remat=Recomputed())
-        traced = products(self._traced(pure, dispatch))
-        return traced.total() / rows_in(dispatch.groups)
-
-    def _traced(self, pure: Steps, dispatch: Dispatch) -> Any:
-        """A train step for batches like those of a dispatch, as JAX sees it."""
-        return traced(pure.train, self.state, dispatch.groups)
+        jaxpr = traced(pure.train, self.state, dispatch.groups)
+        return products(jaxpr).total() / rows_in(dispatch.groups)
 
     def compiled_for(self, kind: Kind, dispatch: Dispatch) -> Program:
         """The step for batches of this shape, compiled if it is a new one."""
@@ -333,20 +312,16 @@ class Engine:
         self._compilations.tell_of_program(self._devices, program, self.pure)
         return program
 
-    def _loops_well(self, dispatch: Dispatch, program: Program) -> bool:
+    def _loops_well(self, program: Program) -> bool:
         """Returns whether a loop over steps is as good as they are; says so if not."""
         reason = ""
         if program.may_raise:
             reason = "a step calls Python that may raise, which ends the steps after it"
-        elif self.pure.unroll_convolutions:
-            convolves = program.convolves
-            if convolves is None:
-                convolves = has_convolutions(self._traced(self.pure, dispatch))
-            if convolves:
-                reason = (
-                    "XLA's convolutions are slow inside loops on the CPU, and round"
-                    " differently there"
-                )
+        elif self.pure.unroll_convolutions and program.convolves:
+            reason = (
+                "XLA's convolutions are slow inside loops on the CPU, and round"
+                " differently there"
+            )
         if reason:
             self.tell(f"`steps_per_execution`: 1 at a time, because {reason}")
         return not reason

@@ -44,16 +44,13 @@ class InFlight:
         while len(self._waiting) > most or (
             self._bytes > self.most_bytes and len(self._waiting) > LEAST_IN_FLIGHT
         ):
-            self._wait_for_first()
-
-    def _wait_for_first(self) -> None:
-        array, nbytes = self._waiting.popleft()
-        self._bytes -= nbytes
-        try:
-            self.wait(array)
-        except jax.errors.JaxRuntimeError as error:
-            check_late(error)
-            raise
+            first, first_bytes = self._waiting.popleft()
+            self._bytes -= first_bytes
+            try:
+                self.wait(first)
+            except jax.errors.JaxRuntimeError as error:
+                check_late(error)
+                raise
 
 
 def most_bytes_in_flight(devices: Iterable[Any]) -> float:

@@ -54,13 +54,16 @@ class State:
     Attributes:
         leaves: which cross into the compiled step, and are overwritten by it.
         treedef: how they make a `TrainState`.
+        kind: what all states of a run have in common.
+        handed_out: the tree that a user has, and the leaves it was made of.
     """
 
-    __slots__ = ("_made", "_of", "leaves")
+    __slots__ = ("_made", "handed_out", "kind", "leaves")
 
-    def __init__(self, leaves: list[Array], of: "_Kind"):
-        self.leaves, self._of = leaves, of
+    def __init__(self, leaves: list[Array], kind: "_Kind"):
+        self.leaves, self.kind = leaves, kind
         self._made: dict[str, Any] = {}
+        self.handed_out: tuple[TrainState, list[Any]] | None = None
 
     @classmethod
     def of(cls, tree: TrainState, model: Model) -> "State":
@@ -83,22 +86,18 @@ class State:
 
     @property
     def treedef(self) -> Any:
-        return self._of.treedef
+        return self.kind.treedef
 
     @property
     def zeros(self) -> np.ndarray:
         """What the sums over a pass begin at, on the host."""
-        return self._of.zeros
+        return self.kind.zeros
 
     def leaves_from_zero(self) -> list[Any]:
         """The leaves with the epoch's sums at zero, which the call of a step moves."""
         leaves: list[Any] = list(self.leaves)
-        leaves[self._of.totals] = self._of.zeros
+        leaves[self.kind.totals] = self.kind.zeros
         return leaves
-
-    def after(self, leaves: list[Array]) -> "State":
-        """What a step has made of this one."""
-        return State(leaves, self._of)
 
     def _once(self, name: str, make: Callable[[], Any]) -> Any:
         if name not in self._made:
@@ -116,24 +115,20 @@ class State:
     def hand_out(self) -> TrainState:
         """`tree` for a user, who may keep it until the next step but not change it."""
         self.check_handed_out()
-
-        def given() -> tuple[TrainState, list[Any]]:
+        if self.handed_out is None:
             leaves, treedef = jax.tree.flatten(self.tree)
-            return treedef.unflatten(leaves), leaves
-
-        return self._once("handed out", given)[0]
+            self.handed_out = treedef.unflatten(leaves), leaves
+        return self.handed_out[0]
 
     def check_handed_out(self) -> None:
         """Raises where code has put something into the state it was handed.
 
         It would read back as set, and no step would ever see it.
         """
-        if "handed out" not in self._made:
-            return
-        where = _written_to(*self._made["handed out"])
+        where = self.handed_out and _written_to(*self.handed_out)
         if where is None:
             return
-        del self._made["handed out"]
+        self.handed_out = None
         raise RuntimeError(
             f"`trainer.state` was written to, at {where}, but that has no effect:"
             " it only shows what is on the devices. Use `trainer.set_hyperparams`"
@@ -143,7 +138,7 @@ class State:
 
     def check(self) -> None:
         """Raises where a step that failed has taken the state along."""
-        if self._of.is_placed and any(map(_is_deleted, self.leaves)):
+        if self.kind.is_placed and any(map(_is_deleted, self.leaves)):
             raise RuntimeError(
                 "the state is lost: a step failed while it was overwriting it."
                 " Resume from the last checkpoint with a new Trainer (`fit(...,"
@@ -158,26 +153,26 @@ class State:
         with no_ambient_mesh():
             for place, leaf in changes.items():
                 leaves[place] = put(leaf, leaves[place].sharding)
-        return self.after(leaves)
+        return State(leaves, self.kind)
 
     def fetch_totals(self) -> np.ndarray:
         """The epoch's sums. Waits for the device."""
-        return np.asarray(self.leaves[self._of.totals])  # waits for the device
+        return np.asarray(self.leaves[self.kind.totals])  # waits for the device
 
     @property
     def evaluated(self) -> TrainState:
         """The state whose weights are evaluated."""
-        view = self._of.view
+        view = self.kind.view
         if view is None:
             return self.tree
         return self._once("evaluated", lambda: view(self.tree))
 
     def weights(self) -> list[Array]:
         """The leaves that are evaluated, without making a tree of them."""
-        if self._of.view is not None:
+        if self.kind.view is not None:
             return jax.tree.leaves(self.evaluated.weights)
         self.check()
-        return list(self._of.weights(self.leaves))
+        return list(self.kind.weights(self.leaves))
 
     def gather(self) -> tuple[PyTree, PyTree]:
         """The model and its state, whole and live."""
@@ -208,7 +203,7 @@ class State:
 
     def _as_model(self, parts: tuple[PyTree, PyTree, PyTree]) -> tuple[PyTree, PyTree]:
         params, buffers, model_state = parts
-        model = self._of.model
+        model = self.kind.model
         params, buffers = as_own((params, buffers), model.own)
         return eqx.combine(params, buffers, model.static), model_state
 

@@ -2,6 +2,7 @@
 batches come to the devices."""
 
 import contextlib
+import hashlib
 import math
 import time
 import warnings
@@ -37,7 +38,7 @@ from ..strategies.gathering import GATHERED_IN_BRANCH
 from ..strategies.placing import fetch
 from .bodies import BODIES, Body, traced
 from .compiling import debug_settings
-from .xla_options import compiled
+from .xla_options import options_for
 
 Kind = Literal["train", "evaluate", "predict"]
 
@@ -89,7 +90,7 @@ class Program:
         donated: whether it may overwrite the state that it is given.
         products: matrix operations of all devices, as traced; None if a part can't be
             counted, or another function has compiled it.
-        convolves: whether there are convolutions in it; None likewise.
+        convolves: whether there are convolutions in it, as far as is known.
         may_raise: whether it calls Python that may raise, so that each call is waited
             for before its results are used.
         compile_seconds: what it took to compile, and to trace if that is not known.
@@ -97,7 +98,7 @@ class Program:
     """
 
     products: Products | None = None
-    convolves: bool | None = None
+    convolves = False
     may_raise = False
     trace_seconds: float | None = None
     compile_seconds = 0.0
@@ -247,30 +248,42 @@ class Step:
         groups = self._of_all_processes(dispatch, inputs)
         body = BODIES[self.kind](steps, inputs, groups, len(dispatch.rows), self._note)
         without_jit, looks_for_nan = debug_settings()
-        rows: Rows = "apart" if steps.is_per_example(self.kind) else "together"
-        if without_jit:  # a `jax.shard_map` would run on each device in turn
-            rows = "together"
+        # Without jit, a `jax.shard_map` would run on each device in turn.
+        is_apart = steps.is_per_example(self.kind) and not without_jit
+        rows: Rows = "apart" if is_apart else "together"
         if without_jit or looks_for_nan:  # what has failed is run once more
             donate = "none"
-        rows = rows if dispatch.split else "whole"
-        before, started, step = self.facts, time.perf_counter(), None
-        jitted = self._strategy.compile(*body, donate=_DONATED[donate], rows=rows)
+        before, started = self.facts, time.perf_counter()
+        jitted = self._strategy.compile(
+            *body, donate=_DONATED[donate], rows=rows if dispatch.split else "whole"
+        )
+        if not callable(jitted):
+            raise TypeError(
+                f"`strategy`: {type(self._strategy).__name__}.compile returned a"
+                f" {type(jitted).__name__}; it must return the jitted step, which"
+                " is called with the arguments of `step` less the first."
+            )
+        step = jaxpr = None
         if hasattr(jitted, "trace") and not (without_jit or looks_for_nan):
             with without_collecting():
                 step = jitted.trace(*body.arguments)
-        if steps.unroll_convolutions and len(dispatch.rows) > 1:
-            given = body.function, *body.arguments
-            if has_convolutions(traced(*given) if step is None else step.jaxpr):
-                raise SingleStepsOnly
+            jaxpr = step.jaxpr
+        elif self.facts is before and not without_jit:  # it was not traced yet
+            jaxpr = traced(body.function, *body.arguments)
+        convolves = jaxpr is not None and has_convolutions(jaxpr)
+        if convolves and steps.unroll_convolutions and len(dispatch.rows) > 1:
+            raise SingleStepsOnly
+
+        seconds = time.perf_counter() - started
         if step is None:
-            jitted = _with_arrays(self._checked(jitted)) if without_jit else jitted
-            program = Program(self._checked(jitted), dispatch, groups, donate)
-            if self.facts is before and not without_jit:  # it was not traced yet
-                traced(body.function, *body.arguments)
-            program.compile_seconds = time.perf_counter() - started
+            jitted = _with_arrays(jitted) if without_jit else jitted
+            program = Program(jitted, dispatch, groups, donate)
+            program.compile_seconds = seconds
         else:
-            given = step, jitted, body, dispatch, donate
-            program = self._compiled(*given, options, started)
+            instead = getattr(jitted, "compiler_options", None)
+            program = self._compiled(step, body, dispatch, donate, options, instead)
+            program.trace_seconds = seconds
+        program.convolves = convolves
 
         if self.facts.names:
             if before.names and self.programs:
@@ -285,16 +298,14 @@ class Step:
     def _compiled(
         self,
         step: Any,
-        jitted: Any,
         body: Body,
         dispatch: Dispatch,
         donate: str,
         options: Mapping[str, Any],
-        started: float,
+        instead: dict[str, Any] | None,
     ) -> Program:
-        begun = time.perf_counter()
-        instead = getattr(jitted, "compiler_options", None)
-        leaves = jax.tree.leaves(body.arguments)
+        """The program of a traced step; `instead` has a strategy's options of XLA."""
+        started, leaves = time.perf_counter(), jax.tree.leaves(body.arguments)
         is_to_run = any(isinstance(leaf, jax.Array) for leaf in leaves)
         if gathers_in_branches(step.jaxpr):
             raise ValueError(GATHERED_IN_BRANCH)
@@ -304,19 +315,23 @@ class Step:
                 raise SingleStepsOnly
             # The state that a step began with must survive its error.
             step, donate = _not_donating(step, body.arguments), "none"
+        options = options_for(step.jaxpr, body.arguments, instead, options)
         with warnings.catch_warnings():
             if donate == "all":
                 # A batch has no result of its shape to become; DonateBuffers reports
                 # what matters.
                 unused = "Some donated buffers were not usable"
                 warnings.filterwarnings("ignore", unused)
-            made, digest = compiled(step, body.arguments, options, instead)
-        self.digests += (digest,) if digest else ()
-        program = Program(made, dispatch, body.arguments[-1], donate)
-        program.trace_seconds = begun - started
-        program.compile_seconds = time.perf_counter() - begun
+            with without_collecting():
+                lowered = step.lower()
+            compiled = lowered.compile(dict(options))
+        if jax.process_count() > 1:
+            text = lowered.as_text().encode()
+            self.digests += (hashlib.blake2b(text, digest_size=6).hexdigest(),)
+
+        program = Program(compiled, dispatch, body.arguments[-1], donate)
+        program.compile_seconds = time.perf_counter() - started
         program.may_raise = may_raise
-        program.convolves = has_convolutions(step.jaxpr)
         with contextlib.suppress(KeyError):  # JAX has renamed something
             program.products = products(step.jaxpr)
         return program
@@ -342,15 +357,6 @@ class Step:
             return groups
         return [blocks.whole(group) for group in groups]
 
-    def _checked(self, made: Any) -> Any:
-        if not callable(made):
-            raise TypeError(
-                f"`strategy`: {type(self._strategy).__name__}.compile returned a"
-                f" {type(made).__name__}; it must return the jitted step, which"
-                " is called with the arguments of `step` less the first."
-            )
-        return made
-
     # How batches come to the devices. Nothing here waits for the device.
 
     def put(self, dispatch: Dispatch) -> Dispatch:
@@ -375,7 +381,14 @@ class Step:
         """
         if dispatch.placed is not None and dispatch.placed.step is program:
             return dispatch.placed
-        self._check_targets(dispatch)
+        if dispatch.forms in self._classes:
+            classes = self._classes[dispatch.forms]
+            try:
+                for group in dispatch.groups:
+                    check_targets(group.batch, classes)
+            except ValueError:
+                self._unpad()
+                raise
         if self.kind == "train" and self.facts.weighted:
             dispatch = self._without_ignored(dispatch)
         groups = self._strategy.place_batch(dispatch.groups, split=dispatch.split)
@@ -391,18 +404,6 @@ class Step:
         blocks = self.packer.blocks
         shards = self._strategy.num_shards * len(blocks.own) // blocks.count
         return dispatch.nbytes // (max(1, shards) if dispatch.split else 1)
-
-    def _check_targets(self, dispatch: Dispatch) -> None:
-        """Raises for wrong targets on the host."""
-        if dispatch.forms not in self._classes:
-            return
-        classes = self._classes[dispatch.forms]
-        try:
-            for group in dispatch.groups:
-                check_targets(group.batch, classes)
-        except ValueError:
-            self._unpad()
-            raise
 
     def explain(self, error: Exception, dispatch: Dispatch) -> None:
         """Notes what may be wrong with batches that it could not be compiled for."""

@@ -1,7 +1,6 @@
 """XLA's options: those of the user, and those that make a CPU fast."""
 
 import functools
-import hashlib
 import os
 import re
 from collections.abc import Mapping
@@ -12,7 +11,6 @@ import jax
 from jaxlib.version import __version__ as jaxlib_version
 
 from ..basics.console import note
-from ..basics.process import without_collecting
 from ..step import has_convolutions, has_own_loop
 
 CompilerOptions = Mapping[str, Any] | str | None
@@ -38,8 +36,8 @@ _DISABLED: Final = "xla_disable_hlo_passes"
 _HOISTING: Final = "while-loop-invariant-code-motion"
 
 
-def spelled_here(options: CompilerOptions) -> dict[str, Any]:
-    """The options that this version of XLA takes.
+def check_options(options: CompilerOptions) -> dict[str, Any]:
+    """Returns the options by name, as this version of XLA takes them.
 
     Raises:
         TypeError: if they are neither a dict nor a level.
@@ -61,22 +59,19 @@ def spelled_here(options: CompilerOptions) -> dict[str, Any]:
             f" level such as 'O1', or None; got {options!r} of type"
             f" {type(options).__name__}."
         )
-    return dict(_taken(name.removeprefix("--"), options[name]) for name in options)
-
-
-def _taken(name: str, value: Any) -> tuple[str, Any]:
-    """An option as this version has it: before jaxlib 0.12 levels were numbers."""
-    is_level = name == "optimization_level" and isinstance(value, str)
-    values = [value, *([_LEVELS[value]] if is_level and value in _LEVELS else [])]
-    faults = [refusal(name, each) for each in values]
-    if None in faults:
-        return name, values[faults.index(None)]
-    if name.startswith("xla_tpu_"):
-        return name, value  # known to the compiler for TPUs alone
-    raise ValueError(
-        f"`compiler_options`: jaxlib {jaxlib_version} does not take"
-        f" {name!r}={value!r}: {faults[0]}."
-    )
+    options = {name.removeprefix("--"): options[name] for name in options}
+    level = options.get("optimization_level")
+    if level in _LEVELS and refusal("optimization_level", level):
+        options["optimization_level"] = _LEVELS[level]  # before jaxlib 0.12
+    for name, value in options.items():
+        if name.startswith("xla_tpu_"):  # known to the compiler for TPUs alone
+            continue
+        if (fault := refusal(name, value)) is not None:
+            raise ValueError(
+                f"`compiler_options`: jaxlib {jaxlib_version} does not take"
+                f" {name!r}={value!r}: {fault}."
+            )
+    return options
 
 
 def refusal(name: str, value: Any) -> str | None:
@@ -152,27 +147,3 @@ def _note_it() -> None:
         "convolutions on the CPU are left to Eigen, which is faster than XLA's own"
         f" choice ({_EIGEN_SWITCH}=0 switches this off)"
     )
-
-
-def compiled(
-    traced: Any,
-    arguments: tuple[Any, ...],
-    options: Mapping[str, Any],
-    instead: dict[str, Any] | None = None,
-) -> tuple[jax.stages.Compiled, str]:
-    """The program of a traced step, and with several processes a digest of its text.
-
-    Args:
-        traced: what `trace` of a jitted step has returned.
-        arguments: what it was traced for.
-        options: the user's, of XLA.
-        instead: options in the place of those that are fast on the hardware.
-    """
-    options = options_for(traced.jaxpr, arguments, instead, options)
-    with without_collecting():
-        lowered = traced.lower()
-    digest = ""
-    if jax.process_count() > 1:
-        text = lowered.as_text().encode()
-        digest = hashlib.blake2b(text, digest_size=6).hexdigest()
-    return lowered.compile(dict(options)), digest

@@ -206,8 +206,7 @@ def trace(engine: Engine, strategy: Any, windows: Iterable[Sequence[Batch]]) -> 
     values, compiling = [], 0.0
     for window in windows:
         start = time.perf_counter()
-        (dispatch,) = engine.dispatches([list(window)])
-        (dispatch,) = engine.prepare_training(dispatch)
+        (dispatch,) = engine.prepare_training(engine.pack([window]))
         prepared = time.perf_counter()
         (metrics,) = engine.train(dispatch)
         jax.block_until_ready(engine.state)  # waits for the device

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..basics.console import say
 from ..callbacks.base import Hooks
-from ..data import Dispatch, Position, Source, Window, taken
+from ..data import Dispatch, Position, Source, Window, are_alike, taken
 from ..engine import wait
 from ..step import Batch
 from .progress import Limits
@@ -120,7 +120,7 @@ class Feed:
         window = self._source.look(start, run.recipe.accumulate_grad_batches)
         if window:
             engine = run.recipe.decide_loss(run.engine, window[0])
-            engine.prepare_training(*engine.dispatches([window]))
+            engine.prepare_training(engine.pack([window]))
         self._left = iter(())
         return bool(run.engine.steps["train"].facts.names)
 
@@ -147,11 +147,15 @@ class Feed:
         steps = run.record.stopwatch.iterator("data", steps)
         if self._limits is not None and self._limits.whole is None:
             steps = self._noting_end(steps, self._limits)
+        engine, slots = run.engine, run.recipe.accumulate_grad_batches
+        pack = engine.steps["train"].packer.pack
         for window in steps:
-            # Of a loader that fails, the batches before are trained on first.
-            more, error = taken(steps, self._num_together() - 1)
+            groups, error = [[window]], None
+            if engine.steps_per_execution > 1:
+                groups, error = self._together(window, steps)
             try:
-                yield from run.engine.dispatches([window, *more])
+                for group in groups:
+                    yield pack(group, slots)
             except Exception as wrong:
                 if self._waiting:
                     self._refused = wrong
@@ -181,20 +185,28 @@ class Feed:
         if error is not None:
             raise error
 
-    def _num_together(self) -> int:
-        """How many steps may run as one: all of a dispatch, or a single one.
+    def _together(
+        self, window: Window, steps: Iterator[Window]
+    ) -> tuple[list[list[Window]], Exception | None]:
+        """A step with those that run with it as one; or alone, or all one by one.
 
-        A limit or a validation comes after the very step that it is due at.
+        A limit or a validation comes after the very step that it is due at. Of a loader
+        that fails, the batches before are trained on first.
         """
-        most, progress = self._run.engine.steps_per_execution, self._run.progress
-        if most == 1 or not self._source.may_read_ahead:
-            return 1
-        left = None
+        engine, progress, left = self._run.engine, self._run.progress, None
         if self._limits is not None:
             step = progress.global_step + len(self._waiting)
             done = progress.done + sum(map(len, self._waiting))
             left = self._limits.steps_until_stop(step, done)
-        return most if left is None or left >= most else 1
+        most = engine.steps_per_execution
+        is_cut = left is not None and left < most
+        if is_cut or not self._source.may_read_ahead:
+            return [[window]], None
+        more, error = taken(steps, most - 1)
+        together = [window, *more]
+        if len(together) == most and are_alike(together, engine.micro_batches):
+            return [together], error
+        return [[each] for each in together], error
 
 
 def windows(batches: Iterable[Batch], size: int) -> Iterator[Any]:

@@ -10,7 +10,6 @@ from ..basics.tracebacks import UsersFramesFirst
 from ..callbacks.base import HOOKS, Hooks
 from ..data import Dispatch, ListSource, Source, Window, own_of, read_only
 from ..distributed import Preempted, Pulse, is_stop, tell
-from ..engine import Engine
 from ..step import Metrics
 from . import evaluation, resume
 from .around import check_may_train, doing, noting
@@ -212,17 +211,16 @@ class Loop:
         if self._interval_is_up():  # where the run stopped
             self._validate()
             self.hooks.on_boundary(self.trainer)
-        steps = take(self.trainer, self.feed.epoch(), self.hooks, self._settle)
+        has_interval = self.vals and self.limits.val_interval is not None
+        settle = self._validate_if_due if has_interval else None
+        steps = take(self.trainer, self.feed.epoch(), self.hooks, settle)
         with contextlib.closing(steps):  # the device works; nothing here waits
             while not (self._epoch_is_over or self._is_done()):
                 self._epoch_is_over = next(steps, None) is None
 
-    def _settle(self) -> None:
-        """What follows a dispatch: first of all the validation that is due."""
+    def _validate_if_due(self) -> None:
         if self._interval_is_up():
             self._validate()
-        self.hooks.on_boundary(self.trainer)
-        self._run.interrupts.check()
 
     def _interval_is_up(self) -> bool:
         """Whether `val_check_interval` asks for a validation here."""
@@ -285,7 +283,8 @@ class Loop:
         run, trainer, limits = self._run, self.trainer, self.limits
         if run.progress.ahead:
             return False  # not before the end of the dispatch
-        stops = trainer.should_stop or limits.time_is_up()
+        is_late = limits.deadline is not None and limits.time_is_up()
+        stops = trainer.should_stop or is_late
         stops = stops and self._may_stop()
         if run.processes.count > 1:
             # What one process wants, all do: at once between epochs, within them a
@@ -425,11 +424,7 @@ def _own_loop(
         feed = Feed(trainer, source, hooks)
         begin(trainer, feed)
 
-        def settle() -> None:
-            hooks.on_boundary(trainer)
-            run.interrupts.check()
-
-        steps = take(trainer, feed.epoch(), hooks, settle)
+        steps = take(trainer, feed.epoch(), hooks)
         while True:
             with run.interrupts:  # not while the caller's code runs
                 metrics = next(steps, None)
@@ -456,11 +451,12 @@ def take(
     trainer: "Trainer",
     dispatches: Iterable[Dispatch],
     hooks: Hooks,
-    settle: Callable[[], None],
+    settle: Callable[[], None] | None = None,
 ) -> Generator[Metrics, None, None]:
     """Takes the steps of each dispatch, calls their hooks, and never waits for one.
 
-    `settle` is called after each dispatch: state, counters and loaders agree there.
+    `settle` is called after each dispatch, before its boundary: state, counters and
+    loaders agree there.
     """
     run, record = trainer.run, trainer.record
     engine, progress = run.engine, run.progress
@@ -468,39 +464,42 @@ def take(
     if engine.begins_epoch:
         progress.begin_epoch()
 
+    # A small step takes as long as a few calls of Python, so here are no idle ones.
+    micro_batches = run.recipe.accumulate_grad_batches
     shows_batches = hooks.has("on_train_batch_start")
+    has_end, has_boundary = map(hooks.has, ("on_train_batch_end", "on_boundary"))
     for dispatch in dispatches:
         last, results = len(dispatch.windows) - 1, iter(())
         try:
             for number, window in enumerate(dispatch.windows):
-                batch_idx = record.batch_idx
+                batch_idx = -(-progress.done // micro_batches)
                 if shows_batches:
                     record.before_step()
                     hooks.on_train_batch_start(trainer, _shown(run, window), batch_idx)
 
                 if number == 0:
-                    results = iter(_dispatched(run, engine, dispatch))
+                    try:
+                        results = iter(engine.train(dispatch))
+                    except Exception as wrong:
+                        blame(run, wrong, last + 1)
+                        raise
                 progress.count(window, dispatch.rows[number])
                 progress.ahead = last - number
 
                 metrics = next(results)
                 record.put_step(metrics, batch_idx)
-                hooks.on_train_batch_end(trainer, metrics, batch_idx)
+                if has_end:
+                    hooks.on_train_batch_end(trainer, metrics, batch_idx)
                 if number == last:
-                    settle()
+                    if settle is not None:
+                        settle()
+                    if has_boundary:
+                        hooks.on_boundary(trainer)
+                    run.interrupts.check()
                 yield metrics
         finally:
             if progress.ahead:
                 _catch_up(run, dispatch)
-
-
-def _dispatched(run: "Run", engine: Engine, dispatch: Dispatch) -> list[Metrics]:
-    """The lazy metrics of all the steps of a dispatch, which the device now has."""
-    try:
-        return engine.train(dispatch)
-    except Exception as wrong:
-        blame(run, wrong, len(dispatch.windows))
-        raise
 
 
 def _catch_up(run: "Run", dispatch: Dispatch) -> None:

@@ -29,7 +29,7 @@ from ..data import (
 )
 from ..distributed import Interrupts, find_processes, forgotten
 from ..engine import Engine, Kind
-from ..engine.xla_options import DETERMINISTIC, spelled_here
+from ..engine.xla_options import DETERMINISTIC, check_options
 from ..record import Record
 from ..step import (
     AfterUpdate,
@@ -69,7 +69,7 @@ class Recipe:
         self.model, self.model_state = arguments["model"], arguments["state"]
         self.strategy: DataParallel = arguments["strategy"]
         self.ensemble = arguments["ensemble"]
-        self.compiler_options = spelled_here(arguments["compiler_options"])
+        self.compiler_options = check_options(arguments["compiler_options"])
         if arguments["reproducible"]:
             self.compiler_options = {**DETERMINISTIC, **self.compiler_options}
         self.seed, self.data = int(arguments["seed"]), arguments["data"]

@@ -67,7 +67,12 @@ class Metrics(Mapping[str, Any]):
         means: the values in their order.
         inside: values from `Callback.inside_step`.
         index: which step of a dispatch of several this is.
+
+    Attributes:
+        steps_in_flight: how many steps later the device is surely done with this one.
     """
+
+    steps_in_flight = IN_FLIGHT
 
     def __init__(self, facts: Facts, means: Any, inside: Any, index: int | None = None):
         # JAX rebuilds pytrees with placeholders for leaves, so no types are promised.
@@ -76,6 +81,8 @@ class Metrics(Mapping[str, Any]):
         self.inside = inside
         self.index = index
         self.added: dict[str, Any] = {}
+        if index is not None:
+            self.steps_in_flight = LONG_IN_FLIGHT * means.shape[0]
 
     def __getitem__(self, name: str) -> Any:
         if name in self.facts.names:
@@ -86,13 +93,6 @@ class Metrics(Mapping[str, Any]):
         if name not in self.inside:
             raise KeyError(f"no metric {name!r}; this step has {', '.join(self)}")
         return self._of_step(self.inside[name])[()]
-
-    @property
-    def steps_in_flight(self) -> int:
-        """How many steps later the device is surely done with this one."""
-        if self.index is None:
-            return IN_FLIGHT
-        return LONG_IN_FLIGHT * self.means.shape[0]
 
     def _of_step(self, array: Any) -> np.ndarray:
         array = np.asarray(array)  # waits for the device

@@ -65,3 +65,9 @@ def test_a_trace_that_runs_already_is_named(tmp_path):
         with pytest.raises(RuntimeError) as caught:
             make_trainer(Profiler(tmp_path, 0)).fit(batches(8, 8))
     assert any("only one trace" in note for note in caught.value.__notes__)
+
+
+def test_the_window_begins_with_a_call_of_several_steps(tmp_path):
+    profiler = Profiler(tmp_path, start_step=3, num_steps=2)
+    make_trainer(profiler, steps_per_execution=4).fit(batches(*[8] * 8))
+    assert step_numbers(tmp_path) == [5, 6]

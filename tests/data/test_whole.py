@@ -210,7 +210,7 @@ def test_another_length_is_compiled_for_once_and_said(caplog):
     recorder, strategy = Recorder(), counting(Sharded)
     make(recorder, strategy=strategy, loss_fn=weighted).fit(data, max_epochs=2)
     (again,) = [t for t in map(str, caplog.messages) if "compiled again" in t]
-    said = "because batch['shift'].array was (3,) and is (6,); "
+    said = "because batch['shift'].array was (3,) and is (6,)"
     assert strategy.count == 2 and said in again
 
 

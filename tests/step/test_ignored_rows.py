@@ -15,6 +15,7 @@ from jaxdp import (
     Bitwise,
     Ensemble,
     LocalSGD,
+    Part,
     Pmap,
     Sharded,
     SingleDevice,

@@ -6,7 +6,7 @@ import pytest
 from toys import batches, make_small
 
 from jaxdp import FSDP, Pmap, Sharded, SingleDevice
-from jaxdp.engine.xla_options import spelled_here
+from jaxdp.engine.xla_options import check_options
 
 FLAG = "xla_cpu_copy_insertion_use_region_analysis"
 
@@ -50,11 +50,11 @@ def test_no_options_are_none_of_ours():
 
 
 def test_levels_are_spelled_as_this_version_has_them():
-    ((name, value),) = spelled_here("O1").items()
+    ((name, value),) = check_options("O1").items()
     assert name == "optimization_level"
     jax.jit(lambda: 0).lower().compile({name: value})
-    assert spelled_here({"optimization_level": "O1"}) == {name: value}
-    assert spelled_here({"--" + FLAG: True}) == {FLAG: True}
+    assert check_options({"optimization_level": "O1"}) == {name: value}
+    assert check_options({"--" + FLAG: True}) == {FLAG: True}
 
 
 @pytest.mark.parametrize(

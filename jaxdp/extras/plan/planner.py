@@ -131,7 +131,7 @@ class Planner:
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")
             # A compiler without its devices can't take up what it compiled before.
             warnings.filterwarnings("ignore", "Error reading persistent compilation")
-            (dispatch,) = engine.dispatches([window])
+            dispatch = engine.pack([window])
             (dispatch,) = engine.prepare_training(dispatch)
         compiled = engine.compiled_for("train", dispatch).compiled
         if not isinstance(compiled, jax.stages.Compiled):
