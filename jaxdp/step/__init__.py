@@ -60,7 +60,6 @@ from .remat import (
     Recomputed,
     Remat,
     find_recomputed,
-    matches,
     outermost_matching,
     recomputes,
 )
