@@ -16,6 +16,8 @@ from jaxtyping import Array
 
 import jaxdp
 
+from .basics.other_libraries import INSTEAD, find_near
+
 Criterion = Callable[[Any, Any], Array]
 
 
@@ -164,6 +166,15 @@ def num_classes(
     return 2 if is_yes_no else None
 
 
+_SYNONYMS: Final = {
+    "acc": "accuracy",
+    "mean_squared_error": "mse",
+    "mean_absolute_error": "mae",
+    "huber_loss": "huber",
+}
+"""Names of other libraries' that mean exactly one of ours."""
+
+
 def find_loss(loss: str | Criterion) -> Criterion:
     """The criterion called `loss`, or `loss` itself if it is callable."""
     return _find("`loss`", loss, LOSSES)
@@ -191,8 +202,12 @@ def find_metrics(
 
 def _find(argument: str, given: Any, known: Mapping[str, Criterion]) -> Any:
     names = ", ".join(sorted(known))
-    if isinstance(given, str) and given in known:
-        return known[given]
+    if isinstance(given, str):
+        name = _SYNONYMS.get(given, given)
+        if name in known:
+            return known[name]
+        if instead := INSTEAD["loss"].get(given) or find_near(given, known):
+            names = f"{names}; {instead} may be meant"
     if not callable(given):
         error = ValueError if isinstance(given, str) else TypeError
         raise error(

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import equinox as eqx
 import jax
@@ -22,8 +22,16 @@ from .history import History
 from .step import InferenceModel, Metrics, Part, Remat, TrainState
 from .strategies import DataParallel
 
+Precision = Literal[
+    "32-true", "32-highest", "bf16-mixed", "bf16-true", "16-mixed",
+    32, 16, "32", "16", "bf16",
+]  # fmt: skip
 
-class Trainer:
+
+Model = TypeVar("Model")
+
+
+class Trainer(Generic[Model]):
     """Trains an Equinox model on batches from any iterable, on any devices.
 
         trainer = Trainer(model, optax.adam(1e-3), metrics=["accuracy"])
@@ -71,7 +79,7 @@ class Trainer:
             bools. Frozen leaves get no gradient and no optimizer state. Statistics of a
             frozen BatchNorm move, unless it is in `eqx.nn.inference_mode`.
         precision: "32-true", "32-highest", "bf16-mixed", "bf16-true" or "16-mixed"; see
-            docs/precision.md.
+            docs/precision.md. Short for these: 32, "bf16" and 16, mixed but for 32.
         after_update: a function model -> model, which may name `key` and `step`, called
             inside each step after the optimizer: to clip weights, add noise, copy
             targets. It may change the values of all arrays, frozen ones, too.
@@ -105,7 +113,7 @@ class Trainer:
     @checks_arguments
     def __init__(
         self,
-        model: PyTree,
+        model: Model,
         optimizer: optax.GradientTransformation | Sequence[Part] | None = None,
         *,
         loss: str | losses.Criterion | None = None,
@@ -119,7 +127,7 @@ class Trainer:
         callbacks: Iterable[Callback] | Callback | None = (),
         state: eqx.nn.State | None = None,
         filter_spec: PyTree | Callable[[Any], bool] = eqx.is_inexact_array,
-        precision: str = "32-true",
+        precision: Precision = "32-true",
         after_update: Callable[..., PyTree] | None = None,
         accumulate_grad_batches: int = 1,
         gradient_clip_val: float | None = None,
@@ -354,7 +362,7 @@ class Trainer:
         return jaxdp.comparison.compare_strategies(self, loader, strategies, steps)
 
     @property
-    def model(self) -> PyTree:
+    def model(self) -> Model:
         """The model as trained so far: a live copy, whole, on the default device."""
         return surface.whole_model(self.run)[0]
 

@@ -9,11 +9,13 @@ import typing
 
 import equinox as eqx
 import jax
+import numpy as np
 import pytest
 from toys import batches
 
 import jaxdp
 from jaxdp import callbacks, strategies
+from jaxdp.basics.tree import matches
 
 NOT_CALLED = {"Callback", "DataParallel", "History", "Plan", "TrainState"}
 """What is public and not made by users, or takes what their subclasses say."""
@@ -134,3 +136,55 @@ def test_late_and_nameless_ones_are_early_and_named():
             (TypeError, ValueError), match="`(file|limit_val|max_time|over)"
         ):
             make()
+
+
+@pytest.mark.parametrize(
+    "name, pattern, fits",
+    [
+        ("layers[3].w", "layers.3.w", True),
+        ("layers[3]", "layers[*]", True),
+        ("layers[3]", "layers.*", True),
+        ("layers[13]", "layers[3]", False),
+        ("layers[10]", "layers[1?]", True),
+        ("layers[3].norm.w", "layers[*].w", False),
+        ("layers[3].norm.w", "layers.*.w", True),
+        ("blocks.stacked.norm.w", "blocks.norm.w", True),
+        ("blocks.stacked.norm.w", "blocks[*].norm.w", True),
+        ("stacked.norm.w", "norm.w", True),
+        ("unstacked.w", "un.w", False),
+        ("nets['a'].w", "nets.a.w", True),
+        ("[0].w", "0.w", True),
+    ],
+)
+def test_patterns_of_paths_have_one_grammar(name, pattern, fits):
+    assert matches(name, pattern) is fits
+
+
+def test_a_bare_name_is_of_layers_anywhere():
+    model = {"a": eqx.nn.MultiheadAttention(2, 4, key=jax.random.key(0))}
+    adapted = jaxdp.lora(model, "query_proj", 1, key=jax.random.key(0))["a"]
+    kinds = type(adapted.query_proj), type(adapted.key_proj)
+    assert [kind.__name__ for kind in kinds] == ["Adapted", "Linear"]
+
+
+@pytest.mark.parametrize(
+    "theirs, ours", [(16, "16-mixed"), (32, "32-true"), ("bf16", "bf16-mixed")]
+)
+def test_short_words_for_precisions(theirs, ours):
+    trainer = jaxdp.Trainer(MODEL, precision=theirs)
+    assert trainer.run.arguments["precision"] == ours
+    with pytest.raises(ValueError, match="`precision` must be one of.*got 64"):
+        jaxdp.Trainer(MODEL, precision=64)
+
+
+def test_losses_by_other_libraries_names():
+    data = [(np.ones((8, 4), np.float32), np.ones((8, 3), np.float32))]
+    metrics = ["mean_squared_error"]
+    found = jaxdp.Trainer(MODEL, loss="mse", metrics=metrics).validate(data)
+    assert found["val_loss"] == found["val_mean_squared_error"]
+    for theirs, answer in [
+        ("sparse_categorical_crossentropy", "'cross_entropy', which takes logits"),
+        ("cross_entropi", "cross_entropy may be meant"),
+    ]:
+        with pytest.raises(ValueError, match=answer):
+            jaxdp.Trainer(MODEL, loss=theirs)

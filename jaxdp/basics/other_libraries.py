@@ -236,6 +236,23 @@ INSTEAD: Final[dict[str, dict[str, str]]] = {
         "lora_dropout": "leave it out: dropout is the model's",
     },
     "Arrays": {"num_workers": "leave it out: the arrays are in memory"},
+    # Names of losses and metrics.
+    "loss": _by_word({
+        "'cross_entropy', which takes logits,": (
+            "sparse_categorical_crossentropy categorical_crossentropy crossentropy ce"
+            " nll nll_loss softmax_cross_entropy sparse_cross_entropy"
+        ),
+        "'binary_cross_entropy', which takes logits,": (
+            "binary_crossentropy bce bce_loss bce_with_logits sigmoid_cross_entropy"
+        ),
+        "'mse'": "l2 l2_loss squared_error MSE",
+        "'mae'": "l1 l1_loss absolute_error MAE",
+        "'huber'": "smooth_l1 smooth_l1_loss",
+        "'accuracy'": (
+            "sparse_categorical_accuracy categorical_accuracy top1 Accuracy"
+        ),
+        "jaxdp.PassMetric(fn)": "auc auroc f1 precision recall r2 r2_score",
+    }),
     # Words for `strategy`: Lightning's, Keras's, DeepSpeed's.
     "strategy": _by_word({
         "leave it out: Sharded() over all devices": "auto",

@@ -1,5 +1,6 @@
 """Names, kinds and sizes of the leaves of a pytree, and its nodes of a class."""
 
+import functools
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -27,6 +28,29 @@ def stored_path(path: Sequence[Any]) -> str:
 def plain_path(name: str) -> str:
     """The `leaf_path` of what `stored_path` has given."""
     return _ROOT.sub(r"\1", name)
+
+
+def dotted(name: str) -> str:
+    """A path or a pattern of them with dots alone: `layers[0].w` is `layers.0.w`."""
+    name = re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", plain_path(name))
+    return name.lstrip(".")
+
+
+@functools.lru_cache(maxsize=2**16)
+def matches(name: str, pattern: str) -> bool:
+    """Whether a path such as `layers[0].weight` is one that a pattern means.
+
+    `*` stands for anything, in brackets for anything without dots, and `?` for one
+    character. `layers[0]` and `layers.0` are the same, and `stacked`, which the blocks
+    of a `Stack` are in, may be left out.
+    """
+    # The stars in brackets are kept apart from the others.
+    pieces = re.split(r"([*?\x00])", dotted(pattern.replace("[*]", "[\0]")))
+    means = {"*": ".*", "?": ".", "\0": "[^.]+"}
+    regex = "".join(means.get(piece) or re.escape(piece) for piece in pieces)
+    full = dotted(name)
+    short = re.sub(r"(^|\.)stacked(?=\.|$)", "", full).lstrip(".")
+    return any(re.fullmatch(regex, each) for each in (full, short))
 
 
 def at_path(tree: PyTree, path: Sequence[Any]) -> Any:

@@ -117,6 +117,12 @@ def start(loader: Any, argument: str) -> Iterator[Any]:
             if end is not None:
                 with contextlib.suppress(AttributeError):  # of parts not made yet
                     end()
+        if isinstance(error, BrokenPipeError | ConnectionResetError | EOFError):
+            raise RuntimeError(
+                f"`{argument}`: its workers ended when they were started. They import"
+                ' the script, which must train under `if __name__ == "__main__":`; what'
+                " they have said is above."
+            ) from error
         if all(frame.f_code is not reduction.dump.__code__ for frame in frames):
             raise
         raise TypeError(

@@ -4,19 +4,20 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
-from jaxtyping import Array, PRNGKeyArray, PyTree
+from jaxtyping import Array, PRNGKeyArray
 
 from ..basics.arguments import check_choice, check_count, checks_arguments
 from ..basics.console import warn
-from ..basics.tree import leaf_path
-from ..step import matches
+from ..basics.tree import leaf_path, matches
 from .attention_in_blocks import MODEL, Hidden, in_blocks
+
+Model = TypeVar("Model")
 
 _IMPLEMENTATIONS: Final = "auto", "cudnn", "blocks"
 
@@ -27,12 +28,12 @@ _OF_LENGTHS: Final = 64
 
 @checks_arguments
 def fuse_attention(
-    model: PyTree,
+    model: Model,
     *,
     causal: bool | str | Iterable[str] = False,
     block: int = 256,
     implementation: str = "auto",
-) -> PyTree:
+) -> Model:
     """The model, with every `eqx.nn.MultiheadAttention` computed without its weights.
 
     The weights of each token for each other one, heads x tokens x tokens, are most of

@@ -2,16 +2,17 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, PRNGKeyArray, PyTree
+from jaxtyping import Array, PRNGKeyArray
 
 from ..basics.arguments import check_count, check_number, checks_arguments
-from ..basics.tree import is_key, leaf_path, map_nodes
-from ..step import matches
+from ..basics.tree import is_key, leaf_path, map_nodes, matches
+
+Model = TypeVar("Model")
 
 
 class Adapted(eqx.nn.Linear):
@@ -56,13 +57,13 @@ class Adapted(eqx.nn.Linear):
 
 @checks_arguments
 def lora(
-    model: PyTree,
+    model: Model,
     patterns: str | Sequence[str],
     rank: int,
     *,
     alpha: float | None = None,
     key: PRNGKeyArray,
-) -> PyTree:
+) -> Model:
     """The model with low-rank adapters (LoRA) on its linear layers.
 
         model = lora(model, "*_proj", rank=8, key=jax.random.key(0))
@@ -78,7 +79,8 @@ def lora(
     Args:
         model: any pytree; its layers may be in a `jaxdp.Stack`, and hold shapes.
         patterns: of the paths of `eqx.nn.Linear` layers, such as
-            `"blocks.stacked.attention.*_proj"`; `*` stands for anything.
+            `"blocks.attention.*_proj"`; `*` stands for anything, and a bare name, such
+            as `"q_proj"`, for all layers whose last name it is.
         rank: the rank of the product.
         alpha: the product is multiplied by `alpha / rank`. Default: `rank`.
         key: for the random numbers in `down`.
@@ -104,7 +106,8 @@ def lora(
     layers = {leaf_path(path): node for path, node in nodes if is_linear(node)}
     chosen: dict[str, None] = {}
     for pattern in patterns:
-        named = [name for name in layers if matches(name, pattern)]
+        anywhere = f"*.{pattern}" if pattern.isidentifier() else pattern
+        named = [n for n in layers if matches(n, pattern) or matches(n, anywhere)]
         if not named:
             raise ValueError(
                 f"`patterns`: {pattern!r} matches no eqx.nn.Linear; there are"
@@ -129,7 +132,7 @@ def lora(
 
 
 @checks_arguments
-def merge_lora(model: PyTree) -> PyTree:
+def merge_lora(model: Model) -> Model:
     """The model with its adapters in the weights: ordinary layers, as many as before.
 
     Sums are computed in the adapters' dtype, float32 or wider, and rounded to the

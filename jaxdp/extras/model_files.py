@@ -4,7 +4,7 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Set
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar, overload
 
 import equinox as eqx
 import jax
@@ -30,6 +30,7 @@ from ..checkpoint.leaves import (
 from ..checkpoint.restoring import left_out, restore_leaves
 
 Path = str | os.PathLike[str]
+Model = TypeVar("Model")
 
 _DTYPES: Final = {
     "F64": np.float64,
@@ -56,6 +57,24 @@ _HINT_OF_STATE: Final = (
 )
 
 
+@overload
+def load_model(
+    path: Path,
+    like: Model,
+    *,
+    state: None = None,
+    partial: bool = False,
+    which: Literal["scored", "raw"] = "scored",
+) -> Model: ...
+@overload
+def load_model(
+    path: Path,
+    like: Model,
+    *,
+    state: eqx.nn.State,
+    partial: bool = False,
+    which: Literal["scored", "raw"] = "scored",
+) -> tuple[Model, eqx.nn.State]: ...
 @checks_arguments
 def load_model(
     path: Path,

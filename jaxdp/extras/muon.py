@@ -16,8 +16,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, PyTree
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
-from ..basics.tree import at_path, leaf_path
-from ..step import matches
+from ..basics.tree import at_path, leaf_path, matches
 from ..strategies.stack import Stack
 
 _AXES: Final = MuonDimensionNumbers(reduction_axis=-1, output_axis=-2)

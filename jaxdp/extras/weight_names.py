@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from ..basics.tree import at_path, is_key, plain_path, stored_path
+from ..basics.tree import at_path, dotted, is_key, stored_path
 from ..strategies.stack import Stack
 
 INDEX: Final = ".safetensors.index.json"
@@ -159,12 +159,6 @@ def norms_in(model: PyTree, state: eqx.nn.State | None) -> list[Statistics]:
     places = numbered(state)
     norms = _nodes(eqx.nn.BatchNorm, model).values()
     return [statistics_of(norm, places) for norm in norms]
-
-
-def dotted(name: str) -> str:
-    """A path or a pattern of them with dots alone: `layers[0].w` is `layers.0.w`."""
-    name = re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", plain_path(name))
-    return name.lstrip(".")
 
 
 def _nodes(kind: type, model: PyTree) -> dict[str, Any]:

@@ -42,6 +42,13 @@ from ..strategies.base import adds_state, check_offload, rows_of_processes
 from ..strategies.stack import stacks_in
 from .pass_metrics import split_metrics
 
+_PRECISIONS: Final = {
+    **dict.fromkeys((16, "16"), "16-mixed"),
+    **dict.fromkeys((32, "32"), "32-true"),
+    "bf16": "bf16-mixed",
+}
+"""Lightning's short words."""
+
 
 def checked(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a `Trainer`, with defaults for those that are None.
@@ -54,6 +61,9 @@ def checked(arguments: dict[str, Any]) -> dict[str, Any]:
         result["optimizer"] = optax.adamw(1e-3)
     if result["strategy"] is None:
         result["strategy"] = Sharded()
+
+    precision = result["precision"]
+    result["precision"] = _PRECISIONS.get(precision, precision)
 
     # Each by itself.
     several = is_several(result["optimizer"])

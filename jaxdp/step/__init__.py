@@ -55,7 +55,6 @@ from .remat import (
     Recomputed,
     Remat,
     find_recomputed,
-    matches,
     outermost_matching,
     recomputes,
 )

@@ -20,11 +20,10 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .. import losses
 from ..basics.tracebacks import noted
-from ..basics.tree import at_path, leaf_path
+from ..basics.tree import at_path, leaf_path, matches
 from .collectives import Collectives
 from .metrics import Facts, Metrics, Sums, check_count, count_rows
 from .objective import LossFnObjective
-from .remat import matches
 from .state import Group, TrainState, Weights, as_before
 from .steps import Steps, Taken
 

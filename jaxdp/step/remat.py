@@ -1,6 +1,5 @@
 """Rematerialisation: recompute activations in the backward pass to save memory."""
 
-import fnmatch
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -8,7 +7,7 @@ import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
-from ..basics.tree import at_path, leaf_path
+from ..basics.tree import at_path, leaf_path, matches
 from .own_call import own_call, with_call
 
 Remat = bool | Callable[..., Any] | str | Sequence[str]
@@ -101,13 +100,6 @@ def outermost_matching(
         for name, path in matching.items()
         if not any(path[:length] in paths for length in range(1, len(path)))
     }
-
-
-def matches(name: str, pattern: str) -> bool:
-    """Whether a path such as `layers[0].weight` is one that a pattern means."""
-    # A bracket is one, as in `layers[0]`, and begins no set of characters.
-    literal = pattern.replace("[[]", "[").replace("[", "[[]")
-    return fnmatch.fnmatchcase(name, literal)
 
 
 def _modules_in(model: PyTree) -> dict[str, tuple[Any, ...]]:

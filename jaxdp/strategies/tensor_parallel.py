@@ -9,8 +9,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from ..basics.arguments import checks_arguments
-from ..basics.tree import leaf_path
-from ..step import DATA, TrainState, matches
+from ..basics.tree import leaf_path, matches
+from ..step import DATA, TrainState
 from .by_rows import NO_GATHERERS
 from .fsdp import Gathering, split_axis
 from .gathering import Gatherers

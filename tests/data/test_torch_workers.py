@@ -213,3 +213,16 @@ def test_generators_that_workers_copy_are_warned_of():
             source.begin_training()
         told = [str(w.message) for w in seen if "`rng`, a Generator" in str(w.message)]
         assert len(told) == count
+
+
+class Breaking(Squares):
+    def __getstate__(self):
+        raise BrokenPipeError
+
+
+def test_workers_that_end_when_they_are_started_are_explained():
+    loader = DataLoader(Breaking(), 4, num_workers=1)
+    with pytest.raises(
+        RuntimeError, match='`train_loader`.* under `if __name__ == "__m'
+    ):
+        Trainer(linear(), loss="mse").fit(loader)

@@ -102,7 +102,7 @@ INJECTED = optax.inject_hyperparams(optax.adam)(1e-3)
     ({"strategy": "dppp"}, TypeError, r"got 'dppp'\.$"),
     ({"loss": "l3"}, ValueError, "got 'l3' of type str; pass a known name .bin"),
     ({"loss": 3}, TypeError, "`loss`: got 3 of type int"),
-    ({"metrics": ["acc"]}, ValueError, "'acc' of type str; pass a known name .acc"),
+    ({"metrics": ["auc"]}, ValueError, "'auc' of type str; pass a known name .acc"),
     ({"metrics": {"loss": "mse"}}, ValueError, "metric name 'loss' is taken"),
     ({"metrics": [lambda p, t: p]}, TypeError, "has no name; pass"),
     ({"loss": "mse", "loss_fn": lambda m: m}, ValueError, "`loss` and `loss_fn`"),

@@ -372,7 +372,7 @@ def test_small_gradients_are_lost_without_the_scale():
     assert moved(1.0) == 0 < moved(65536.0)
 
 
-@pytest.mark.parametrize("name", ["bf16", "16-true", None, 16])
+@pytest.mark.parametrize("name", ["16-true", None, 64])
 def test_unknown_precisions_are_refused_with_those_there_are(name):
     with pytest.raises(
         ValueError, match=r"`precision` must be one of '32-true', '32-highest', 'bf16-m"

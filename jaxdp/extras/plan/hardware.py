@@ -136,12 +136,12 @@ def find_hardware(hardware: str | Hardware) -> Hardware:
     """A profile by name, or the one that was given."""
     if isinstance(hardware, Hardware):
         return hardware
-    if hardware not in HARDWARE:
+    if str(hardware).lower() not in HARDWARE:
         raise ValueError(
             f"`hardware` must be one of {', '.join(map(repr, HARDWARE))}, or a"
             f" jaxdp.plan.Hardware(...) of your own; got {hardware!r}."
         )
-    return HARDWARE[hardware]
+    return HARDWARE[hardware.lower()]
 
 
 def hardware_of(device: Any) -> Hardware | None:
