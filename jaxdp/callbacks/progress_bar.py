@@ -70,9 +70,12 @@ class ProgressBar(Callback):
     def on_train_epoch_start(self, trainer: Trainer) -> None:
         self._began, self._validated_for = time.perf_counter(), 0.0
         last = "" if trainer.max_epochs is None else f"/{trainer.max_epochs - 1}"
-        name, record = f"epoch {trainer.current_epoch}{last}", trainer.record
+        name, total = (
+            f"epoch {trainer.current_epoch}{last}",
+            trainer.record.steps_of_epoch,
+        )
         facts = functools.partial(_facts, trainer)
-        self._train = self._open(name, record.steps_of_epoch, record.batch_idx, facts)
+        self._train = self._open(name, total, trainer.record.batch_idx, facts)
 
     def on_train_batch_end(
         self, trainer: Trainer, metrics: Mapping[str, Any], batch_idx: int
