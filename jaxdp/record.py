@@ -70,6 +70,16 @@ class Sink(Protocol):
         """Called after the last row of a fit."""
 
 
+class _Place(NamedTuple):
+    """Where `log` puts values at a moment."""
+
+    names: Mapping[str, Any]
+    """What is there already."""
+    values: dict[str, Any]
+    logged: dict[str, float] | None = None
+    """What was logged alone; None for that of the present epoch."""
+
+
 class Record:
     """What a run logs: takes values of steps, validations, epochs and fits, and hands
     them to sinks, to the history, and to whoever asks for the latest.
@@ -88,12 +98,7 @@ class Record:
         history: the means of all epochs.
         names: what steps and validations log; known once the program of a step is.
         names_are_all: whether validations log nothing else; a `PassMetric` may.
-        steps_per_epoch: optimizer steps of an epoch of the fit, None if not known.
-        max_steps: the total that the fit ends at, None for no limit.
-        min_epochs: the total that the fit does before it may be stopped.
-        min_steps: the same, in optimizer steps.
-        num_val_batches: batches of a validation of it, None if not known.
-        validates_before_end: whether it may validate earlier than at its end.
+        limits: of the fit, such as `min_epochs`; None in a loop of the caller's.
         stopwatch: measures the phases of the fit, if a callback has asked for it.
     """
 
@@ -103,13 +108,9 @@ class Record:
         self.run_id = run_id
         self.history = History()
         self.names: tuple[str, ...] = ()
-        self.stopwatch: Stopwatch = NO_STOPWATCH
         self.names_are_all = True
-        self.steps_per_epoch: int | None = None
-        self.max_steps: int | None = None
-        self.min_epochs = self.min_steps = 0
-        self.num_val_batches: int | None = None
-        self.validates_before_end = True
+        self.limits: Any = None
+        self.stopwatch: Stopwatch = NO_STOPWATCH
         self._processes, self._progress = processes, progress
         self._accumulate = accumulate
 
@@ -120,24 +121,18 @@ class Record:
         self._sinks: list[Sink] = []
         self._rewound_to: int | None = None
 
-        # Steps that the device may not be done with, the newest one that it is done
-        # with, and a validation that the row of its epoch may yet take up.
-        self._waiting: collections.deque[tuple[Any, ...]] = collections.deque()
-        self._done: Mapping[str, Any] = {}
+        # Steps that the device may not be done with, by the step at which it is; the
+        # latest values of all others, as numbers or as the metrics that have them; and
+        # a validation that the row of its epoch may yet take up.
+        self._waiting: collections.deque[tuple[int, Row]] = collections.deque()
+        self._known: dict[str, Any] = {}
         self._validation: Row | None = None
 
-        # Where `log` puts a value: into a row of a step, or into what hooks are given.
-        self._row: Metrics | None = None
-        self._into: dict[str, float] | None = None
-        self._added: dict[str, float] = {}
+        # None where there are no hooks; what is logged before the row of a step; and
+        # the names of all that hooks have logged.
+        self._place: _Place | None = None
         self._before_a_row: dict[str, float] = {}
         self._own: set[str] = set()
-        self._is_open = False
-
-        # The latest values: of the last step, older ones and newer ones than that.
-        self._last_row: Metrics | None = None
-        self._older: dict[str, float] = {}
-        self._newer: dict[str, float] = {}
 
     # Where the run is.
 
@@ -159,11 +154,12 @@ class Record:
     @property
     def steps_of_epoch(self) -> int | None:
         """Steps that the fit takes of the present epoch, None if not known: fewer than
-        `steps_per_epoch` where `max_steps` comes before its end."""
-        if self.max_steps is None:
-            return self.steps_per_epoch
-        left = self.batch_idx + max(self.max_steps - self._progress.global_step, 0)
-        return min(left, self.steps_per_epoch or left)
+        of others where `max_steps` comes before its end."""
+        limits = self.limits
+        if limits is None or limits.max_steps is None:
+            return limits and limits.steps_per_epoch
+        left = self.batch_idx + max(limits.max_steps - self._progress.global_step, 0)
+        return min(left, limits.steps_per_epoch or left)
 
     @property
     def is_at_epoch_end(self) -> bool:
@@ -177,41 +173,34 @@ class Record:
 
     def put(self, kind: Kind, values: Mapping[str, float]) -> None:
         """Takes values of all but a step by name."""
-        self._newer |= values
-        if kind == "val":
+        if kind == "fit":
+            assert self._place is not None  # in a hook at the end of a fit
+            self._place.values.update(values)
+        else:
             self.read_rest()  # the device is done with them
+        self._known |= values
+        if kind == "val":
             self._write_validation()
             self._validation = self._here(kind, dict(values))
             self._hand_out(self._validation, self._of_means)
         elif kind == "epoch":
-            self._done = {} if self._last_row is None else self._last_row
-            self.read_rest()
             self._write_epoch(values)
-        else:
-            assert self._into is not None  # in a hook at the end of a fit
-            self._into |= values
 
     def put_step(self, metrics: Metrics, batch_idx: int) -> None:
         """Takes the lazy values of a step, of which hooks are from now on."""
-        progress, waiting = self._progress, self._waiting
-        step = progress.global_step
-        self._row = self._last_row = metrics
-        if self._newer:
-            self._older |= self._newer
-            self._newer = {}
+        step, waiting = self._progress.global_step, self._waiting
+        self._place = _Place(metrics, metrics.added)
         if self._before_a_row:
             metrics.add(self._before_a_row)
             self._before_a_row = {}
         while waiting and waiting[0][0] <= step:
-            _, epoch, past, self._done, number = waiting.popleft()
-            if self._readers:
-                self._read(Row("step", epoch, past, self._done, number))
-        due = step + metrics.steps_in_flight
-        waiting.append((due, progress.epoch, step, metrics, batch_idx))
+            self._read(waiting.popleft()[1])
+        row = self._here("step", metrics)._replace(batch_idx=batch_idx)
+        waiting.append((step + metrics.steps_in_flight, row))
 
     def before_step(self) -> None:
         """From now on hooks are those before a step."""
-        self._row = None
+        self._place = _Place(self._before_a_row, self._before_a_row)
 
     def log(self, name: str, value: Any) -> None:
         """`Trainer.log`.
@@ -220,12 +209,12 @@ class Record:
         an epoch or a fit to these, and from all others to the row of the step and to
         the epoch, which has the last one of each name.
         """
-        if not (self._is_open or self._into is not None):
+        if self._place is None:
             raise RuntimeError(f"`log({name!r})`: call it in a hook of a callback.")
-        given = self._into if self._into is not None else self._row or {}
         if not isinstance(name, str):
             raise TypeError(f"`log`: `name` must be a str; got {name!r}.")
-        is_taken = name in (*_RESERVED, *self.names) or name in (*given,)
+        names, values, logged = self._place
+        is_taken = name in (*_RESERVED, *self.names) or name in (*names,)
         if is_taken and name not in self._own:
             raise ValueError(
                 f"`log`: the name {name!r} is taken by a value that is logged anyway;"
@@ -233,40 +222,38 @@ class Record:
             )
         number = self._processes.first(f"log({name!r})", lambda: _one(name, value))
         self._own.add(name)
-        self._newer[name] = number
-        if self._into is not None:
-            self._into[name] = self._added[name] = number
-            return
-        self._progress.logged[name] = number
-        if self._row is None:
-            self._before_a_row[name] = number
-        else:
-            self._row.add({name: number})
+        values[name] = self._known[name] = number
+        logged = self._progress.logged if logged is None else logged
+        logged[name] = number
 
     @contextlib.contextmanager
     def into(self, values: dict[str, float]) -> Iterator[dict[str, float]]:
         """Has hooks log into `values`, and alone into the dict that this yields."""
-        outer = self._into, self._added
-        self._newer |= values
-        self._row, self._into, self._added = None, values, {}
+        outer, logged = self._place, dict[str, float]()
+        self._known |= values
+        self._place = _Place(values, values, logged)
         try:
-            yield self._added
+            yield logged
         finally:
-            self._into, self._added = outer
+            self._place = outer
+            if outer is not None and outer.logged is None:
+                self.before_step()  # the row of the last one is written
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
         """Around a fit, or a loop of the caller's: what hooks log is of its steps."""
-        was_open, self._is_open = self._is_open, True
+        was_open = self._place is not None
         outer = self._readers, self._of_means, self._sinks
         self._readers, self._of_means, self._sinks = {}, [], []
         self.stopwatch = NO_STOPWATCH
+        self.before_step()
         try:
             yield
         finally:
-            self._row, self._is_open = None, was_open
+            self._place = None
             if was_open:  # else a save may yet read the last steps
                 self._readers, self._of_means, self._sinks = outer
+                self.before_step()
 
     @contextlib.contextmanager
     def ending(self) -> Iterator[None]:
@@ -287,22 +274,23 @@ class Record:
 
     def latest(self, name: str) -> float | None:
         """The newest value of `name` that is known without a wait; None before any."""
-        for values in (self._newer, self._done, self._older):
-            if name in values:
-                return float(values[name])
-        return None
+        value = self._known.get(name)
+        if isinstance(value, Metrics):
+            value = value[name]
+        return None if value is None else float(value)
 
     def last_values(self) -> dict[str, float]:
         """The last value of each name; waits for the device."""
-        row = {
-            # waits for the device
-            name: np.asarray(value)
-            for name, value in (self._last_row or {}).items()
+        values = dict(self._known)
+        for _, row in self._waiting:
+            values |= dict.fromkeys(row.values, row.values)
+        values |= self._before_a_row
+        # waits for the device
+        numbers = {
+            name: np.asarray(value[name] if isinstance(value, Metrics) else value)
+            for name, value in values.items()
         }
-        of_step = {
-            name: float(number) for name, number in row.items() if number.ndim == 0
-        }
-        return {**self._older, **of_step, **self._newer}
+        return {name: float(each) for name, each in numbers.items() if each.ndim == 0}
 
     def add(self, sink: Sink, every: int) -> None:
         """Has all rows of the fit written to `sink`; of steps, each `every`-th."""
@@ -319,7 +307,8 @@ class Record:
     def read_means(self, function: OnRow) -> None:
         """Has `function` called with the row of each validation of a fit and of each
         epoch, which has no value twice; for `Callback.setup`."""
-        if self._is_open:  # not before `validate` or `predict`, which have no such rows
+        # Not before `validate` or `predict`, which have no such rows.
+        if self._place is not None:
             self._of_means.append(function)
 
     def measure_phases(self) -> Stopwatch:
@@ -329,15 +318,15 @@ class Record:
         return self.stopwatch
 
     def read_rest(self) -> None:
-        """Hands out the rows of all steps so far; waits for the device."""
-        waiting = self._waiting if self._readers else ()
-        rest = [Row("step", *step) for _, *step in waiting]
+        """Hands out the rows of all steps so far; waits for the device if there is
+        somebody to read them."""
+        rest = [functools.partial(self._read, row) for _, row in self._waiting]
         self._waiting.clear()  # the device may be what fails
-        if rest:
-            _try_all([functools.partial(self._read, row) for row in rest])
+        _try_all(rest)
 
     def _read(self, row: Row) -> None:
-        """Hands out the row of a step."""
+        """Hands out the row of a step that the device is done with."""
+        self._known |= dict.fromkeys(row.values, row.values)
         due = [read for read, every in self._readers.items() if row.step % every == 0]
         if due:
             self._hand_out(row, due)
@@ -385,7 +374,7 @@ class Record:
                 self._rewound_to = None
             self._readers, self._of_means, self._sinks = {}, [], []
 
-    def _here(self, kind: Kind, values: dict[str, float]) -> Row:
+    def _here(self, kind: Kind, values: Mapping[str, Any]) -> Row:
         return Row(kind, self._progress.epoch, self._progress.global_step, values)
 
     # What a checkpoint has of it.
@@ -408,7 +397,7 @@ class Record:
         """Goes on from a checkpoint; sinks follow as soon as they are open."""
         self.run_id, self._rewound_to = meta["run_id"], meta["global_step"]
         self._waiting.clear()
-        self._done = {}
+        self._known = {}
         validation = (meta.get("record") or {}).get("validation")
         self._validation = validation and Row("val", *validation)
 

@@ -170,8 +170,8 @@ class EarlyStopping(MetricCheck):
     def _stop_if_due(self, trainer: Trainer, value: float, improved: bool) -> None:
         self.reason = self._reason(value, improved)
         # Before the fit's minimum a wish would be kept, whatever came later.
-        is_early = trainer.current_epoch + 1 < trainer.record.min_epochs
-        is_early = is_early or trainer.global_step < trainer.record.min_steps
+        epochs, limits = trainer.current_epoch + 1, trainer.record.limits
+        is_early = not limits.may_stop(trainer.global_step, epochs)
         if self.reason is not None and not is_early:
             was_said, trainer.should_stop = trainer.should_stop, True
             if self.verbose and not was_said:

@@ -151,7 +151,7 @@ class MetricCheck(MeansReader):
 
     def on_fit_start(self, trainer: Trainer) -> None:
         check_monitor(trainer, self, self.monitor)
-        is_late = not trainer.record.validates_before_end
+        is_late = not trainer.record.limits.validates_before_end()
         if is_late and self.monitor.startswith("val_"):
             raise ValueError(
                 f"`{type(self).__name__}(monitor={self.monitor!r})`: this fit validates"

@@ -87,7 +87,7 @@ class ProgressBar(Callback):
 
     def on_validation_start(self, trainer: Trainer) -> None:
         self._validation_began = time.perf_counter()
-        total = trainer.record.num_val_batches if is_fitting(trainer) else None
+        total = trainer.record.limits.val_batches if is_fitting(trainer) else None
         self._validation = self._open("validating", total)
 
     def on_validation_batch_end(self, trainer: Trainer, batch_idx: int) -> None:

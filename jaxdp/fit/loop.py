@@ -182,12 +182,7 @@ class Loop:
             )
         trainer.max_epochs, trainer.max_steps = limits.max_epochs, limits.max_steps
         trainer.num_training_batches = limits.batches_per_epoch
-        self._record.steps_per_epoch = limits.steps_per_epoch
-        self._record.max_steps = limits.max_steps
-        self._record.validates_before_end = limits.validates_before_end()
-        self._record.min_epochs = limits.min_epochs
-        self._record.min_steps = limits.min_steps
-        self._record.num_val_batches = limits.val_batches if self.vals else None
+        self._record.limits = limits
 
         if loaded is None or loaded.padded_rows is None:
             return
@@ -416,8 +411,7 @@ def _own_loop(
         doing(trainer, "a loop of steps", run.hooks),
     ):
         run.progress.start_with(source)
-        trainer.num_training_batches = trainer.record.steps_per_epoch = None
-        run.record.max_steps = None
+        trainer.num_training_batches = run.record.limits = None
         run.loaded = run.loaded and run.loaded._replace(padded_rows=None)
         hooks = set_up(trainer, run.hooks)
 

@@ -107,7 +107,7 @@ def all_but_arrays(trainer: "Trainer") -> dict[str, Any]:
         "identities": identities(trainer),
         "padded_rows": (run.loaded and run.loaded.padded_rows)
         or [
-            run.record.steps_per_epoch,
+            run.record.limits and run.record.limits.steps_per_epoch,
             run.engine.padding,
             recipe.accumulate_grad_batches,
         ],

@@ -131,7 +131,7 @@ def test_num_training_batches_counts_batches(batches_each, accumulate):
     assert trainer.num_training_batches is None
     trainer.fit(data)
     assert trainer.num_training_batches == batches_each
-    assert trainer.record.steps_per_epoch == -(-batches_each // accumulate)
+    assert trainer.record.limits.steps_per_epoch == -(-batches_each // accumulate)
     trainer.fit(iter(data), max_epochs=2)
     assert trainer.num_training_batches is None
 
