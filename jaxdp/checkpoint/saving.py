@@ -195,8 +195,8 @@ def start_saving(
         def arrive(*, key: str, timeout_ms: int) -> None:
             """Orbax's barriers; at this one all have written their own arrays."""
             if "async_write_complete" in key:
-                (unnamed,) = unfinished(path)
-                with contextlib.suppress(OSError):  # process 0 lists the rest
+                with contextlib.suppress(OSError, ValueError):  # process 0 lists more
+                    (unnamed,) = unfinished(path)
                     list_files_of_process(unnamed, processes.index)
             wait_for_others(key=key, timeout_ms=timeout_ms)
 

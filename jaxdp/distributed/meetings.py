@@ -308,12 +308,15 @@ class Processes:
             meeting.meet()
 
     def any(self, what: str, error: BaseException | None) -> str | None:
-        """What is wrong in any process, by its number; None if all is well."""
+        """What is wrong in any process, by its number and host; None if all is well."""
         if self.count == 1:
             return None if error is None else str(error)
-        text = None if error is None else f"{type(error).__name__}: {error}"
-        answers = enumerate(self.all(what, text))
-        wrong = [f"process {i}: {text}" for i, text in answers if text is not None]
+        own = None if error is None else f"{type(error).__name__}: {error}"
+        wrong = [
+            f"{_format_processes([process])}: {text}"
+            for process, text in enumerate(self.all(what, own))
+            if text is not None
+        ]
         return "; ".join(wrong) or None
 
 

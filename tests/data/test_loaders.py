@@ -271,65 +271,59 @@ def test_an_iterable_dataset_of_single_examples_is_refused_with_the_remedy():
     assert "DataLoader(dataset, batch_size)" in "".join(caught.value.__notes__)
 
 
-def test_loaders_without_batching_give_what_the_dataset_holds():
+def test_a_loader_may_batch_and_collate_in_its_own_way():
     whole = DataLoader([np.full((3, 2), i) for i in range(4)], batch_size=None)
     batches = list(open_loader(whole, "train_loader", seed=0).epoch())
     assert [int(batch[0, 0]) for batch in batches] == [0, 1, 2, 3]
-
-
-def test_a_collate_fn_is_used():
     loader = DataLoader(Squares(6), 3, collate_fn=collate_sum)
     batches = list(open_loader(loader, "train_loader", seed=0).epoch())
     np.testing.assert_array_equal(batches[1]["sum"], [12, 20, 30])
 
 
-def test_set_epoch_is_called_on_all_parts_that_have_it():
-    class Shuffled:
-        def set_epoch(self, epoch):
-            self.epoch = epoch
-
-        def __iter__(self):
-            return iter([self.epoch] * 4)
-
-        def __len__(self):
-            return 4
-
-    class Dated(Squares):
-        def set_epoch(self, epoch):
-            self.epoch = epoch
-
-    inner, dataset = Shuffled(), Dated()
-    for options in (
-        {"batch_size": 4, "sampler": inner},
-        {"batch_sampler": BatchSampler(inner, 4, False)},
-    ):
-        source = open_loader(DataLoader(dataset, **options), "train_loader", seed=0)
-        for epoch in (3, 5):
-            assert (
-                int(next(source.epoch(Position(epoch)))[0][0]) == dataset.epoch == epoch
-            )
-
-
 class Told:
-    """Gives a batch of the epoch that it was told."""
+    """Gives what it was told, four times: a batch, rows of one, or their indices."""
 
     def set_epoch(self, epoch):
         self.epoch = epoch
 
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return self.epoch
+
+
+class ToldSampler(Told):
+    def __iter__(self):
+        return iter([self.epoch] * 4)
+
+
+class ToldBatches(Told):
     def __iter__(self):
         yield np.full(4, self.epoch)
 
 
-class ToldDataset(Told, IterableDataset):
+class ToldDataset(ToldBatches, IterableDataset):
     pass
 
 
-@pytest.mark.parametrize("make", [
-    Told, ToldDataset, lambda: DataLoader(ToldDataset(), batch_size=None),
-])  # fmt: skip
-def test_set_epoch_is_called_on_what_is_no_sampler_too(make):
-    source = open_loader(make(), "train_loader", seed=0)
-    assert [next(source.epoch(Position(n)))[0] for n in (3, 5)] == [3, 5]
+TOLD = {
+    "a sampler": lambda: DataLoader(range(23), 4, sampler=ToldSampler()),
+    "a sampler's": lambda: DataLoader(
+        range(23), batch_sampler=BatchSampler(ToldSampler(), 4, False)
+    ),
+    "a dataset": lambda: DataLoader(Told(), 4),
+    "a loader": ToldBatches,
+    "an iterable dataset": ToldDataset,
+    "a loader's dataset": lambda: DataLoader(ToldDataset(), batch_size=None),
+}
+
+
+@pytest.mark.parametrize("part", TOLD)
+def test_set_epoch_is_called_on_all_parts_that_have_it(part):
+    source = open_loader(TOLD[part](), "train_loader", seed=0)
+    for epoch in (3, 5):
+        assert next(source.epoch(Position(epoch))).tolist() == [epoch] * 4
 
 
 @pytest.mark.parametrize("kind", ["one list", "iterators"])

@@ -59,11 +59,11 @@ def find(task):
     return getattr(importlib.import_module(module or __name__), name)
 
 
-def in_turn(tasks):
+def in_turn(scenes):
     """Several tasks in one job."""
-    for name, options in tasks.items():
-        say("part", name)
-        find(name)(**options)
+    for name, (task, options) in scenes.items():
+        say("scene", name)
+        find(task)(**options)
 
 
 def say(*text):

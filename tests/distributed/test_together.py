@@ -33,29 +33,61 @@ def told(outputs):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Where the parts of one job write."""
-    return tmp_path_factory.mktemp("parts")
+    """Where the scenes of a job write."""
+    return tmp_path_factory.mktemp("scenes")
+
+
+def play(crew, scenes):
+    """What both processes of one job printed in scenes, by their names."""
+    job = crew("in_turn", start={"devices": 2}, scenes=scenes)
+    codes, outputs = job.join(limit=LIMIT * len(scenes))
+    assert codes == [0, 0], job.all_outputs()
+    (_, *first), (_, *second) = (
+        re.split(r"^scene (.*)\n", output, flags=re.M) for output in outputs
+    )
+    assert first[::2] == second[::2] == [*scenes]
+    printed = zip(first[1::2], second[1::2], strict=True)
+    return dict(zip(scenes, printed, strict=True))
 
 
 @pytest.fixture(scope="module")
-def parts(shared_crew, folder):
-    """What both processes printed in the parts of one job, by the part's name."""
-    tasks = {
-        "quiet": {"into": str(folder / "run")},
-        "local": {"sizes": SIZES},
-        "decisions": {},
-        "plateaus": {},
-        "files": {"into": str(folder / "files")},
+def scenes(shared_crew, folder):
+    return play(shared_crew, {
+        "quiet": ("together.quiet", {"into": str(folder / "run")}),
+        "local": ("together.local", {"sizes": SIZES}),
+        "decisions": ("together.decisions", {}),
+        "plateaus": ("together.plateaus", {}),
+        "files": ("together.files", {"into": str(folder / "files")}),
+    })  # fmt: skip
+
+
+NAMES = {"first.*": "in.*", "last.*": "out.*", "blocks.*.linear.weight": "h.*.w"}
+NAMES["blocks.*.linear.bias"] = "h.*.b"
+
+
+@pytest.fixture(scope="module")
+def slow_scenes(shared_crew, folder):
+    for package in ("datasets", "grain", "webdataset", "optuna", "safetensors"):
+        pytest.importorskip(package)
+    path = jaxdp.save_weights(Deep(4), folder / "deep.safetensors", NAMES)
+    scenes = {
+        "plans": ("together.planned", {}),
+        "best": ("best.ends", {"into": str(folder / "best")}),
+        "bad batches": ("together.bad_batches", {"into": str(folder / "bad")}),
+        "pruned": ("own_values.prune", {}),
+        "streams": ("streams.resume_all", {"into": str(folder / "streams")}),
+        "weights": ("streams.pretrained", {"path": path, "into": str(folder / "two")}),
     }
-    tasks = {f"together.{name}": options for name, options in tasks.items()}
-    job = shared_crew("in_turn", start={"devices": 2}, tasks=tasks)
-    codes, outputs = job.join(limit=LIMIT * len(tasks))
-    assert codes == [0, 0], job.all_outputs()
-    mark = re.compile(r"^part together\.(.*)\n", re.M)
-    (_, *first), (_, *second) = map(mark.split, outputs)
-    assert first[::2] == second[::2] == [name.partition(".")[2] for name in tasks]
-    printed = zip(first[1::2], second[1::2], strict=True)
-    return dict(zip(first[::2], printed, strict=True))
+    of_both = {
+        "buckets": "together.buckets",
+        "wholes": "wholes.train",
+        "there": "there.train",
+        "values": "own_values.train",
+    }
+    for name, task in of_both.items():
+        for local in (False, True):
+            scenes[f"{name}, local={local}"] = (task, {"local": local})
+    return play(shared_crew, scenes)
 
 
 @pytest.fixture(scope="module")
@@ -172,8 +204,8 @@ def test_workers_fetch_the_rows_of_their_process(crew, capsys):
 
 
 @pytest.mark.slow
-def test_loaders_of_their_own_may_end_at_different_times(parts):
-    first, second = told(parts["local"])
+def test_loaders_of_their_own_may_end_at_different_times(scenes):
+    first, second = told(scenes["local"])
     x, y = together.rows(sum(SIZES))
     alone = together.trainer("SingleDevice")
     expected = alone.validate([(x, y)])
@@ -193,19 +225,14 @@ def test_loaders_of_their_own_may_end_at_different_times(parts):
 
 
 @pytest.mark.slow
-def test_plans_know_what_is_between_processes(crew, tmp_path):
-    job = crew("together.planned", start={"devices": 2}, into=str(tmp_path))
-    codes, outputs = job.join()
-    assert codes == [0, 0], job.all_outputs()
-    (first,), (second,) = told(outputs)
+def test_plans_know_what_is_between_processes(slow_scenes):
+    (first,), (second,) = told(slow_scenes["plans"])
     assert first["before"] == second["before"]
     for plan in (first["before"], first["running"]):
         assert (plan["hosts"], plan["rows"]) == (2, 16)
         assert plan["crosses"] and all(plan["crosses"])
     assert first["faked"] == 8
     assert first["local"] == 2 * 16
-    record = json.loads((tmp_path / "metrics.json").read_text())
-    assert record["plan"]["num_hosts"] == 2
 
 
 @pytest.mark.slow
@@ -243,12 +270,11 @@ def test_a_job_is_resumed_by_another_number_of_processes(crew, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_best_weights_come_from_disk_in_every_process(crew, tmp_path):
-    job = crew("best.ends", start={"devices": 2}, into=str(tmp_path))
-    codes, outputs = job.join()
-    assert codes == [0, 0], job.all_outputs()
+def test_the_best_weights_come_from_disk_in_every_process(slow_scenes, folder):
+    outputs = slow_scenes["best"]
     assert outputs[0].count("back to step 8, where val_loss was 1") == 3
-    assert f"val_loss was 1, from {tmp_path / 'resumed' / '8'}" in outputs[0]
+    resumed_from = folder / "best" / "resumed" / "8"
+    assert f"val_loss was 1, from {resumed_from}" in outputs[0]
     (first,), (second,) = told(outputs)
     assert first == second
     whole, resumed = first["weights"]
@@ -291,8 +317,8 @@ def test_a_signal_to_one_stops_all(crew, tmp_path, by, who, hook, code):
     assert ends[0]["step"] in steps_in(folder)
 
 
-def test_what_one_decides_all_do(parts):
-    first, second = told(parts["decisions"])
+def test_what_one_decides_all_do(scenes):
+    first, second = told(scenes["decisions"])
     assert first == second
     found = {name: value for each in first for name, value in each.items()}
     assert 3 <= found["one_wants_to_stop"] < 2000
@@ -300,8 +326,8 @@ def test_what_one_decides_all_do(parts):
     assert found["early_stopping"] == 8
 
 
-def test_hyperparameters_are_set_on_all(parts):
-    first, second = told(parts["plateaus"])
+def test_hyperparameters_are_set_on_all(scenes):
+    first, second = told(scenes["plateaus"])
     assert first == second
     assert first[0]["rate"] == first[1]["rate"] == 0.25
     message = "values in `set_hyperparams`: learning_rate: 0.1 (process 0)"
@@ -309,11 +335,8 @@ def test_hyperparameters_are_set_on_all(parts):
 
 
 @pytest.mark.slow
-def test_all_see_a_bad_batch(crew, tmp_path):
-    job = crew("together.bad_batches", into=str(tmp_path))
-    codes, outputs = job.join()
-    assert codes == [0, 0], job.all_outputs()
-    first, second = told(outputs)
+def test_all_see_a_bad_batch(slow_scenes):
+    first, second = told(slow_scenes["bad batches"])
     assert first == second
     found = {name: value for each in first for name, value in each.items()}
     assert found["skipped"] == [6]
@@ -321,8 +344,8 @@ def test_all_see_a_bad_batch(crew, tmp_path):
     assert "FloatingPointError" in found["stopped"] and "step 6" in found["stopped"]
 
 
-def test_files_are_saved_and_refused_together(parts):
-    for (found,) in told(parts["files"]):
+def test_files_are_saved_and_refused_together(scenes):
+    for (found,) in told(scenes["files"]):
         assert found["same"]
         assert "FileExistsError" in found["there already"]
         assert "FileNotFoundError" in found["nothing there"]
@@ -334,15 +357,15 @@ def test_files_are_saved_and_refused_together(parts):
         assert "data='global'" in found["local, bitwise"]
         assert "data='global'" in found["local, across"]
         assert "2 processes" in found["compare"]
-    (first,), (second,) = told(parts["files"])
+    (first,), (second,) = told(scenes["files"])
     assert all("process_1/" in name for name in second["written"])
     for when in ("written", "read"):  # each file by one of them
         assert first[when] and second[when]
         assert not {*first[when]} & {*second[when]}
 
 
-def test_one_process_speaks_for_all(parts, folder):
-    first, second = parts["quiet"]
+def test_one_process_speaks_for_all(scenes, folder):
+    first, second = scenes["quiet"]
     assert "`loss` is not given" in first and "examples/s" in first
     # Gloo's threads write over each other, and tear their lines.
     ours = [line for line in second.splitlines() if "peer ranks" not in line]
@@ -353,13 +376,10 @@ def test_one_process_speaks_for_all(parts, folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("local", [False, True])
-def test_batches_of_several_shapes_are_those_of_one_process(crew, capsys, local):
+def test_batches_of_several_shapes_are_those_of_one_process(slow_scenes, capsys, local):
     together.buckets()
     (expected,) = told([capsys.readouterr().out])[0]
-    job = crew("together.buckets", local=local)
-    codes, outputs = job.join()
-    assert codes == [0, 0], job.all_outputs()
-    for (each,) in told(outputs):
+    for (each,) in told(slow_scenes[f"buckets, local={local}"]):
         np.testing.assert_allclose(each["losses"], expected["losses"], rtol=1e-5)
         if local:
             assert "rows of [[2, 4], []] in process 0, of [[3, 4], []]" in each["wrong"]
@@ -367,13 +387,10 @@ def test_batches_of_several_shapes_are_those_of_one_process(crew, capsys, local)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("local", [False, True])
-def test_what_has_no_rows_is_whole_in_every_process(crew, capsys, local):
+def test_what_has_no_rows_is_whole_in_every_process(slow_scenes, capsys, local):
     wholes.train(local)
     (expected,) = told([capsys.readouterr().out])[0]
-    job = crew("wholes.train", local=local, start={"devices": 2})
-    codes, outputs = job.join()
-    assert codes == [0, 0], job.all_outputs()
-    for (each,) in told(outputs):
+    for (each,) in told(slow_scenes[f"wholes, local={local}"]):
         for name in "losses", "predicted":
             np.testing.assert_allclose(each[name], expected[name], rtol=1e-4)
         assert ("different values in a jaxdp.Whole" in each["wrong"]) == local
@@ -381,11 +398,8 @@ def test_what_has_no_rows_is_whole_in_every_process(crew, capsys, local):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("local", [False, True])
-def test_batches_on_devices_give_the_bits_of_the_host(crew, local):
-    job = crew("there.train", local=local, start={"devices": 2})
-    codes, outputs = job.join()
-    assert codes == [0, 0], job.all_outputs()
-    for (each,) in told(outputs):
+def test_batches_on_devices_give_the_bits_of_the_host(slow_scenes, local):
+    for (each,) in told(slow_scenes[f"there, local={local}"]):
         for name in "weights", "predictions":
             on_host, *others = each[name]
             assert others == [on_host] * 3
@@ -394,13 +408,12 @@ def test_batches_on_devices_give_the_bits_of_the_host(crew, local):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("local", [False, True])
-def test_metrics_of_sets_and_own_values_are_those_of_one_process(crew, capsys, local):
+def test_metrics_of_sets_and_own_values_are_those_of_one_process(
+    slow_scenes, capsys, local
+):
     own_values.train(local)
     (expected,) = told([capsys.readouterr().out])[0]
-    job = crew("own_values.train", local=local, start={"devices": 2})
-    codes, outputs = job.join()
-    assert codes == [0, 0], job.all_outputs()
-    for (each,) in told(outputs):
+    for (each,) in told(slow_scenes[f"values, local={local}"]):
         # The values of process 0 are everybody's, and end every process's fit.
         assert each["val_own"] == expected["val_own"] == [0.0, 1.0]
         assert each["process"] == [0.0, 0.0]
@@ -414,44 +427,28 @@ def test_metrics_of_sets_and_own_values_are_those_of_one_process(crew, capsys, l
 
 
 @pytest.mark.slow
-def test_a_trial_of_one_process_is_pruned_in_all(crew):
-    pytest.importorskip("optuna")
-    codes, outputs = (job := crew("own_values.prune", start={"devices": 2})).join()
-    assert codes == [0, 0], job.all_outputs()
+def test_a_trial_of_one_process_is_pruned_in_all(slow_scenes):
     expected = {"error": "TrialPruned", "epoch": 1, "step": 2}
-    assert told(outputs) == [[expected], [expected]]
+    assert told(slow_scenes["pruned"]) == [[expected], [expected]]
 
 
 @pytest.mark.slow
-def test_loaders_of_other_libraries_go_on_in_several_processes(crew, tmp_path):
-    for package in ("datasets", "grain", "webdataset"):
-        pytest.importorskip(package)
-    job = crew("streams.resume_all", start={"devices": 2}, into=str(tmp_path))
-    codes, outputs = job.join()
-    assert codes == [0, 0], job.all_outputs()
+def test_loaders_of_other_libraries_go_on_in_several_processes(slow_scenes):
     expected = []
     for kind in streams.LOADERS:
         for local in (False, True):
             steps = 18 if local else 36
             ends = {"steps": steps, "saved": steps // 3 + 2, "ended": steps}
             expected.append({"kind": kind, "local": local, **ends, "same": True})
-    assert told(outputs) == [expected, expected]
+    assert told(slow_scenes["streams"]) == [expected, expected]
 
 
 @pytest.mark.slow
 def test_weights_of_a_file_and_adapters_are_split_between_processes(
-    crew, tmp_path, capsys
+    slow_scenes, folder, capsys
 ):
-    pytest.importorskip("safetensors")
-    names = {"first.*": "in.*", "last.*": "out.*", "blocks.*.linear.weight": "h.*.w"}
-    names["blocks.*.linear.bias"] = "h.*.b"
-    path = jaxdp.save_weights(Deep(4), tmp_path / "deep.safetensors", names)
-    options = {"path": path, "into": str(tmp_path)}
-    job = crew("streams.pretrained", start={"devices": 2}, **options)
-    codes, outputs = job.join()
-    assert codes == [0, 0], job.all_outputs()
-    (first,), (second,) = told(outputs)
+    (first,), (second,) = told(slow_scenes["weights"])
     assert first["same"] and first == second
-    streams.pretrained(path, str(tmp_path / "alone"))
+    streams.pretrained(folder / "deep.safetensors", str(folder / "alone"))
     ((expected,),) = told([capsys.readouterr().out])
     np.testing.assert_allclose(first["weights"], expected["weights"], atol=2e-5)

@@ -147,9 +147,9 @@ def plateaus():
         tell(error=str(error), rate=run.hyperparams["learning_rate"])
 
 
-def planned(into):
+def planned():
     """What the plans say of the processes."""
-    run = trainer("FSDP", [CSVLogger(into)])
+    run = trainer("FSDP")
     loader = DataLoader(data(64), 16)
 
     def found(plan):

@@ -187,10 +187,3 @@ def test_a_description_has_no_addresses():
         model=model(activation=lambda x: x), loss=lambda p, y: p[:, 0]
     ).run.recipe
     assert "0x" not in str(run.description(()))
-
-
-def test_a_model_of_other_shapes_is_shown_leaf_by_leaf(saved):
-    other = eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0))
-    for more in {}, {"optimizer": optax.sgd(0.1)}:
-        with pytest.raises(ValueError, match="layers.*the checkpoint has nothing"):
-            make(model=other, **more).load(saved("plain"))
