@@ -3,6 +3,7 @@
 import contextlib
 import os
 import time
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -17,20 +18,14 @@ from ..basics.console import warn
 from ..basics.files import absolute
 from ..checkpoint import CheckpointDir, check_name
 from ..distributed import Pulse, is_stop
+from ..history import rank
 from ..record import Row
 from .base import Trainer
-from .monitor import (
-    MeansReader,
-    Scores,
-    announce,
-    as_json,
-    check_monitor,
-    checked_mode,
-    from_json,
-    kept,
-    ranked,
-)
+from .monitor import MeansReader, announce, check_monitor, checked_mode
 from .states import saved_state
+
+Scores = Mapping[int, float | None]
+"""Of each step that is saved: what was measured on its weights, or None."""
 
 
 class ModelCheckpoint(MeansReader):
@@ -139,10 +134,11 @@ class ModelCheckpoint(MeansReader):
         self._row: tuple[int, Any] | None = None  # the last step, and its values
         self._measured: tuple[int, float] | None = None  # at which step, and what
         self._is_due = False
-        self._kept_for_resuming: int | None = None  # while it is the newest
+        self._stays: int | None = None  # whatever its score, while it is the newest
         self._saving: tuple[int, checkpoint.Saving] | None = None
         self._saved_at = time.monotonic()
-        self._is_restored = self._is_alone = self._has_told = self._has_failed = False
+        self._error: BaseException | None = None  # that ended the fit
+        self._has_told = False
 
     @property
     def best_model_path(self) -> str:
@@ -171,15 +167,28 @@ class ModelCheckpoint(MeansReader):
 
     def ranked_in(self, state: dict[str, Any]) -> list[int]:
         """The steps that have a score in a saved state of this callback, best first."""
-        return ranked(from_json(state["scores"]), self.mode)
+        return _ranked(_from_json(state["scores"]), self.mode)
 
     @property
     def _best(self) -> int | None:
-        return next(iter(ranked(self._scores, self.mode)), None)
+        return next(iter(_ranked(self._scores, self.mode)), None)
 
     def _kept(self, scores: Scores) -> set[int]:
-        last = self.save_last or max(scores, default=None) == self._kept_for_resuming
-        return kept(scores, self.mode, self.save_top_k, last)
+        """The steps that stay: the best, and the newest if it is wanted.
+
+        What has no score stays while it is the newest of all.
+        """
+        if self.save_top_k == -1:
+            return set(scores)
+        steps = set(_ranked(scores, self.mode)[: self.save_top_k])
+        newest = max(scores, default=None)
+        if newest is not None and (
+            self.save_last
+            or newest == self._stays
+            or (self.save_top_k and scores[newest] is None)
+        ):
+            steps.add(newest)
+        return steps
 
     # When to save.
 
@@ -188,17 +197,15 @@ class ModelCheckpoint(MeansReader):
         super().setup(trainer)
         self._dir, self._processes = self.folder(trainer), trainer.run.processes
         self._clock = Pulse(self._processes, "the time of a checkpoint")
-        self._is_alone, self._has_failed, self._row = False, False, None
+        self._row = None
         self._processes.first("ModelCheckpoint: its folder", self._dir.open)
         sort_out, what = lambda: self._sorted_out(trainer), "what is there"
         self._scores = dict(self._processes.first(f"ModelCheckpoint: {what}", sort_out))
         # What the run goes on from is kept until another one is on disk.
         step = trainer.global_step
-        self._kept_for_resuming = step if step in self._scores else None
+        self._stays = step if step in self._scores else None
         self._remove_what_is_not_kept()
-        self._is_due = self._is_due and self._is_restored
-        self._is_restored = False
-        self._save_if_due(trainer)  # else a kill came before it
+        self._save_if_due(trainer)  # what a kill came before
 
     def on_fit_start(self, trainer: Trainer) -> None:
         if self.monitor is not None:
@@ -263,40 +270,33 @@ class ModelCheckpoint(MeansReader):
     # What goes on at other times.
 
     def on_exception(self, trainer: Trainer, exception: BaseException) -> None:
-        self._is_alone, self._has_failed = not is_stop(exception), True
+        self._error = exception
         if self._dir is None:  # it comes from a `setup`
             return
-        if self._is_alone and not (
-            self.save_on_exception and self._processes.count == 1
-        ):
-            return
-        self._save_last(trainer)
+        is_wanted = self.save_on_exception and self._processes.count == 1
+        if is_wanted or is_stop(exception):
+            self._save_last(trainer)
 
     def on_fit_end(self, trainer: Trainer) -> None:
         keeps_none = self.save_top_k == 0 and not self.save_last
-        if not (self._has_failed or self.save_last is False or keeps_none):
+        if self._error is None and self.save_last is not False and not keeps_none:
             self._save_last(trainer)
-        self.finish_saving()
+        self._settle(wait=True)
 
     def _save_last(self, trainer: Trainer) -> None:
         """Saves the step that a fit ends with, which stays whatever its score."""
-        self._kept_for_resuming = trainer.global_step
+        self._stays = trainer.global_step
         if trainer.global_step:
             self._save(trainer)
             self._settle(wait=True)
 
     def teardown(self, trainer: Trainer) -> None:
-        if self._dir is None:  # another callback's `setup` has failed
-            return
         try:
             self._settle(wait=True)
         finally:
-            self._dir.close()
-            self._dir = None
-
-    def finish_saving(self) -> None:
-        """Waits until the checkpoint that is being saved is in its folder."""
-        self._settle(wait=True)
+            if self._dir is not None:  # else another callback's `setup` has failed
+                self._dir.close()
+            self._dir, self._error, self._is_due = None, None, False
 
     def identity(self, trainer: Trainer) -> str:
         unit = f"{self.monitor}, {self.mode}" if self.monitor else "no monitor"
@@ -307,15 +307,14 @@ class ModelCheckpoint(MeansReader):
     def state_dict(self) -> dict[str, Any]:
         measured = self._last_measured()
         return {
-            "scores": as_json(self._scores),
+            "scores": _as_json(self._scores),
             "measured": measured and [measured[0], str(measured[1])],
             "is_due": self._is_due,
-            "best_first": ranked(self._scores, self.mode),  # for `load_model`
+            "best_first": _ranked(self._scores, self.mode),  # for `load_model`
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._is_restored = True
-        self._scores = from_json(state["scores"])
+        self._scores = _from_json(state["scores"])
         self._is_due = state["is_due"]
         measured = state.get("measured")  # in no checkpoint of 0.2
         self._measured = measured and (measured[0], float(measured[1]))
@@ -376,7 +375,8 @@ class ModelCheckpoint(MeansReader):
             return  # several processes are not done at the same step
         step, saving = self._saving
         try:
-            saving.finish(alone=self._is_alone)
+            has_failed = self._error is not None and not is_stop(self._error)
+            saving.finish(alone=has_failed)
         except checkpoint.SaveFailed as error:
             self._saving = None
             self._fail(step, error)
@@ -415,24 +415,15 @@ class ModelCheckpoint(MeansReader):
     def _sorted_out(self, trainer: Trainer) -> list[tuple[int, float | None]]:
         """Finds out whose the checkpoints are that lie in the folder; our scores."""
         assert self._dir is not None
-        there = {step: self._told_by(step, trainer) for step in self._dir.steps()}
-        scores = {
-            step: score
-            for step, score in self._scores.items()
-            # None: damaged, or older than these names.
-            if step in there and there[step][0] in (None, trainer.record.run_id)
-        }
-
-        # Checkpoints of other runs, or that other callbacks have saved.
-        strangers = self._dir.impostors()
-        for step in sorted(set(there) - set(scores)):
-            run_id, saved_scores = there[step]
-            is_now = step == trainer.global_step
-            is_ours = step <= trainer.global_step and run_id == trainer.record.run_id
-            is_known = is_ours and step in saved_scores
-            if is_known and (is_now or not self._is_restored):
+        now, scores, strangers = trainer.global_step, {}, self._dir.impostors()
+        for step in self._dir.steps():
+            run_id, saved_scores = self._told_by(step, trainer)
+            is_of_run = run_id == trainer.record.run_id
+            if step in self._scores and (is_of_run or run_id is None):  # damaged
+                scores[step] = self._scores[step]
+            elif is_of_run and step <= now and step in saved_scores:
                 scores[step] = saved_scores[step]
-            elif not (is_ours and is_now) or self._is_due:
+            elif not is_of_run or step != now or self._is_due:
                 strangers.append(step)
             # else saved by somebody else at this very step: the fit may go on from it
         if strangers:
@@ -454,8 +445,24 @@ class ModelCheckpoint(MeansReader):
         except (OSError, ValueError):
             return None, {}
         state = saved_state(trainer, meta, self)
-        return meta["run_id"], from_json(state["scores"]) if state else {}
+        return meta["run_id"], _from_json(state["scores"]) if state else {}
 
     def _path_of(self, step: int | None) -> str:
         """The folder of a step, "" of none."""
         return "" if step is None else CheckpointDir(str(self.dirpath)).path_of(step)
+
+
+def _as_json(scores: Scores) -> list[Any]:
+    """Rows for JSON, which lacks NaN and infinity: scores are texts."""
+    return [[step, s if s is None else str(s)] for step, s in scores.items()]
+
+
+def _from_json(rows: list[Any]) -> dict[int, float | None]:
+    """The inverse of `_as_json`."""
+    return {step: s if s is None else float(s) for step, s in rows}
+
+
+def _ranked(scores: Scores, mode: str) -> list[int]:
+    """Steps with a score, the best first, NaN last; of equals the older first."""
+    scored = [(rank(s, mode), step) for step, s in scores.items() if s is not None]
+    return [step for _, step in sorted(scored)]

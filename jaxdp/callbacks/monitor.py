@@ -9,7 +9,6 @@ from typing import Any
 from ..basics.arguments import check_choice, check_count, check_number, checks_arguments
 from ..basics.columns import best_mode, mode_of_name
 from ..basics.console import say, say_once, warn
-from ..history import rank
 from ..record import Row
 from .base import Callback, Trainer
 
@@ -176,39 +175,6 @@ class MetricCheck(MeansReader):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.wait_count, best = state["wait_count"], state["best_score"]
         self.best_score = None if best is None else float(best)
-
-
-Scores = Mapping[int, float | None]
-"""Of each step that is saved: what was measured on its weights, or None."""
-
-
-def as_json(scores: Scores) -> list[Any]:
-    """Rows for JSON, which lacks NaN and infinity: scores are texts."""
-    return [[step, s if s is None else str(s)] for step, s in scores.items()]
-
-
-def from_json(rows: list[Any]) -> dict[int, float | None]:
-    """The inverse of `as_json`."""
-    return {step: s if s is None else float(s) for step, s in rows}
-
-
-def ranked(scores: Scores, mode: str) -> list[int]:
-    """Steps with a score, the best first, NaN last; of equals the older first."""
-    scored = [(rank(s, mode), step) for step, s in scores.items() if s is not None]
-    return [step for _, step in sorted(scored)]
-
-
-def kept(scores: Scores, mode: str, top_k: int, last: bool) -> set[int]:
-    """The steps that stay: of the best so many, -1 for all, and if `last` the newest.
-
-    What has no score stays while it is the newest of all.
-    """
-    if top_k == -1:
-        return set(scores)
-    steps, newest = set(ranked(scores, mode)[:top_k]), max(scores, default=None)
-    if newest is not None and (last or top_k and scores[newest] is None):
-        steps.add(newest)
-    return steps
 
 
 def is_fitting(trainer: Trainer) -> bool:

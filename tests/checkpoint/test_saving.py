@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import threading
+import time
 
 import equinox as eqx
 import jax
@@ -323,7 +324,8 @@ def test_training_goes_on_where_the_folder_is_gone(tmp_path):
     class Unmount(Callback):
         def on_boundary(self, trainer):
             if trainer.global_step == 4:
-                checkpoint.finish_saving()
+                while not (folder / "3").is_dir():
+                    time.sleep(0.01)
                 folder.parent.rename(tmp_path / "away")
                 folder.parent.write_text("")
 
