@@ -27,7 +27,8 @@ history
 engine
 data strategies checkpoint
 step distributed
-basics losses
+losses
+basics
 """
 """Each room imports from the lines below its own, and from nothing beside it."""
 
