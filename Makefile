@@ -82,7 +82,7 @@ lint: $(READY)
 
 docs: $(READY)
 	@test -x $(BIN)/mkdocs || $(PIP) --editable '.[docs]'
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 format: $(READY)
 	$(BIN)/ruff format .

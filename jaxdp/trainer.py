@@ -214,13 +214,14 @@ class Trainer(Generic[Model]):
                 Those that "16-mixed" skips count here, and not in a schedule of optax.
             max_time: how long this fit may take, compilation excluded: "DD:HH:MM:SS", a
                 timedelta, a dict of its arguments, or seconds.
-            min_epochs, min_steps: until both are done, `max_time`, callbacks and
+            min_epochs: until so many are done, `max_time`, callbacks and
                 `should_stop` do not end the fit.
+            min_steps: likewise, of steps.
             ckpt_path: the checkpoint to resume from: a path, or `"last"`, `"best"` or
                 `"auto"` (the last, or a fresh start if there is none) among those that
                 the `ModelCheckpoint` callback has saved. These words skip damaged ones.
-            limit_train_batches, limit_val_batches: batches per epoch and validation; a
-                float is a share of them.
+            limit_train_batches: batches per epoch; a float is a share of them.
+            limit_val_batches: batches per validation; likewise.
             check_val_every_n_epoch: validate at the end of every n-th epoch, and of the
                 fit.
             val_check_interval: also validate after every so many training batches; a
@@ -328,7 +329,8 @@ class Trainer(Generic[Model]):
 
         Args:
             loader: as for `fit`; of a tuple batch such as `(x, y)`, only `x` is used.
-            ckpt_path, limit_batches: as for `validate`.
+            ckpt_path: as for `validate`.
+            limit_batches: as for `validate`.
             gather: with several processes, whether each gets the predictions for all
                 rows. If not, it gets those for the rows it loaded, and sends nothing.
 

@@ -176,6 +176,15 @@ def _bar_type() -> Any:
                 self.fp.write(f"{self}\n")
                 self.fp.flush()
 
+        # Around each message tqdm clears what it has drawn, and draws it again.
+        def clear(self, *others: Any, **options: Any) -> None:
+            if self._is_live:
+                super().clear(*others, **options)
+
+        def refresh(self, nolock: bool = False, lock_args: Any = None) -> Any:
+            if self._is_live or not nolock:
+                return super().refresh(nolock, lock_args)
+
     return Bar
 
 

@@ -20,12 +20,12 @@ class Whole(eqx.Module):
     and so does the model, together with one row of the other arrays. A batch of nothing
     else counts as one row.
 
-    Args:
-        array: of any shape, including `()`, or a tree of arrays. They are converted
-            like the rest of a batch. Each new shape means one more compilation.
+    An array may have any shape, including `()`. Each new shape means one more
+    compilation.
     """
 
     array: PyTree
+    """An array, or a tree of arrays, which are converted like the rest of a batch."""
 
 
 class KeyData(eqx.Module):

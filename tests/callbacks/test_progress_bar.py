@@ -265,3 +265,15 @@ def test_no_thread_is_left_behind(clock):
     make_trainer(ProgressBar(file=Terminal())).fit(batches(8, 8))
     new = {thread for thread in threading.enumerate() if thread not in before}
     assert not any("TMonitor" in type(thread).__name__ for thread in new)
+
+
+def test_a_message_in_the_middle_of_an_epoch_adds_no_line_to_a_file(clock):
+    class Says(Callback):
+        def on_train_batch_end(self, trainer, metrics, batch_idx):
+            tqdm.write("a message", file=out)
+
+    out = io.StringIO()
+    make_trainer(Ticking(clock), ProgressBar(file=out), Says()).fit(batches(*[8] * 3))
+    *messages, last = out.getvalue().split("\n")[:-1]
+    assert messages == ["a message"] * 3 and last.startswith("epoch 0/0: loss")
+    assert "\r" not in out.getvalue()
