@@ -1,5 +1,6 @@
 """What type checkers make of a user's script."""
 
+import os
 import pathlib
 import re
 import subprocess
@@ -62,10 +63,14 @@ def test_a_script_is_well_typed_and_mistakes_are_not(checker, tmp_path):
         pytest.skip(f"{checker} is not installed")
     (tmp_path / "right.py").write_text(SCRIPT)
     (tmp_path / "wrong.py").write_text(SCRIPT + MISTAKES)
-    options = ["--pythonpath", sys.executable] if checker == "pyright" else []
+    options = {
+        "pyright": ["--pythonpath", sys.executable],
+        "mypy": ["--follow-imports=silent", "--ignore-missing-imports"],
+    }
     done = subprocess.run(
-        [str(command), *options, "right.py", "wrong.py"],
+        [str(command), *options[checker], "right.py", "wrong.py"],
         cwd=tmp_path,
+        env={**os.environ, "MYPYPATH": str(pathlib.Path(__file__).parents[1])},
         capture_output=True,
         text=True,
     )
