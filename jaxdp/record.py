@@ -126,6 +126,7 @@ class Record:
         # a validation that the row of its epoch may yet take up.
         self._waiting: collections.deque[tuple[int, Row]] = collections.deque()
         self._known: dict[str, Any] = {}
+        self._newest: Any = None  # `Metrics` of a step, which is newer
         self._validation: Row | None = None
 
         # None where there are no hooks; what is logged before the row of a step; and
@@ -178,7 +179,7 @@ class Record:
             self._place.values.update(values)
         else:
             self.read_rest()  # the device is done with them
-        self._known |= values
+        self._known_values().update(values)
         if kind == "val":
             self._write_validation()
             self._validation = self._here(kind, dict(values))
@@ -194,8 +195,11 @@ class Record:
             metrics.add(self._before_a_row)
             self._before_a_row = {}
         while waiting and waiting[0][0] <= step:
-            self._read(waiting.popleft()[1])
-        row = self._here("step", metrics)._replace(batch_idx=batch_idx)
+            row = waiting.popleft()[1]
+            self._newest = row.values
+            if self._readers:
+                self._read(row)
+        row = Row("step", self._progress.epoch, step, metrics, batch_idx)
         waiting.append((step + metrics.steps_in_flight, row))
 
     def before_step(self) -> None:
@@ -222,7 +226,7 @@ class Record:
             )
         number = self._processes.first(f"log({name!r})", lambda: _one(name, value))
         self._own.add(name)
-        values[name] = self._known[name] = number
+        values[name] = self._known_values()[name] = number
         logged = self._progress.logged if logged is None else logged
         logged[name] = number
 
@@ -230,7 +234,7 @@ class Record:
     def into(self, values: dict[str, float]) -> Iterator[dict[str, float]]:
         """Has hooks log into `values`, and alone into the dict that this yields."""
         outer, logged = self._place, dict[str, float]()
-        self._known |= values
+        self._known_values().update(values)
         self._place = _Place(values, values, logged)
         try:
             yield logged
@@ -274,14 +278,14 @@ class Record:
 
     def latest(self, name: str) -> float | None:
         """The newest value of `name` that is known without a wait; None before any."""
-        value = self._known.get(name)
+        value = self._known_values().get(name)
         if isinstance(value, Metrics):
             value = value[name]
         return None if value is None else float(value)
 
     def last_values(self) -> dict[str, float]:
         """The last value of each name; waits for the device."""
-        values = dict(self._known)
+        values = dict(self._known_values())
         for _, row in self._waiting:
             values |= dict.fromkeys(row.values, row.values)
         values |= self._before_a_row
@@ -321,15 +325,25 @@ class Record:
         """Hands out the rows of all steps so far; waits for the device if there is
         somebody to read them."""
         rest = [functools.partial(self._read, row) for _, row in self._waiting]
+        if self._waiting:
+            self._newest = self._waiting[-1][1].values
         self._waiting.clear()  # the device may be what fails
         _try_all(rest)
 
     def _read(self, row: Row) -> None:
         """Hands out the row of a step that the device is done with."""
-        self._known |= dict.fromkeys(row.values, row.values)
         due = [read for read, every in self._readers.items() if row.step % every == 0]
         if due:
             self._hand_out(row, due)
+
+    def _known_values(self) -> dict[str, Any]:
+        """The last value of each name, or the step that has it."""
+        if self._newest is not None:
+            step, self._newest = self._newest, None
+            # What hooks have logged is known since then, and may be newer there.
+            names = [name for name in step if name not in step.added]
+            self._known |= dict.fromkeys(names, step)
+        return self._known
 
     def _hand_out(self, row: Row, readers: Iterable[OnRow]) -> None:
         """Gives a row to all, also where one of them fails."""
@@ -397,7 +411,7 @@ class Record:
         """Goes on from a checkpoint; sinks follow as soon as they are open."""
         self.run_id, self._rewound_to = meta["run_id"], meta["global_step"]
         self._waiting.clear()
-        self._known = {}
+        self._known, self._newest = {}, None
         validation = (meta.get("record") or {}).get("validation")
         self._validation = validation and Row("val", *validation)
 

@@ -242,3 +242,15 @@ def test_a_guard_looks_on_in_an_own_loop_after_a_fit_that_failed():
     for train in (lambda: trainer.fit(data), lambda: [*trainer.steps(data)]):
         with pytest.raises(FloatingPointError, match="NanGuard"):
             train()
+
+
+def test_the_latest_logged_value_is_the_newest_one():
+    class Logs(Callback):
+        def on_train_batch_end(self, trainer, metrics, batch_idx):
+            trainer.log("mine", batch_idx)
+            assert trainer.record.latest("mine") == batch_idx
+
+        def on_train_batch_start(self, trainer, batch, batch_idx):
+            assert not batch_idx or trainer.record.latest("mine") == batch_idx - 1
+
+    linear_trainer(Logs()).fit(batches(*[8] * 20))

@@ -223,8 +223,8 @@ def _named(batch: PyTree) -> list[tuple[str, Any]]:
 
 def _check_mesh_shape(mesh_shape: Any, count: int) -> None:
     names = {DATA, SEQ}
-    if not isinstance(mesh_shape, Mapping) or {*mesh_shape} != names:
-        raise (ValueError if isinstance(mesh_shape, Mapping) else TypeError)(
+    if {*mesh_shape} != names:
+        raise ValueError(
             '`mesh_shape` must be two sizes by name, such as {"data": 2, "seq": 4}: how'
             " many devices share the rows, and how many the tokens of each; got"
             f" {mesh_shape!r}."

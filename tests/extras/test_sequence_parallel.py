@@ -242,7 +242,7 @@ def test_rows_that_do_not_divide_are_refused_with_the_remedy(name):
     [
         (({"data": 8},), ValueError, "`mesh_shape` must be two sizes by name"),
         (({"data": 2, "seq": 2, "model": 2},), ValueError, "must be two sizes"),
-        ((8,), TypeError, "`mesh_shape` must be two sizes by name"),
+        ((8,), TypeError, "`mesh_shape` must be a dict or None; got 8"),
         (({"data": 1, "seq": 4},), ValueError, "for 1 x 4 = 4 devices, and there"),
         (({"data": 0, "seq": 8},), ValueError, "mesh_shape: data"),
         (({"data": 1, "seq": 8}, 1), TypeError, "`fsdp` must be True or False; got 1"),

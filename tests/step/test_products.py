@@ -31,7 +31,7 @@ def products_of(trainer):
     """In what the three kinds of steps compute their products."""
     trainer.fit(DATA[:1])
     engine, (x, y) = trainer.run.engine, DATA[0]
-    (train,) = engine.dispatches([[(x, y)]])
+    train = engine.steps["train"].packer.pack([[(x, y)]])
     programs = [engine.compiled_for("train", train)]
     programs += [
         engine.prepare("evaluate", (x, y))[1],

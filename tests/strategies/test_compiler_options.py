@@ -64,7 +64,7 @@ def test_levels_are_spelled_as_this_version_has_them():
         ({FLAG: "perhaps"}, ValueError, "does not take.*'perhaps'.*not a valid bool"),
         ({"nothing_like_it": 1}, ValueError, "No such compile option"),
         ("O9", ValueError, "must be one of 'O0', 'O1', 'O2', 'O3', or a dict"),
-        (3, TypeError, "must be a dict of XLA's options by name, an effort level"),
+        (3, TypeError, "must be a dict or a str or None; got 3"),
         ({3: 3}, TypeError, r"must be a dict of XLA's options by name.*\{3: 3\}"),
     ],
 )

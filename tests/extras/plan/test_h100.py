@@ -33,7 +33,7 @@ def compiled_for_h100(trainer, data, folder):
     engine = new_engine(trainer, there)
     if engine.pure.objective is None:
         engine.infer(trainer.run.recipe.objective_for(data))
-    (dispatch,) = engine.dispatches([[data]])
+    dispatch = engine.steps["train"].packer.pack([[data]])
     engine.compiled_for("train", dispatch)
     engine.prepare("evaluate", data)
     engine.prepare("predict", data[0])
