@@ -188,3 +188,37 @@ def test_losses_by_other_libraries_names():
     ]:
         with pytest.raises(ValueError, match=answer):
             jaxdp.Trainer(MODEL, loss=theirs)
+
+
+class Other(callbacks.EarlyStopping):
+    def __init__(self, x, **others):
+        super().__init__(**others)
+
+
+@pytest.mark.parametrize(
+    ("call", "answer"),
+    [
+        (
+            lambda: callbacks.ModelCheckpoint(verbose=True),
+            "`ModelCheckpoint`: leave it out.",
+        ),
+        (lambda: callbacks.EarlyStopping(metric="val_loss"), "it is called `monitor`."),
+        (lambda: jaxdp.FSDP(activation_checkpointing=1), "it takes devices, mesh,"),
+        (lambda: jaxdp.Ensemble(learning_rate=[1.0]), "^`Ensemble` needs `size`: "),
+        (lambda: jaxdp.Arrays([1], batchsize=3), "may be meant for `batch_size`.$"),
+    ],
+)
+def test_answers_are_of_the_callable_itself(call, answer):
+    with pytest.raises(TypeError, match=answer) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+
+
+def test_numbers_of_numpy_are_numbers():
+    loader = [(np.ones((8, 4), np.float32), np.ones((8, 3), np.float32))] * 4
+    model = eqx.nn.Linear(4, 3, key=jax.random.key(0))
+    trainer = jaxdp.Trainer(model, loss="mse", enable_progress_bar=np.int64(0))
+    limits = {"limit_train_batches": np.float32(0.5), "max_time": np.float32(60)}
+    trainer.fit(loader, max_epochs=np.int64(1), **limits)
+    assert trainer.global_step == 2
+    assert repr(Other(1)) == "Other()"

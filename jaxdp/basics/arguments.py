@@ -57,12 +57,13 @@ def _misfits(
     keywords: Mapping[str, Any],
 ) -> Iterator[str]:
     """Says what of a call the parameters don't fit, one sentence each."""
-    names = [name for name in parameters if name != "self"]
-    for name in keywords:
-        if name not in parameters:
+    kinds = {parameter.kind for parameter in parameters.values()}
+    names = _names_of(parameters)
+    for name in keywords if inspect.Parameter.VAR_KEYWORD not in kinds else ():
+        if name not in names:
             yield f"`{name}` is no argument of `{function}`: {_answer(function, name)}."
     by_place = [n for n, p in parameters.items() if p.kind <= p.POSITIONAL_OR_KEYWORD]
-    if len(args) > len(by_place):
+    if len(args) > len(by_place) and inspect.Parameter.VAR_POSITIONAL not in kinds:
         others = [f"{name}=..." for name in names if name not in by_place][:4]
         count = len(by_place) - ("self" in by_place)
         yield (
@@ -86,20 +87,34 @@ def _answer(function: str, name: str) -> str:
     for other in door if function in door else ():
         if name in _TAKES[other]:
             return f"it belongs to `{other}`: {other}(..., {name}=...)"
-    own, others = INSTEAD.get(function, {}), INSTEAD["argument"]
+    own = INSTEAD.get(function, {})
+    others = INSTEAD["argument"] if function in door else {}
     if instead := own.get(name) or others.get(name):
         return instead
     for other in dict.fromkeys([function, *(door if function in door else ())]):
         if near := find_near(name, _TAKES[other]):
             of = f" of `{other}`" if other != function else ""
             return f"it may be meant for `{near}`{of}"
-    if near := find_near(name, own):
-        return own[near]
-    return f"it takes {', '.join(n for n in _TAKES[function] if n != 'self')}"
+    if near := find_near(name, own | others):
+        return (own | others)[near]
+    return f"it takes {', '.join(_names_of(_TAKES[function]))}"
+
+
+def _names_of(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
+    """The arguments that can be passed by name."""
+    variadic = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    return [
+        name
+        for name, parameter in parameters.items()
+        if name != "self" and parameter.kind not in variadic
+    ]
 
 
 _IS_KIND: Final[dict[Any, tuple[str, Callable[[Any], bool]]]] = {
-    bool: ("a bool", lambda x: is_bool(x) or isinstance(x, int) and x in (0, 1)),
+    bool: (
+        "a bool",
+        lambda x: is_bool(x) or isinstance(x, int | np.integer) and x in (0, 1),
+    ),
     int: ("an int", lambda x: isinstance(x, int | np.integer) and not is_bool(x)),
     float: ("a number", lambda x: is_number(x)),
     str: ("a str", lambda x: isinstance(x, str)),
@@ -232,7 +247,7 @@ def as_number(value: Any) -> float | None:
 
 
 Duration = str | datetime.timedelta | Mapping[str, float] | int | float
-_KINDS: Final = str, datetime.timedelta, Mapping, int, float
+_KINDS: Final = str, datetime.timedelta, Mapping, numbers.Real
 
 
 def parse_duration(duration: Any, argument: str = "duration") -> float:
@@ -248,7 +263,7 @@ def parse_duration(duration: Any, argument: str = "duration") -> float:
         span = span.total_seconds()
 
     seconds = math.nan
-    if isinstance(span, int | float) and not isinstance(span, bool):
+    if isinstance(span, numbers.Real) and not is_bool(span):
         seconds = float(span)
     if not 0 <= seconds <= datetime.timedelta.max.total_seconds():
         is_span = isinstance(duration, _KINDS) and not isinstance(duration, bool)

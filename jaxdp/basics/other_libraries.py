@@ -199,6 +199,7 @@ INSTEAD: Final[dict[str, dict[str, str]]] = {
     # Arguments of single classes and functions.
     "EarlyStopping": {
         "restore_best_weights": "it is called `restore_best`",
+        "metric": "it is called `monitor`",
         "start_from_epoch": "fit(..., min_epochs=...) waits as long",
         "baseline": "see `stopping_threshold` and `divergence_threshold`",
         "early_stopping_patience": "it is called `patience`",
@@ -212,6 +213,8 @@ INSTEAD: Final[dict[str, dict[str, str]]] = {
         "filename": "a checkpoint's folder is named by its step, and the best and the"
         " last one have links beside it, `best` and `last` (`save_last=True`)",
         "filepath": "it is `dirpath`, a folder",
+        "verbose": "leave it out",
+        "metric": "it is called `monitor`",
         "save_best_only": "`save_last=False` with a `monitor` is that",
         "save_weights_only": "`jaxdp.load_model` reads the weights alone out of a"
         " checkpoint, and `jaxdp.save_model` writes them alone",
@@ -219,6 +222,19 @@ INSTEAD: Final[dict[str, dict[str, str]]] = {
         "save_on_train_epoch_end": "with the `monitor` of a validation it saves after"
         " each validation, and else at the end of an epoch",
     },
+    **dict.fromkeys(
+        ("validate", "test", "predict"),
+        {
+            **dict.fromkeys(
+                ("dataloaders", "val_dataloaders", "test_dataloaders", "dataloader"),
+                "it is called `loader`",
+            ),
+            "batch_size": "batches come from the loader: Arrays(x, y, batch_size=...)",
+            "steps": "it is called `limit_batches`",
+            "verbose": "leave it out; what is measured is returned",
+            "x": "pass a loader: Arrays(x, y, batch_size=...)",
+        },
+    ),
     "LearningRateMonitor": {
         "logging_interval": "leave it out: it logs as loggers do, and with each epoch",
         "log_momentum": "leave it out",

@@ -160,8 +160,10 @@ class Callback:
         shown = []
         for name, parameter in inspect.signature(type(self)).parameters.items():
             value = vars(self).get(name, parameter.default)
-            text = getattr(value, "__qualname__", None) or repr(value)
-            if text != repr(parameter.default):
+            if value is not parameter.default and repr(value) != repr(
+                parameter.default
+            ):
+                text = getattr(value, "__qualname__", None) or repr(value)
                 shown.append(f"{name}={text if len(text) < 200 else '...'}")
         return f"{type(self).__name__}({', '.join(shown)})"
 

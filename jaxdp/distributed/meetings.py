@@ -133,8 +133,12 @@ class Meetings:
         card = {"number": passed, "text": f"{how}; it was at {self.where or 'no fit'}"}
         put = threading.Thread(target=coordination.put, args=(_DEPARTED, card))
         put.daemon = True
-        put.start()
-        put.join(1.0)
+        try:
+            put.start()
+        except RuntimeError:  # of some Pythons at their end: no new threads
+            coordination.put(_DEPARTED, card)
+        else:
+            put.join(1.0)
 
     def _read_departed(self) -> dict[int, str]:
         """Returns how processes have ended that will not come to this meeting."""

@@ -72,9 +72,9 @@ def checked(arguments: dict[str, Any]) -> dict[str, Any]:
     has_own_loss = several or result["loss_fn"] is not None
     check_model(result["model"], must_be_callable=not has_own_loss)
     check_state(result["model"], result["state"])
+    check_strategy_argument(result["strategy"])
     if result["ensemble"] is not None:
         result["ensemble"] = jaxdp.ensembles.find_ensemble(result)
-    check_strategy_argument(result["strategy"])
     for name in ("accumulate_grad_batches", "log_every_n_steps", "steps_per_execution"):
         check_count(name, result[name])
     check_count("seed", result["seed"], least=0, most=2**63 - 1)

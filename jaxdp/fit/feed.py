@@ -37,7 +37,7 @@ class Feed:
         hooks: Hooks,
         limits: Limits | None = None,
     ):
-        self._trainer, self._run = trainer, trainer.run
+        self._run = trainer.run
         self._source, self._hooks, self._limits = source, hooks, limits
         self.prepared: Iterable[Dispatch] = ()
         self._left: Iterator[Dispatch] | None = None  # after the first one
@@ -171,6 +171,8 @@ class Feed:
         progress = self._run.progress
         step, end = progress.global_step, progress.done
         coming, error = taken(steps, 1)
+        if not coming and error is None:
+            progress.end = end
         while coming:
             (present,), coming = coming, []
             step, end = step + 1, end + len(present)

@@ -279,7 +279,7 @@ class Limits:
         """Raises for validation loaders whose batches will have been used up before."""
         left = [] if self.max_epochs is None else [self.max_epochs - epoch]
         if self.max_steps is not None:
-            per_epoch = self.steps_per_epoch or self.max_steps
+            per_epoch = self.steps_per_epoch or max(1, self.max_steps)
             left.append(-(-(self.max_steps - step) // per_epoch))
         of_ends = min(left, default=1) / self.check_val_every_n_epoch
         for name, val in vals.items():
@@ -366,7 +366,7 @@ class Limits:
     def _interval(self, interval: Any, per_epoch: int | None) -> int | None:
         if interval is None:
             return None
-        if isinstance(interval, float):
+        if isinstance(interval, float | np.floating):
             check_limit("val_check_interval", interval)
             if interval == 0:
                 raise ValueError("`val_check_interval`=0.0: it must be more than 0.")
@@ -397,7 +397,7 @@ def check_limit(name: str, limit: Any) -> None:
     if limit is None:
         return
     is_whole = isinstance(limit, int | np.integer) and not isinstance(limit, bool)
-    if not is_whole and not isinstance(limit, float):
+    if not is_whole and not isinstance(limit, float | np.floating):
         raise TypeError(
             f"`{name}` must be an int (batches) or a float (share of them); got"
             f" {limit!r} of type {type(limit).__name__}."
@@ -411,9 +411,9 @@ def check_limit(name: str, limit: Any) -> None:
 def capped(name: str, limit: int | float | None, available: int | None) -> int | None:
     """`limit` in batches: a float is a share of the `available` ones."""
     check_limit(name, limit)
-    if limit is None or (isinstance(limit, float) and limit == 1.0):
+    if limit is None or (isinstance(limit, float | np.floating) and limit == 1.0):
         return None  # all of them, however many come
-    if not isinstance(limit, float):
+    if not isinstance(limit, float | np.floating):
         return int(limit)
     if available is None:
         raise ValueError(

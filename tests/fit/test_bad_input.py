@@ -233,6 +233,12 @@ def test_an_epoch_that_was_cut_and_has_no_more_batches_is_said(caplog):
     )
 
 
+@pytest.mark.parametrize("loader", [iter(batches(8)), []], ids=["iterator", "empty"])
+def test_a_fit_of_no_steps_reads_nothing(loader):
+    with pytest.warns(UserWarning, match="`fit` has nothing to do: 0 epochs"):
+        assert not [*make().fit(loader, max_steps=0)]
+
+
 def test_nothing_to_do_is_said():
     trainer = make()
     trainer.fit(batches(8))

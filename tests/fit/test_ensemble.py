@@ -349,3 +349,8 @@ def test_rates_of_members_are_logged_and_lowered():
     # The first epoch is the best so far; those below `min_lr` stay as they are.
     expected = np.array([RATES, RATES, [1e-3, 2e-3, 2e-3, 3e-3]])
     np.testing.assert_allclose(seen, expected, rtol=1e-6)
+
+
+def test_a_strategy_of_another_type_is_named_first():
+    with pytest.raises(TypeError, match="`strategy` must be an instance"):
+        Trainer(stack(), ensemble=4, strategy="sharded")
