@@ -20,7 +20,6 @@ ORDER = {
         "metrics",
         "callbacks",
         "checkpoints",
-        "restarts",
         "watching",
         "shapes",
         "precision",
@@ -35,7 +34,6 @@ ORDER = {
         "llama",
         "distributed",
         "processes",
-        "failures",
     ],
     "Recipes": [],
     "Reference": [

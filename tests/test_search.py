@@ -83,7 +83,7 @@ def search(query):
         ("overfit one batch", "questions.md#Can I overfit one batch"),
         ("learning rate scheduler plateau", "callbacks.md#Learning rate: scheduler"),
         ("parameter groups learning rate", "recipes/lora.md#Parameter groups"),
-        ("resume after crash", "restarts.md#Restarts: resume after a crash"),
+        ("resume after crash", "distributed.md#Restarts: resume after a crash"),
         ("random seed reproducible", "reproducibility.md#Reproducible runs"),
         ("multiple gpus", "strategies.md#Multiple GPUs"),
         ("out of memory", "troubleshooting.md#Out of memory"),

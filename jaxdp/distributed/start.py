@@ -44,7 +44,7 @@ def initialize(
 
     From then on, an exception that nobody catches is printed and ends the process by
     `os._exit`; if a process dies, JAX ends the others after `heartbeat_timeout`, and a
-    launcher such as torchrun at once. None exits with code 0: see docs/failures.md.
+    launcher such as torchrun at once. None exits with code 0: see docs/processes.md.
     Nothing is authenticated, so the network must be trusted.
 
     Args:
