@@ -4,12 +4,13 @@
 
 A block of code (```python) whose output is shown has a fence without a language after
 it, at once or after a line that ends in a colon. A line `...` in that fence stands for
-lines that are left out. Pictures go to docs/images/. `tests/test_docs.py` compares the
-pages with what is printed.
+lines that are left out. Pictures go to docs/images/, and `getting_started` becomes a
+notebook, too. `tests/test_docs.py` compares the pages with what is printed.
 """
 
 import contextlib
 import io
+import json
 import pathlib
 import re
 import shutil
@@ -66,6 +67,38 @@ def paste(page):
     page.write_text(_BLOCK.sub(fill, text))
 
 
+def make_notebook(text):
+    """Returns a page as a Jupyter notebook, JSON: its blocks of code are the cells."""
+    cells, end = [], 0
+
+    def add_text(part):
+        part = re.sub(r"\]\((?!\w+:|#)", "](../docs/", part).strip()
+        if part:
+            cells.append({"cell_type": "markdown", "metadata": {}, "source": part})
+
+    for block in _BLOCK.finditer(text):
+        add_text(text[end : block.start()])
+        printed = {"output_type": "stream", "name": "stdout", "text": block["shown"]}
+        cells.append(
+            {
+                "cell_type": "code",
+                "execution_count": None,
+                "metadata": {},
+                "outputs": [printed] if block["shown"] else [],
+                "source": block["code"].strip(),
+            }
+        )
+        end = block.end()
+    add_text(text[end:])
+    cells = [{"id": f"cell-{i}", **cell} for i, cell in enumerate(cells)]
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    notebook = {"cells": cells, "metadata": {"kernelspec": kernel}}
+    notebook |= {"nbformat": 4, "nbformat_minor": 5}
+    return json.dumps(notebook, indent=1) + "\n"
+
+
+NOTEBOOK = DOCS.parent / "examples" / "getting_started.ipynb"
+
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 8)
     for name in sys.argv[1:]:
@@ -73,3 +106,4 @@ if __name__ == "__main__":
             paste(DOCS / f"{name}.md")
             for picture in pathlib.Path().glob("*.png"):
                 shutil.copy(picture, DOCS / "images")
+    NOTEBOOK.write_text(make_notebook((DOCS / "getting_started.md").read_text()))

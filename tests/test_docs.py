@@ -49,6 +49,14 @@ def test_code_blocks_of_a_page_run_in_order(page, tmp_path, monkeypatch):
             )
 
 
+def test_the_notebook_is_the_page():
+    pasting = _script("paste_outputs")
+    page = (DOCS / "getting_started.md").read_text()
+    assert pasting.make_notebook(page) == pasting.NOTEBOOK.read_text(), (
+        "run python docs/paste_outputs.py"
+    )
+
+
 @pytest.fixture(scope="module")
 def scripts():
     own = {"XLA_FLAGS": "", "MPLBACKEND": "agg", "PYTHONPATH": str(DOCS.parent)}
