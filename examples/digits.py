@@ -2,8 +2,8 @@
 
     python examples/digits.py
 
-Needs no download: scikit-learn brings the images. Writes a log, a checkpoint of the
-best epoch, a picture of the curves and one of which device holds what.
+Needs no download: scikit-learn brings the images. Writes a log, checkpoints of the best
+and the last epoch, and a picture of the curves.
 """
 
 import argparse
@@ -15,8 +15,6 @@ import jax
 import numpy as np
 import optax
 import torch
-from matplotlib import colormaps
-from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch.utils.data import DataLoader, TensorDataset
@@ -63,46 +61,6 @@ def load_data() -> list[TensorDataset]:
     return [TensorDataset(*map(torch.tensor, part)) for part in parts]
 
 
-def draw_placement(trainer: Trainer, path: Path) -> None:
-    """Draws a column per device, a row per array, and in it what is held there."""
-    state, step = trainer.state, trainer.compiled_train_step()
-    assert step is not None  # the trainer has been trained
-    # The step takes the state, then batches shaped (micro-batches, rows, ...).
-    batch, split = (x[0][1][0].batch for x in (step.in_avals, step.input_shardings))
-    arrays = {"batch": batch, "model": state.params, "optimizer": state.opt_state}
-    leaves = jax.tree_util.tree_leaves_with_path(arrays)
-    shardings = [*split, *(leaf.sharding for _, leaf in leaves[len(split) :])]
-    names, texts, colors = [], [], []
-    for (keys, leaf), sharding in zip(leaves, shardings, strict=True):
-        name = jax.tree_util.keystr(keys, simple=True, separator=".")
-        names.append(f"{name}  {' x '.join(map(str, leaf.shape)) or 'scalar'} ")
-        places = sharding.devices_indices_map(leaf.shape).values()
-        held = [describe(place, leaf.shape) for place in places]
-        texts.append([text for text, _ in held])
-        colors.append([color for _, color in held])
-    figure = Figure(figsize=(10, 0.22 * len(names)), dpi=120)
-    axes = figure.add_subplot()
-    axes.set_axis_off()
-    axes.set_title(f"What each device holds: {trainer.strategy}")
-    devices = [str(device) for device in jax.devices()]
-    labels = {"rowLabels": names, "rowLoc": "right", "colLabels": devices}
-    table = axes.table(texts, colors, "center", **labels, loc="upper center")
-    table.scale(1, 1.15)
-    for cell in table.get_celld().values():
-        cell.set_edgecolor("white")
-    figure.savefig(path, bbox_inches="tight")
-
-
-def describe(place: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[str, Any]:
-    """What part of an array is at `place`, in words, and a color for it."""
-    for index, size in zip(place, shape, strict=True):
-        start, stop, _ = index.indices(size)
-        if stop - start < size:
-            color = colormaps["Set3"](start // (stop - start))
-            return f"rows {start} to {stop - 1}", color
-    return "whole", "0.92"
-
-
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Trains, tests the best epoch, and returns what came of it."""
     parser = argparse.ArgumentParser()
@@ -124,10 +82,10 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         strategy=Sharded(),
         callbacks=[best, CSVLogger(args.output)],
     )
+    print(trainer.summary())
     history = trainer.fit(loader, DataLoader(val, 75), max_epochs=args.epochs)
     print(history)
     history.plot(args.output / "curves.png")
-    draw_placement(trainer, args.output / "placement.png")
 
     trainer.load(best.best_model_path)
     tested = trainer.test(DataLoader(test, 100))
@@ -135,7 +93,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     print(f"the best epoch's checkpoint: {best.best_model_path}")
     print(f"the log:                     {args.output / 'metrics.csv'}")
     print(f"the curves:                  {args.output / 'curves.png'}")
-    print(f"which device holds what:     {args.output / 'placement.png'}")
     return {"trainer": trainer, "history": history, "test": tested}
 
 

@@ -184,7 +184,7 @@ def test_digits_equals_a_hand_written_loop(tmp_path, capsys, monkeypatch):
     )
 
     printed = capsys.readouterr().out
-    for name in ("curves.png", "placement.png", "metrics.csv", "checkpoints"):
+    for name in ("curves.png", "metrics.csv", "checkpoints"):
         assert (tmp_path / name).exists()
         assert name in printed
 
