@@ -1,5 +1,6 @@
 """What type checkers make of a user's script."""
 
+import json
 import os
 import pathlib
 import re
@@ -7,6 +8,8 @@ import subprocess
 import sys
 
 import pytest
+
+import jaxdp
 
 SCRIPT = """
 from typing import assert_type
@@ -61,6 +64,9 @@ def test_a_script_is_well_typed_and_mistakes_are_not(checker, tmp_path):
     command = pathlib.Path(sys.executable).with_name(checker)
     if not command.exists():
         pytest.skip(f"{checker} is not installed")
+    # Neither finds what is installed as editable.
+    root = str(pathlib.Path(jaxdp.__file__).parents[1])
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps({"extraPaths": [root]}))
     (tmp_path / "right.py").write_text(SCRIPT)
     (tmp_path / "wrong.py").write_text(SCRIPT + MISTAKES)
     options = {
@@ -70,7 +76,7 @@ def test_a_script_is_well_typed_and_mistakes_are_not(checker, tmp_path):
     done = subprocess.run(
         [str(command), *options[checker], "right.py", "wrong.py"],
         cwd=tmp_path,
-        env={**os.environ, "MYPYPATH": str(pathlib.Path(__file__).parents[1])},
+        env={**os.environ, "MYPYPATH": root},
         capture_output=True,
         text=True,
     )
