@@ -11,7 +11,7 @@ import optax
 import pytest
 from toys import Recorder, batches, on_one_device
 
-from jaxdp import Callback
+from jaxdp import Callback, Trainer
 from jaxdp.callbacks import ModelCheckpoint, NanGuard, StallWatch
 
 
@@ -116,3 +116,26 @@ Trainer(model, loss="mse", callbacks=[watch, Sleeping()]).fit([(x, x)])
     run = [sys.executable, str(script)]
     ended = subprocess.run(run, capture_output=True, text=True, timeout=50)
     assert ended.returncode == 1 and "in on_train_batch_end" in ended.stderr
+
+
+def test_overflows_of_the_loss_scale_are_left_to_it():
+    random = np.random.default_rng(0)
+    data = [
+        (30 * random.normal(size=(8, 4)).astype(np.float32), np.zeros(8, np.int32))
+        for _ in range(20)
+    ]
+    skipped = []
+
+    class Sees(Callback):
+        def on_train_batch_end(self, trainer, metrics, batch_idx):
+            skipped.append(bool(metrics["skipped"]))
+
+    model = eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0))
+    options = {"precision": "16-mixed", "callbacks": [NanGuard(), Sees()]}
+    trainer = Trainer(model, optax.adam(1e-2), enable_progress_bar=False, **options)
+    trainer.fit(data)
+    assert any(skipped) and not all(skipped)
+
+    data[3] = (data[3][0] * np.nan, data[3][1])
+    with pytest.raises(FloatingPointError, match="the loss was nan"):
+        trainer.fit(data, max_epochs=2)
