@@ -414,7 +414,6 @@ class Trainer(Generic[Model]):
         """
         surface.set_values(self.run, values)
 
-    @checks_arguments
     def log(self, name: str, value: Any) -> None:
         """Logs a value of your own; for use in the hooks of callbacks.
 

@@ -112,7 +112,7 @@ LONG = (
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Marks the slow cases of tests, by `slow_cases` and `slow_but` with their ids.
 
     Others of the same test show the same promise in less time: these are its `kin`.
@@ -122,7 +122,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if hasattr(item, "callspec"):
             known[item.function].add(item.callspec.id)
-    in_part = any("[" in argument for argument in items[0].config.args)
+    in_part = any("[" in argument for argument in config.args)
     for item in items:
         for mark in item.iter_markers():
             if mark.name not in ("slow_cases", "slow_but"):

@@ -222,3 +222,4 @@ def test_numbers_of_numpy_are_numbers():
     trainer.fit(loader, max_epochs=np.int64(1), **limits)
     assert trainer.global_step == 2
     assert repr(Other(1)) == "Other()"
+    assert jaxdp.Sharded(np.int64(2)).mesh.size == 2

@@ -23,19 +23,23 @@ class NanGuard(Callback):
 
     The compiled step drops an update that is not finite, so it never reaches the model,
     the optimizer state or the means of the epoch. The host reads the findings some
-    steps later, so nothing waits. Steps that "16-mixed" skips to lower its loss scale,
-    with a finite loss, are left to it, up to `max_skips` in a row.
+    steps later, so nothing waits.
+
+    Under "16-mixed" gradients overflow now and then while the loss is finite, most of
+    all in the first steps. Such a step is skipped to lower the loss scale, and is no
+    finding, unless more than `max_skips` of them come in a row.
 
     Args:
         action: `"stop"` raises a FloatingPointError that names the step and what was
             not finite; `trainer.model` is then the last good one. `"end"` warns and
             ends the fit as `trainer.should_stop` does: validated, saved and without an
             exception. `"skip"` warns and drops that update.
-        max_skips: with `"skip"`, or by the loss scale of "16-mixed", how many steps in
-            a row may be dropped before a FloatingPointError after all.
+        max_skips: with `"skip"`, how many steps in a row may be dropped before a
+            FloatingPointError after all.
 
     Attributes:
-        skipped_steps: the numbers of the steps that were dropped.
+        skipped_steps: the numbers of the steps that were dropped, without those that
+            only lower a loss scale.
     """
 
     only_in_training = True
@@ -87,7 +91,7 @@ class NanGuard(Callback):
         self._in_a_row = self._in_a_row + 1 if skipped else 0
         if not skipped:
             return
-        # "16-mixed" overflows now and then by its design, and halves its scale.
+        # An overflow under "16-mixed", which halves its loss scale.
         is_scaled = "loss_scale" in metrics and np.isfinite(metrics["loss"])
         if is_scaled and self._in_a_row <= self.max_skips:
             return

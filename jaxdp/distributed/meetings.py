@@ -135,7 +135,7 @@ class Meetings:
         put.daemon = True
         try:
             put.start()
-        except RuntimeError:  # of some Pythons at their end: no new threads
+        except RuntimeError:  # Python 3.12 starts no threads in `atexit`
             coordination.put(_DEPARTED, card)
         else:
             put.join(1.0)

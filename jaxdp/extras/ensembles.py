@@ -33,8 +33,6 @@ from ..step import (
 )
 from ..strategies.base import (
     DataParallel,
-    Role,
-    Rows,
     adds_state,
     changed,
 )
@@ -321,18 +319,8 @@ class _EachAlike(DataParallel):
     def place_batch(self, groups: Sequence[Group], *, split: bool) -> Sequence[Group]:
         return self.inner.place_batch(groups, split=split)
 
-    def compile(
-        self,
-        step: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        roles: tuple[Role, ...],
-        results: Role | tuple[Role, ...],
-        *,
-        donate: tuple[int, ...] = (),
-        rows: Rows = "apart",
-    ) -> Any:
-        given = step, arguments, roles, results
-        return self.inner.compile(*given, donate=donate, rows=rows)
+    def compile(self, *arguments: Any, **options: Any) -> Any:
+        return self.inner.compile(*arguments, **options)
 
     def __repr__(self) -> str:
         return repr(self.inner)

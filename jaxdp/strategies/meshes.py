@@ -19,7 +19,7 @@ def find_devices(devices: Devices) -> list[Any]:
     available = jax.devices()
     if devices is None:
         return available
-    if isinstance(devices, int) and not isinstance(devices, bool):
+    if isinstance(devices, int | np.integer) and not isinstance(devices, bool):
         if not 1 <= devices <= len(available):
             raise ValueError(
                 f"`devices`: {devices} asked for, but there are {len(available)}"
