@@ -10,10 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from .basics.arguments import check_choice
-from .basics.columns import VALIDATION, best_mode
-from .basics.console import columns
+from .basics.columns import VALIDATION, resolve_mode
+from .basics.console import format_columns
 from .basics.figures import Curve, draw, metric_curves
-from .basics.files import absolute, naming, save_figure, write_whole
+from .basics.files import (
+    add_path_to_errors,
+    expand_path,
+    save_figure,
+    write_text_atomically,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -96,7 +101,7 @@ class History(Mapping[str, list[float]]):
             KeyError: if no values of members have that name.
         """
         check_choice("mode", mode, ("auto", "min", "max"))
-        mode = best_mode(name, mode)
+        mode = resolve_mode(name, mode)
         member = re.compile(rf"{re.escape(name)}\[(\d+)\]")
         named = filter(None, map(member.fullmatch, self))
         values = {int(match[1]): self._last(match[0]) for match in named}
@@ -163,10 +168,10 @@ class History(Mapping[str, list[float]]):
         for i, epoch in enumerate(self.epochs):
             row = [values[i] for values in self._values.values()]
             writer.writerow([epoch, *("" if v is None else v for v in row)])
-        path = absolute(path)
-        with naming(path, "History.to_csv"):
+        path = expand_path(path)
+        with add_path_to_errors(path, "History.to_csv"):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, text.getvalue())
+            write_text_atomically(path, text.getvalue())
 
     def state_dict(self) -> dict[str, Any]:
         """The whole history as JSON values; numbers that JSON lacks are strings."""
@@ -198,7 +203,7 @@ class History(Mapping[str, list[float]]):
         cells |= {name: [f"{v:.4g}" for v in self[name]] for name in names}
         table = [list(cells)]
         table += [[values[i] for values in cells.values()] for i in shown]
-        lines = columns(table, right=range(len(cells)))
+        lines = format_columns(table, right=range(len(cells)))
         if best is not None:
             lines[1 + list(shown).index(best)] += "  <- best"
         return "\n".join([title, *lines])

@@ -347,7 +347,7 @@ class Record:
 
     def _hand_out(self, row: Row, readers: Iterable[OnRow]) -> None:
         """Gives a row to all, also where one of them fails."""
-        hand_out = self.stopwatch.function("callbacks", _try_all)
+        hand_out = self.stopwatch.time_function("callbacks", _try_all)
         hand_out(readers, row, of_callbacks=True)
 
     def _write(self, row: Row) -> None:

@@ -13,7 +13,7 @@ import jaxdp
 
 from . import checkpoint, losses
 from .basics.arguments import checks_arguments
-from .basics.files import absolute
+from .basics.files import expand_path
 from .callbacks import Callback
 from .fit import Metric, Run, Wanted, checks, evaluation, loop, surface
 from .fit import snapshot as snapshots
@@ -153,7 +153,7 @@ class Trainer(Generic[Model]):
         self.record = self.run.record  # what both have for callbacks: docs/callbacks.md
         self.history = self.record.history
         self.log_every_n_steps = int(log_every_n_steps)
-        self.default_root_dir = absolute(default_root_dir)
+        self.default_root_dir = expand_path(default_root_dir)
         self.should_stop = False
         self.is_global_zero = self.run.processes.index == 0
         self.max_epochs: int | None = None

@@ -41,4 +41,4 @@ def test_versions_have_the_library_by_its_import_name():
         expected = importlib.metadata.version(environment.DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("the library is not installed, only on the path")
-    assert environment.versions()["jaxdp"] == expected
+    assert environment.get_versions()["jaxdp"] == expected

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from jaxdp.basics.hardware import float32_by_default
+from jaxdp.basics.hardware import get_product_precision
 from jaxdp.extras.doctor import findings
 from jaxdp.extras.plan import hardware_of
 
@@ -18,7 +18,7 @@ def measure(toy: bool) -> dict[str, Any]:
         "findings": [finding._asdict() for finding in findings()],
         "memory": device.memory_stats(),
         "profile": profile and profile._asdict(),
-        "float32_by_default": float32_by_default(device),
+        "float32_by_default": get_product_precision(device),
     }
 
 

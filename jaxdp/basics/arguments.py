@@ -21,7 +21,7 @@ from .other_libraries import INSTEAD, find_near
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_TAKES: Final[dict[str, Mapping[str, inspect.Parameter]]] = {}
+_PARAMETERS: Final[dict[str, Mapping[str, inspect.Parameter]]] = {}
 """The parameters of what `checks_arguments` has decorated, by its name."""
 
 
@@ -34,14 +34,14 @@ def checks_arguments(function: Function) -> Function:
     signature = inspect.signature(function)
     parameters = signature.parameters
     name = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
-    _TAKES[name] = parameters
+    _PARAMETERS[name] = parameters
 
     @functools.wraps(function)
     def call(*args: Any, **keywords: Any) -> Any:
         try:
             given = signature.bind(*args, **keywords).arguments
         except TypeError:
-            wrong = "\n".join(_misfits(name, parameters, args, keywords))
+            wrong = "\n".join(_describe_misfits(name, parameters, args, keywords))
             raise TypeError(wrong) from None
         for argument, value in given.items():
             check_kind(argument, value, parameters[argument].annotation)
@@ -50,7 +50,7 @@ def checks_arguments(function: Function) -> Function:
     return typing.cast(Function, call)
 
 
-def _misfits(
+def _describe_misfits(
     function: str,
     parameters: Mapping[str, inspect.Parameter],
     args: Sequence[Any],
@@ -58,10 +58,11 @@ def _misfits(
 ) -> Iterator[str]:
     """Says what of a call the parameters don't fit, one sentence each."""
     kinds = {parameter.kind for parameter in parameters.values()}
-    names = _names_of(parameters)
+    names = _list_keywords(parameters)
     for name in keywords if inspect.Parameter.VAR_KEYWORD not in kinds else ():
         if name not in names:
-            yield f"`{name}` is no argument of `{function}`: {_answer(function, name)}."
+            answer = _suggest(function, name)
+            yield f"`{name}` is no argument of `{function}`: {answer}."
     by_place = [n for n, p in parameters.items() if p.kind <= p.POSITIONAL_OR_KEYWORD]
     if len(args) > len(by_place) and inspect.Parameter.VAR_POSITIONAL not in kinds:
         others = [f"{name}=..." for name in names if name not in by_place][:4]
@@ -81,26 +82,26 @@ def _misfits(
             yield f"`{function}` needs `{name}`: {function}({', '.join(names[:3])})."
 
 
-def _answer(function: str, name: str) -> str:
+def _suggest(function: str, name: str) -> str:
     """Says what to write instead of an argument that a function does not have."""
     door = "Trainer", "fit"
     for other in door if function in door else ():
-        if name in _TAKES[other]:
+        if name in _PARAMETERS[other]:
             return f"it belongs to `{other}`: {other}(..., {name}=...)"
     own = INSTEAD.get(function, {})
     others = INSTEAD["argument"] if function in door else {}
     if instead := own.get(name) or others.get(name):
         return instead
     for other in dict.fromkeys([function, *(door if function in door else ())]):
-        if near := find_near(name, _TAKES[other]):
+        if near := find_near(name, _PARAMETERS[other]):
             of = f" of `{other}`" if other != function else ""
             return f"it may be meant for `{near}`{of}"
     if near := find_near(name, own | others):
         return (own | others)[near]
-    return f"it takes {', '.join(_names_of(_TAKES[function]))}"
+    return f"it takes {', '.join(_list_keywords(_PARAMETERS[function]))}"
 
 
-def _names_of(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
+def _list_keywords(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
     """The arguments that can be passed by name."""
     variadic = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
     return [
@@ -133,7 +134,7 @@ _IS_KIND: Final[dict[Any, tuple[str, Callable[[Any], bool]]]] = {
 
 def check_kind(name: str, value: Any, annotation: Any) -> None:
     """Raises for a value that is of none of the annotated kinds, if all are plain."""
-    kinds = _kinds_of(annotation)
+    kinds = _list_kinds(annotation)
     choices = [c for kind in kinds for c in (kind if isinstance(kind, tuple) else ())]
     plain = [kind for kind in kinds if not isinstance(kind, tuple)]
     if any(kind not in _IS_KIND for kind in plain):
@@ -149,12 +150,12 @@ def check_kind(name: str, value: Any, annotation: Any) -> None:
         raise TypeError(f"`{name}` must be {named}; got {shown}.")
 
 
-def _kinds_of(annotation: Any) -> list[Any]:
+def _list_kinds(annotation: Any) -> list[Any]:
     """The kinds that a union has; choices are a tuple."""
     origin = typing.get_origin(annotation)
     if origin in (types.UnionType, typing.Union):
         return [
-            kind for each in typing.get_args(annotation) for kind in _kinds_of(each)
+            kind for each in typing.get_args(annotation) for kind in _list_kinds(each)
         ]
     if origin is Literal:
         return [typing.get_args(annotation)]
@@ -182,46 +183,51 @@ def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
 
 
 def check_count(
-    name: str, value: Any, least: int = 1, most: int | None = None, *, or_else: str = ""
+    name: str,
+    value: Any,
+    minimum: int = 1,
+    maximum: int | None = None,
+    *,
+    suffix: str = "",
 ) -> None:
     """Raises unless `value` is an int, or NumPy's, from `least` to `most`."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         kind = type(value).__name__
         raise TypeError(
-            f"`{name}` must be an int{or_else}; got {value!r} of type {kind}."
+            f"`{name}` must be an int{suffix}; got {value!r} of type {kind}."
         )
-    if value < least:
-        raise ValueError(f"`{name}` must be {least} or more{or_else}; got {value}.")
-    if most is not None and value > most:
-        raise ValueError(f"`{name}` must be {most} or less{or_else}; got {value}.")
+    if value < minimum:
+        raise ValueError(f"`{name}` must be {minimum} or more{suffix}; got {value}.")
+    if maximum is not None and value > maximum:
+        raise ValueError(f"`{name}` must be {maximum} or less{suffix}; got {value}.")
 
 
 def check_number(
     name: str,
     value: Any,
     *,
-    least: float | None = None,
+    minimum: float | None = None,
     above: float | None = None,
     below: float | None = None,
-    or_else: str = "",
+    suffix: str = "",
 ) -> None:
     """Raises unless `value` is a number in bounds; of these `least` is in bounds."""
     if not is_number(value):
         raise TypeError(
-            f"`{name}` must be a number{or_else}; got {value!r} of type"
+            f"`{name}` must be a number{suffix}; got {value!r} of type"
             f" {type(value).__name__}."
         )
 
     value = float(value)
     rules = {
-        f"{least} or more": least is None or value >= least,
+        f"{minimum} or more": minimum is None or value >= minimum,
         f"more than {above}": above is None or value > above,
         f"less than {below}": below is None or value < below,
     }
     if math.isnan(value) or not all(rules.values()):
         rule = " and ".join(rule for rule in rules if "None" not in rule)
         raise ValueError(
-            f"`{name}` must be {rule or 'a number'}{or_else}; got {value!r}."
+            f"`{name}` must be {rule or 'a number'}{suffix}; got {value!r}."
         )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from .files import append_whole, write_whole
+from .files import append_atomically, write_text_atomically
 
 EPOCH: Final = "epoch_"
 VALIDATION: Final = "val_"
@@ -37,28 +37,28 @@ class Table:
         self._path = path
         self._columns = read_table(path)[0] if path.exists() else []
 
-    def rows(self) -> list[dict[str, str]]:
+    def read_rows(self) -> list[dict[str, str]]:
         """All rows so far."""
         return read_table(self._path)[1] if self._columns else []
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Adds a row; what it lacks is empty."""
-        self.widen(row)
+        self.add_columns(row)
         with self._path.open("ab", buffering=0) as file:
-            append_whole(file, self._text([row]))
+            append_atomically(file, self._text([row]))
 
-    def widen(self, names: Iterable[str]) -> None:
+    def add_columns(self, names: Iterable[str]) -> None:
         """Adds columns that are missing."""
-        columns = sorted(dict.fromkeys([*self._columns, *names]), key=_kind)
+        columns = sorted(dict.fromkeys([*self._columns, *names]), key=_sort_key)
         if columns != self._columns:
-            rows = self.rows()
+            rows = self.read_rows()
             self._columns = columns
-            self.rewrite(rows)
+            self.replace_rows(rows)
 
-    def rewrite(self, rows: Iterable[Mapping[str, Any]]) -> None:
+    def replace_rows(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Writes these rows instead of all that are there."""
         heads = dict(zip(self._columns, self._columns, strict=True))
-        write_whole(self._path, self._text([heads, *rows]))
+        write_text_atomically(self._path, self._text([heads, *rows]))
 
     def _text(self, rows: Iterable[Mapping[str, Any]]) -> str:
         text = io.StringIO()
@@ -66,7 +66,7 @@ class Table:
         return text.getvalue()
 
 
-def _kind(column: str) -> tuple[bool, bool, bool]:
+def _sort_key(column: str) -> tuple[bool, bool, bool]:
     """Sorts the columns of steps before those of epochs and of validations."""
     is_place = column in ("epoch", "step")
     return not is_place, column.startswith(VALIDATION), column.startswith(EPOCH)
@@ -84,23 +84,23 @@ _IS_AN_ERROR: Final = re.compile(
 )
 
 
-def larger_is_better(name: str) -> bool:
+def is_larger_better(name: str) -> bool:
     """Whether a metric of that name is to be maximised, as far as names tell."""
     name = name.partition("[")[0].lower()  # without the number of a member
     is_loss = _SMALLER_IS_BETTER.search(name)
     return not is_loss and _LARGER_IS_BETTER.search(name) is not None
 
 
-def best_mode(name: str, mode: str = "auto") -> str:
+def resolve_mode(name: str, mode: str = "auto") -> str:
     """Which values of a metric are best, the `"min"` or the `"max"`: as `mode` says;
     if that is `"auto"`, as the name tells, and `"min"` if it tells nothing."""
     if mode == "auto":
-        return mode_of_name(name) or "min"
+        return infer_mode(name) or "min"
     return mode
 
 
-def mode_of_name(name: str) -> str | None:
+def infer_mode(name: str) -> str | None:
     """`"min"` or `"max"`, if the name of a metric tells which is better."""
-    if larger_is_better(name):
+    if is_larger_better(name):
         return "max"
     return "min" if _IS_AN_ERROR.search(name.partition("[")[0].lower()) else None

@@ -16,16 +16,16 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, Final
 
 from . import coordination
-from .tracebacks import innermost_of_user, module_of
+from .tracebacks import find_user_frame, get_module_name
 
-_TOLD: Final = "__warningregistry__"
+_WARNING_REGISTRY: Final = "__warningregistry__"
 """Under which name Python keeps the warnings of a module that were shown."""
 
 _logger = logging.getLogger("jaxdp")
 _logger.setLevel(logging.INFO)
 
 
-class Outlet:
+class SafeStream:
     """A text file to write to for as long as somebody reads it; None is nobody.
 
     Equal to the file itself, as which tqdm is to know it.
@@ -40,7 +40,7 @@ class Outlet:
             try:
                 self.file.write(text)
             except (OSError, ValueError):  # the latter of closed ones
-                end_quietly()
+                ignore_flush_errors()
 
     def flush(self) -> None:
         """Flushes, or does nothing where that can't be."""
@@ -48,7 +48,7 @@ class Outlet:
             try:
                 self.file.flush()
             except (OSError, ValueError):
-                end_quietly()
+                ignore_flush_errors()
 
     def isatty(self) -> bool:
         """Whether it is a terminal."""
@@ -61,14 +61,14 @@ class Outlet:
         return getattr(self.__dict__.get("file"), name)
 
     def __eq__(self, other: object) -> bool:
-        return self.file == (other.file if isinstance(other, Outlet) else other)
+        return self.file == (other.file if isinstance(other, SafeStream) else other)
 
 
 class _Stderr(logging.Handler):
     """To the present `sys.stderr`, clear of progress bars."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        text, out = f"jaxdp: {record.getMessage()}", Outlet(sys.stderr)
+        text, out = f"jaxdp: {record.getMessage()}", SafeStream(sys.stderr)
         tqdm = sys.modules.get("tqdm.std")
         if tqdm is not None:
             tqdm.tqdm.write(text, file=out)
@@ -83,25 +83,25 @@ if not logging.getLogger().handlers:
     _logger.propagate = False
 
 
-def say(message: str, *, everywhere: bool = False) -> None:
+def log_info(message: str, *, all_processes: bool = False) -> None:
     """Tells the user something that needs no action; `everywhere`, on all processes."""
-    if everywhere or coordination.index() == 0:
+    if all_processes or coordination.process_index() == 0:
         try:
             _logger.info(message)
         except Exception:  # of a handler of the user's
-            traceback.print_exc(file=Outlet(sys.stderr))
+            traceback.print_exc(file=SafeStream(sys.stderr))
 
 
-def note(message: str) -> None:
+def log_debug(message: str) -> None:
     """Tells those who have set the logger "jaxdp" to DEBUG, on any process."""
     with contextlib.suppress(Exception):
         _logger.debug(message)
 
 
 @functools.cache
-def say_once(message: str) -> None:
+def log_info_once(message: str) -> None:
     """`say`, but a message that was said before."""
-    say(message)
+    log_info(message)
 
 
 def warn(message: str) -> None:
@@ -109,55 +109,58 @@ def warn(message: str) -> None:
 
     It raises what filters make an error, and nothing else.
     """
-    frame = innermost_of_user(sys._getframe(1))
-    module, registry = module_of(frame), frame.f_globals.setdefault(_TOLD, {})
+    frame = find_user_frame(sys._getframe(1))
+    module, registry = (
+        get_module_name(frame),
+        frame.f_globals.setdefault(_WARNING_REGISTRY, {}),
+    )
     where = frame.f_code.co_filename, frame.f_lineno, module
     try:
         warnings.warn_explicit(message, UserWarning, *where, registry)
     except Warning:
         raise
     except Exception:  # of a `warnings.showwarning` of the user's
-        traceback.print_exc(file=Outlet(sys.stderr))
+        traceback.print_exc(file=SafeStream(sys.stderr))
 
 
 def open_bar(make: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """A tqdm bar, or None where none can be drawn.
 
-    Its `file` should be an `Outlet`; tqdm itself flushes both standard streams.
+    Its `file` should be an `SafeStream`; tqdm itself flushes both standard streams.
     """
     try:
         return make(*arguments, **options)
     except (OSError, ValueError):
-        end_quietly()
+        ignore_flush_errors()
         return None
 
 
 @functools.cache
-def end_quietly() -> None:
+def ignore_flush_errors() -> None:
     """Has Python's own end not fail for what nobody can read.
 
     It would exit with 120, whatever the exit code was, if it can't flush what is left.
     """
-    atexit.register(_let_go)
+    atexit.register(_flush_or_discard)
 
 
-def _let_go() -> None:
+def _flush_or_discard() -> None:
     for file in filter(None, (sys.stdout, sys.stderr)):
         try:
             file.flush()
         except (OSError, ValueError):
             with contextlib.suppress(OSError, ValueError):
-                _to_nowhere(file.fileno())
+                _redirect_to_devnull(file.fileno())
 
 
-def _to_nowhere(descriptor: int) -> None:
+def _redirect_to_devnull(descriptor: int) -> None:
     nowhere = os.open(os.devnull, os.O_RDWR)
     if nowhere != descriptor:
         os.dup2(nowhere, descriptor)
         os.close(nowhere)
 
 
-def listed(noun: str, numbers: Iterable[int]) -> str:
+def join_numbers(noun: str, numbers: Iterable[int]) -> str:
     """process 1; processes 1, 2 and 5; ports 61000 to 61007."""
     *first, last = sorted(numbers)
     if not first:
@@ -168,14 +171,16 @@ def listed(noun: str, numbers: Iterable[int]) -> str:
     return f"{plural} {', '.join(map(str, first))} and {last}"
 
 
-def some_of(names: Iterable[str], between: str = ", ") -> str:
+def join_some(names: Iterable[str], between: str = ", ") -> str:
     """a, b, c, d, e and 4 more."""
     names = list(names)
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return between.join(names[:5]) + more
 
 
-def columns(rows: Iterable[Sequence[str]], right: Container[int] = ()) -> list[str]:
+def format_columns(
+    rows: Iterable[Sequence[str]], right: Container[int] = ()
+) -> list[str]:
     """Lines of a table, from its cells; which columns are flush right, by number."""
     rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -12,38 +12,38 @@ from typing import Any, Final
 
 from jax._src import distributed
 
-_LOOK: Final = 0.25
+_POLL_SECONDS: Final = 0.25
 """After how many seconds at a barrier, each time, it is asked whether to give up."""
 
 
-def is_there() -> bool:
+def has_peers() -> bool:
     """Whether this is one of several processes."""
-    return distributed.global_state.client is not None and count() > 1
+    return distributed.global_state.client is not None and process_count() > 1
 
 
-def index() -> int:
+def process_index() -> int:
     """Which process this is."""
     return distributed.global_state.process_id
 
 
-def count() -> int:
+def process_count() -> int:
     """How many processes there are."""
     return distributed.global_state.num_processes
 
 
-def barrier(name: str, timeout: float, gives_up: Callable[[], bool]) -> bool:
+def wait_at_barrier(name: str, timeout: float, gives_up: Callable[[], bool]) -> bool:
     """Waits for all processes to come to this name; False after `timeout` seconds.
 
     It is the same for all: none is let through that another one has given up. Each
     name is for one use. This process gives up sooner where `gives_up`, which is asked
     several times a second: a thread waits for it, because JAX's wait can't be ended.
     """
-    names, ends = _waiter()
+    names, ends = _start_waiter()
     names.put((name, max(1, int(timeout * 1000))))
     reached, error = "", None
     while reached != name:  # but another one, which was given up
         try:
-            reached, error = ends.get(timeout=_LOOK)
+            reached, error = ends.get(timeout=_POLL_SECONDS)
         except queue.Empty:
             if gives_up():
                 return False
@@ -53,7 +53,7 @@ def barrier(name: str, timeout: float, gives_up: Callable[[], bool]) -> bool:
 
 
 @functools.cache
-def _waiter() -> tuple[queue.SimpleQueue[Any], queue.SimpleQueue[Any]]:
+def _start_waiter() -> tuple[queue.SimpleQueue[Any], queue.SimpleQueue[Any]]:
     """Where to leave names and timeouts for the thread that waits, and how it ended."""
     names, ends = queue.SimpleQueue(), queue.SimpleQueue()
 
@@ -71,18 +71,18 @@ def _waiter() -> tuple[queue.SimpleQueue[Any], queue.SimpleQueue[Any]]:
     return names, ends
 
 
-def put(folder: str, value: Any) -> None:
+def put_value(folder: str, value: Any) -> None:
     """Leaves a JSON value for all to read, in place of this process's older one."""
-    key = f"{folder}/{index()}"
+    key = f"{folder}/{process_index()}"
     _client().key_value_set(key, json.dumps(value), allow_overwrite=True)
 
 
-def remove(folder: str) -> None:
+def delete_value(folder: str) -> None:
     """Takes away what this process has left there, and nobody reads any more."""
-    _client().key_value_delete(f"{folder}/{index()}")
+    _client().key_value_delete(f"{folder}/{process_index()}")
 
 
-def read_all(folder: str) -> dict[int, Any]:
+def read_values(folder: str) -> dict[int, Any]:
     """What processes have left in a folder, by their numbers."""
     entries = _client().key_value_dir_get(folder)
     return {int(key.rpartition("/")[2]): json.loads(text) for key, text in entries}

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 
-def aliased_in(header: str) -> dict[int, str]:
+def parse_aliases(header: str) -> dict[int, str]:
     """The inputs that a program overwrites, with the places of the results there.
 
     Args:
@@ -19,7 +19,7 @@ def aliased_in(header: str) -> dict[int, str]:
     return {int(parameter): out.replace(" ", "") for out, parameter in pairs}
 
 
-def overwritten_by(compiled: Any, aliased: Collection[int]) -> set[int]:
+def find_donated(compiled: Any, aliased: Collection[int]) -> set[int]:
     """Places, among all flat arguments of a step, of those that it overwrites.
 
     Args:

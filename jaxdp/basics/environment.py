@@ -27,13 +27,13 @@ PACKAGES: Final = (
 )
 
 
-def versions() -> dict[str, str]:
+def get_versions() -> dict[str, str]:
     """Versions of Python and of the packages that decide the numbers of a run."""
-    return dict(_found())
+    return dict(_read_versions())
 
 
 @functools.cache  # of files, which take milliseconds to read
-def _found() -> dict[str, str]:
+def _read_versions() -> dict[str, str]:
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -44,7 +44,7 @@ def _found() -> dict[str, str]:
     return versions
 
 
-def hardware() -> dict[str, Any]:
+def describe_hardware() -> dict[str, Any]:
     """The devices that JAX sees, and the machine that they are in."""
     devices = jax.devices()
     return {

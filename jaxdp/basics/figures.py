@@ -131,7 +131,7 @@ def _draw_chart(axes: "Axes", curves: Sequence[Curve]) -> None:
         label = f" {curve.label}" if curve.label.startswith("_") else curve.label
         if curve.is_rough:
             axes.plot(x, y, color=curve.color, alpha=0.35, linewidth=0.8)
-            smooth = _smoothed(y)
+            smooth = _smooth(y)
             axes.plot(x, smooth, color=curve.color, linewidth=1.3, label=label)
         else:
             axes.plot(x, y, color=curve.color, label=label, **marker)
@@ -151,7 +151,7 @@ def _draw_chart(axes: "Axes", curves: Sequence[Curve]) -> None:
             text.set_parse_math(False)
 
 
-def _smoothed(values: Sequence[float]) -> np.ndarray:
+def _smooth(values: Sequence[float]) -> np.ndarray:
     """Means over a window of a tenth of the curve."""
     from scipy.ndimage import uniform_filter1d
 

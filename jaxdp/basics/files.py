@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 
-def absolute(path: str | os.PathLike[str]) -> str:
+def expand_path(path: str | os.PathLike[str]) -> str:
     """The absolute path that a user means; a `~` at its start is the home."""
     return os.path.abspath(os.path.expanduser(path))
 
 
 @contextlib.contextmanager
-def naming(path: str | os.PathLike[str], whose: str) -> Iterator[None]:
+def add_path_to_errors(path: str | os.PathLike[str], whose: str) -> Iterator[None]:
     """Has what the system says of a file name the file, its writer and what to do."""
     try:
         yield
@@ -31,7 +31,7 @@ def naming(path: str | os.PathLike[str], whose: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+def write_atomically(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A name to write to, which becomes `path` when all has been written.
 
     Where `path` is no ordinary file, `/dev/stdout` say, it is written to as it is.
@@ -50,23 +50,23 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
             temporary.unlink()
 
 
-def write_whole(path: str | os.PathLike[str], text: str) -> None:
+def write_text_atomically(path: str | os.PathLike[str], text: str) -> None:
     """Writes a text in one piece: who looks sees the old one or the new one."""
-    with replacing(path) as temporary:
+    with write_atomically(path) as temporary:
         temporary.write_bytes(text.encode())
 
 
 def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
     """Saves a figure of matplotlib in one piece, in the format of its suffix."""
-    path = Path(absolute(path))
+    path = Path(expand_path(path))
     kind = path.suffix.removeprefix(".") or "png"
-    with naming(path, "plot"):
+    with add_path_to_errors(path, "plot"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as temporary:
+        with write_atomically(path) as temporary:
             figure.savefig(temporary, format=kind)
 
 
-def sync(path: str | os.PathLike[str]) -> None:
+def sync_to_disk(path: str | os.PathLike[str]) -> None:
     """Waits until a file or folder is on the disk, so that a power failure keeps it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -75,7 +75,7 @@ def sync(path: str | os.PathLike[str]) -> None:
         os.close(descriptor)
 
 
-def append_whole(file: IO[bytes], text: str) -> None:
+def append_atomically(file: IO[bytes], text: str) -> None:
     """Adds all of `text` at the end of an unbuffered file, or nothing of it."""
     end, data = os.fstat(file.fileno()).st_size, text.encode()
     try:
@@ -86,7 +86,7 @@ def append_whole(file: IO[bytes], text: str) -> None:
         raise
 
 
-MOST_BYTES: Final = 2**28
+MAX_JSON_BYTES: Final = 2**28
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
@@ -96,14 +96,14 @@ def read_json(path: str | os.PathLike[str]) -> Any:
         OSError: if it can't be read.
         ValueError: if it is not JSON, or too large.
     """
-    return parse_json(read_bytes(path))
+    return parse_json(read_json_bytes(path))
 
 
-def read_bytes(path: str | os.PathLike[str]) -> bytes:
+def read_json_bytes(path: str | os.PathLike[str]) -> bytes:
     """What is in a file of JSON; raises as `read_json` does."""
     with open(path, "rb") as file:
         # Asked first: a file of nothing but zeros is as long as it likes to be.
-        check_size(os.fstat(file.fileno()).st_size)
+        check_json_size(os.fstat(file.fileno()).st_size)
         return file.read()
 
 
@@ -113,24 +113,24 @@ def parse_json(content: bytes, *, unique_keys: bool = False) -> Any:
     Raises:
         ValueError: if it is none; with `unique_keys`, also if an object has one twice.
     """
-    hook = _with_unique_keys if unique_keys else None
+    hook = _reject_repeated_keys if unique_keys else None
     try:
         return json.loads(content.decode(), object_pairs_hook=hook)
     except RecursionError as error:
         raise ValueError("it is nested too deep") from error
 
 
-def _with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError("a key is there twice")
     return found
 
 
-def check_size(size: int) -> None:
+def check_json_size(size: int) -> None:
     """Raises a ValueError if so many bytes are too many to be read."""
-    if size > MOST_BYTES:
-        raise ValueError(f"it has {size:,} bytes, and {MOST_BYTES:,} are the most")
+    if size > MAX_JSON_BYTES:
+        raise ValueError(f"it has {size:,} bytes, and {MAX_JSON_BYTES:,} are the most")
 
 
 def check_fields(value: Any, types: Mapping[str, Any], name: str) -> None:

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, UInt32
 
-from .host_memory import on_device
+from .host_memory import move_to_device
 
 
-def fingerprints(arrays: Mapping[str, Array]) -> dict[str, str]:
+def compute_fingerprints(arrays: Mapping[str, Array]) -> dict[str, str]:
     """Returns eight hexadecimal digits per array; waits for the device.
 
     A fingerprint is a sum of integers, a hash of each word and its index, and so the
@@ -27,7 +27,7 @@ def fingerprints(arrays: Mapping[str, Array]) -> dict[str, str]:
 
 @jax.jit
 def _sums(leaves: Sequence[Array]) -> UInt32[Array, " leaves"]:
-    return jnp.stack([_sum(_words(on_device(leaf))) for leaf in leaves])
+    return jnp.stack([_sum(_words(move_to_device(leaf))) for leaf in leaves])
 
 
 def _sum(words: UInt32[Array, "..."]) -> UInt32[Array, ""]:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 
-def memory_of(device: Any) -> int | None:
+def get_memory_limit(device: Any) -> int | None:
     """Bytes that a device gives programs; None if it does not say, as CPUs, or can't be
     asked, as those of other processes and of plans."""
     statistics = getattr(device, "memory_stats", None)
@@ -17,12 +17,12 @@ def memory_of(device: Any) -> int | None:
     return (statistics() or {}).get("bytes_limit")
 
 
-def least_memory(devices: Iterable[Any]) -> int | None:
+def get_smallest_memory(devices: Iterable[Any]) -> int | None:
     """The memory of the smallest device of those that say it, or None."""
-    return min(filter(None, map(memory_of, devices)), default=None)
+    return min(filter(None, map(get_memory_limit, devices)), default=None)
 
 
-def float32_by_default(device: Any) -> str:
+def get_product_precision(device: Any) -> str:
     """What a device computes products of float32 arrays in, unless it is told.
 
     Returns:
@@ -39,7 +39,7 @@ def float32_by_default(device: Any) -> str:
     return "TF32" if "nvidia" in device.device_kind.lower() else "float32"
 
 
-def note_on_kinds(devices: Iterable[Any]) -> str | None:
+def describe_mixed_kinds(devices: Iterable[Any]) -> str | None:
     """What to say of devices that are not all of one kind."""
     counts = Counter(device.device_kind for device in devices)
     if len(counts) < 2:

@@ -17,7 +17,7 @@ def is_on_host(leaf: Any) -> bool:
     return getattr(getattr(leaf, "sharding", None), "memory_kind", None) == HOST
 
 
-def on_device(tree: PyTree) -> PyTree:
+def move_to_device(tree: PyTree) -> PyTree:
     """`tree`, its arrays from host memory on their devices; while traced, too."""
 
     def moved(leaf: Any) -> Any:
@@ -27,7 +27,7 @@ def on_device(tree: PyTree) -> PyTree:
     return jax.tree.map(moved, tree)
 
 
-def no_ambient_mesh() -> AbstractContextManager[Any]:
+def clear_mesh() -> AbstractContextManager[Any]:
     """Leaves a mesh that the user has set with `jax.set_mesh` for the time being.
 
     Programs compiled under it would have to be for that very mesh.
@@ -37,7 +37,7 @@ def no_ambient_mesh() -> AbstractContextManager[Any]:
     return jax.set_mesh(Mesh(np.empty((), dtype=object), ()))
 
 
-def with_auto_axes(tree: PyTree) -> PyTree:
+def use_auto_axes(tree: PyTree) -> PyTree:
     """Arrays on meshes with Explicit axes, as on the same meshes with Auto axes."""
 
     def auto(leaf: Any) -> Any:

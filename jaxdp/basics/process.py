@@ -20,9 +20,9 @@ from typing import Any, Final
 
 import jax
 
-from .console import note
+from .console import log_debug
 
-_MOST_BYTES: Final = 2**30
+_MAX_CACHE_BYTES: Final = 2**30
 """What is kept, about, checked once a day: the oldest entries go."""
 
 _DAY: Final = 24 * 3600
@@ -33,7 +33,7 @@ _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
 
 
-def keep_programs() -> None:
+def enable_compilation_cache() -> None:
     """Keeps compiled programs on disk, so that a script's second start is a quick one.
 
     This is JAX's own persistent cache, switched on: unless JAX has one already, or is
@@ -44,7 +44,7 @@ def keep_programs() -> None:
         return
     try:
         path = (
-            _cache_home() / f"programs-{_processor()}"
+            _get_cache_home() / f"programs-{_describe_processor()}"
         )  # homes are shared by machines
         # Who can write into it can have code run: it is the user's alone.
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -82,14 +82,14 @@ def keep_freed_memory() -> None:
     done = libc.mallopt(_M_MMAP_THRESHOLD, 2**30)
     done = libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1) and done
     if done:
-        note(
+        log_debug(
             "memory that steps free on the CPU is kept for the next step"
             f" ({_SWITCH}=0 switches this off)"
         )
 
 
 @contextlib.contextmanager
-def without_collecting() -> Iterator[None]:
+def pause_gc() -> Iterator[None]:
     """Around what makes many objects that stay, as the tracing of a step does.
 
     Python would look through all of them for cycles again and again, which takes a
@@ -120,14 +120,14 @@ def refuse_to_train_in_a_worker() -> None:
         )
 
 
-def _cache_home() -> pathlib.Path:
+def _get_cache_home() -> pathlib.Path:
     """The folder for what jaxdp keeps for this user, which may not be there yet."""
     home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     return pathlib.Path(home, "jaxdp")
 
 
 @functools.cache
-def _processor() -> str:
+def _describe_processor() -> str:
     """What processor this is: programs for one may not run on another."""
     try:
         lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
@@ -149,7 +149,7 @@ def _sweep(path: pathlib.Path) -> None:
     ]
     left = sum(status.st_size for status, _ in entries)
     for status, name in sorted(entries, key=lambda entry: entry[0].st_mtime):
-        if left <= _MOST_BYTES:
+        if left <= _MAX_CACHE_BYTES:
             return
         pathlib.Path(name).unlink(missing_ok=True)
         left -= status.st_size

@@ -47,7 +47,7 @@ class Stopwatch:
         return dict(self._seconds)
 
     @contextmanager
-    def phase(self, phase: Phase) -> Iterator[None]:
+    def measure(self, phase: Phase) -> Iterator[None]:
         """Counts the time inside as that of `phase`."""
         if not self.is_on:
             yield
@@ -61,32 +61,32 @@ class Stopwatch:
             self.read()
             self._stack.pop()
 
-    def function(self, phase: Phase, function: Callable[..., Any]) -> Any:
+    def time_function(self, phase: Phase, function: Callable[..., Any]) -> Any:
         """Returns `function`, with its calls counted as `phase`."""
         if not self.is_on:
             return function
 
         def timed(*arguments: Any, **options: Any) -> Any:
-            with self.phase(phase):
+            with self.measure(phase):
                 return function(*arguments, **options)
 
         return timed
 
-    def iterator(self, phase: Phase, items: Iterator[Any]) -> Iterator[Any]:
+    def time_iterator(self, phase: Phase, items: Iterator[Any]) -> Iterator[Any]:
         """Returns `items`, with the wait for each one counted as `phase`."""
         if not self.is_on:
             return items
         # Calls it without arguments, until it raises StopIteration.
-        timed = self.function(phase, items.__next__)
+        timed = self.time_function(phase, items.__next__)
         return itertools.starmap(timed, itertools.repeat(()))
 
-    def methods(self, phase: Phase, owner: Any, names: tuple[str, ...]) -> Any:
+    def time_methods(self, phase: Phase, owner: Any, names: tuple[str, ...]) -> Any:
         """Returns a copy of `owner` with its named methods counted as `phase`."""
         if not self.is_on:
             return owner
         timed = copy.copy(owner)
         for name in names:
-            setattr(timed, name, self.function(phase, getattr(owner, name)))
+            setattr(timed, name, self.time_function(phase, getattr(owner, name)))
         return timed
 
 

@@ -21,20 +21,20 @@ BETWEEN: Final = {
 """Through which a user's code may be called."""
 
 
-def module_of(frame: FrameType) -> str:
+def get_module_name(frame: FrameType) -> str:
     """The full name of the module that a frame's code is in."""
     return str(frame.f_globals.get("__name__", ""))
 
 
-def package_of(frame: FrameType) -> str:
+def get_package(frame: FrameType) -> str:
     """The package of that module."""
-    return module_of(frame).partition(".")[0]
+    return get_module_name(frame).partition(".")[0]
 
 
-def innermost_of_user(frame: FrameType) -> FrameType:
+def find_user_frame(frame: FrameType) -> FrameType:
     """The user's frame that led to `frame`, the nearest one; `frame` if none did."""
     user_frame: FrameType | None = frame
-    while user_frame is not None and package_of(user_frame) in OURS | BETWEEN:
+    while user_frame is not None and get_package(user_frame) in OURS | BETWEEN:
         user_frame = user_frame.f_back
     return user_frame or frame
 
@@ -44,7 +44,7 @@ _NOTE: Final = (
 )
 
 
-class noted:  # noqa: N801
+class NoteOnError:  # noqa: N801
     """A context that adds a note to an exception from inside."""
 
     def __init__(
@@ -73,7 +73,7 @@ def note_callback(
     error.add_note(f"raised by the callback {owner}" + (hook and f" in {hook}"))
 
 
-class UsersFramesFirst:
+class TracebackFilter:
     """A context around what calls a user's code, in a public method.
 
     An exception that has come through some leaves it with the frames of that code and
@@ -93,7 +93,7 @@ class UsersFramesFirst:
         chain: list[BaseException] = []
         link: BaseException | None = error
         while link is not None and link not in chain:
-            link.__traceback__ = _of_the_user(link.__traceback__)
+            link.__traceback__ = _keep_user_frames(link.__traceback__)
             chain.append(link)
             link = link.__cause__ or link.__context__
 
@@ -103,15 +103,17 @@ class UsersFramesFirst:
             error.add_note(_NOTE)
 
 
-def _of_the_user(traceback: TracebackType | None) -> TracebackType | None:
+def _keep_user_frames(traceback: TracebackType | None) -> TracebackType | None:
     """A user's frames and those after them that are not ours; all if there are none."""
     entries: list[TracebackType] = []
     entry = traceback
     while entry is not None:
         frame = entry.tb_frame
-        package = package_of(frame)
+        package = get_package(frame)
         # Equinox's layers say where in a model it was.
-        is_ours = package in OURS and not module_of(frame).startswith("equinox.nn.")
+        is_ours = package in OURS and not get_module_name(frame).startswith(
+            "equinox.nn."
+        )
         if not is_ours and (entries or package not in BETWEEN):
             entries.append(entry)
         entry = entry.tb_next

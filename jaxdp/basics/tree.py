@@ -30,7 +30,7 @@ def plain_path(name: str) -> str:
     return _ROOT.sub(r"\1", name)
 
 
-def dotted(name: str) -> str:
+def to_dotted(name: str) -> str:
     """A path or a pattern of them with dots alone: `layers[0].w` is `layers.0.w`."""
     name = re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", plain_path(name))
     return name.lstrip(".")
@@ -45,15 +45,15 @@ def matches(name: str, pattern: str) -> bool:
     of a `Stack` are in, may be left out.
     """
     # The stars in brackets are kept apart from the others.
-    pieces = re.split(r"([*?\x00])", dotted(pattern.replace("[*]", "[\0]")))
+    pieces = re.split(r"([*?\x00])", to_dotted(pattern.replace("[*]", "[\0]")))
     means = {"*": ".*", "?": ".", "\0": "[^.]+"}
     regex = "".join(means.get(piece) or re.escape(piece) for piece in pieces)
-    full = dotted(name)
+    full = to_dotted(name)
     short = re.sub(r"(^|\.)stacked(?=\.|$)", "", full).lstrip(".")
     return any(re.fullmatch(regex, each) for each in (full, short))
 
 
-def at_path(tree: PyTree, path: Sequence[Any]) -> Any:
+def get_node(tree: PyTree, path: Sequence[Any]) -> Any:
     """The node of `tree` that a JAX key path leads to."""
     for key in path:
         if isinstance(key, jax.tree_util.GetAttrKey):
@@ -95,7 +95,7 @@ def describe_difference(old: PyTree, new: PyTree) -> str:
     return " and ".join(parts)
 
 
-def nodes_of(kind: type, tree: PyTree) -> list[Any]:
+def find_nodes(kind: type, tree: PyTree) -> list[Any]:
     """The outermost nodes of a class, in order."""
     is_kind = lambda node: isinstance(node, kind)  # noqa: E731
     return [*filter(is_kind, jax.tree.leaves(tree, is_leaf=is_kind))]

@@ -7,12 +7,12 @@ _PARTS: Final = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
 _POWERS: Final = tuple((1000.0**n, prefix) for n, prefix in enumerate("kMGTPE", 1))
 
 
-def in_bytes(number: float) -> str:
+def format_bytes(number: float) -> str:
     """`12345678` as `12.35 MB`."""
-    return in_short(number) + "B" if number >= 1000 else f"{number:.0f} B"
+    return format_short(number) + "B" if number >= 1000 else f"{number:.0f} B"
 
 
-def in_seconds(number: float) -> str:
+def format_seconds(number: float) -> str:
     """`0.0123` as `12.3 ms`, 125 as `2 min 5 s`."""
     if number >= 59.5:
         minutes, seconds = divmod(round(number), 60)
@@ -24,7 +24,7 @@ def in_seconds(number: float) -> str:
     return f"{number * 1e9:.3g} ns"
 
 
-def in_short(number: float) -> str:
+def format_short(number: float) -> str:
     """`12345678` as `12.35 M`: powers of 1000."""
     size, prefix, least = 1.0, "", abs(number)
     for larger, name in _POWERS:  # most numbers are small
@@ -34,11 +34,11 @@ def in_short(number: float) -> str:
     return f"{number / size:.4g} {prefix}"
 
 
-def in_percent(share: float) -> str:
+def format_percent(share: float) -> str:
     """A share with three digits: 43.2%, 0.0259%; "-" if it is not finite."""
     return f"{100 * share:.3g}%" if math.isfinite(share) else "-"
 
 
-def in_words(value: float) -> str:
+def format_number(value: float) -> str:
     """A number in short: 0.001, 12, 13.1 k, 5 M; "-" if it is not finite."""
-    return in_short(value).rstrip() if math.isfinite(value) else "-"
+    return format_short(value).rstrip() if math.isfinite(value) else "-"

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..basics.arguments import checks_arguments
 from ..basics.columns import Table
-from ..basics.files import read_json, write_whole
+from ..basics.files import read_json, write_text_atomically
 from ..record import Number, Row
 from .base import Trainer
 from .logger import Logger, check_no_folder
@@ -76,16 +76,16 @@ class CSVLogger(Logger):
         # What is known to come, so that the table is seldom written anew.
         names = dict.fromkeys(trainer.record.names)
         of_epochs = Row("epoch", 0, 0, names).numbers()
-        self._table.widen(["epoch", "step", *names, *of_epochs])
+        self._table.add_columns(["epoch", "step", *names, *of_epochs])
 
     def rewind(self, step: int) -> None:
-        rows = self._table.rows()
+        rows = self._table.read_rows()
         if self._rows < 0:  # the checkpoint was saved without this logger
             rows = [row for row in rows if int(row["step"]) <= step]
         else:
             rows = rows[: self._rows]
         self._rows = len(rows)
-        self._table.rewrite(rows)
+        self._table.replace_rows(rows)
 
     def log(self, epoch: int, step: int, values: dict[str, Number]) -> None:
         self._table.append({"epoch": epoch, "step": step, **values})
@@ -114,7 +114,7 @@ class CSVLogger(Logger):
         assert self.path is not None  # since `open`
         self._facts |= facts
         text = json.dumps(self._facts, indent=2, default=str) + "\n"
-        write_whole(self.path.with_suffix(".json"), text)
+        write_text_atomically(self.path.with_suffix(".json"), text)
 
 
 def _run_of(table: Path) -> str | None:

@@ -7,7 +7,7 @@ import jax
 
 from ..basics.arguments import checks_arguments
 from ..basics.console import warn
-from ..basics.donation import aliased_in, overwritten_by
+from ..basics.donation import find_donated, parse_aliases
 from ..basics.tree import leaf_path, nbytes
 from ..engine import StepOptions
 from .base import Callback, Trainer
@@ -66,8 +66,8 @@ class DonateBuffers(Callback):
             nbytes(leaf, leaf.sharding.shard_shape(leaf.shape))
             for leaf in arrays.values()
         ]
-        places = overwritten_by(
-            compiled, aliased_in(compiled.as_text().partition("\n")[0])
+        places = find_donated(
+            compiled, parse_aliases(compiled.as_text().partition("\n")[0])
         )
         missing = {
             path: size

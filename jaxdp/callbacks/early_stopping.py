@@ -64,7 +64,7 @@ class EarlyStopping(MetricCheck):
             ("divergence_threshold", divergence_threshold),
         ):
             if threshold is not None:
-                check_number(name, threshold, or_else=", or None")
+                check_number(name, threshold, suffix=", or None")
         self.check_finite = check_finite
         self.stopping_threshold = stopping_threshold
         self.divergence_threshold = divergence_threshold

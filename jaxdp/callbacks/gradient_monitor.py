@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from ..basics.arguments import check_count, checks_arguments
-from ..basics.console import some_of, warn
+from ..basics.console import join_some, warn
 from ..basics.tree import leaf_path
 from ..record import Row
 from ..strategies.base import adds_state
@@ -61,8 +61,8 @@ class GradientMonitor(Callback):
 
     @checks_arguments
     def __init__(self, max_layers: int = 16, check_steps: int = 10):
-        check_count("max_layers", max_layers, least=0)
-        check_count("check_steps", check_steps, least=0)
+        check_count("max_layers", max_layers, minimum=0)
+        check_count("check_steps", check_steps, minimum=0)
         self.max_layers = max_layers
         self.check_steps = check_steps
         self.dead: list[str] = []
@@ -135,7 +135,7 @@ class GradientMonitor(Callback):
         problems = {_DEAD: self.dead, _NEVER_UPDATED: self.never_updated}
         for text, names in problems.items():
             if names:
-                what = text.format(names=some_of(names), steps=self._checked)
+                what = text.format(names=join_some(names), steps=self._checked)
                 warn(f"`GradientMonitor`: {what} {_REMEDY}")
 
 

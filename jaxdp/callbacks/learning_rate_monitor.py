@@ -42,7 +42,7 @@ class LearningRateMonitor(Callback):
         self, schedule: float | Callable[[Array], Any] | None = None, name: str = "lr"
     ):
         if schedule is not None and not callable(schedule):
-            check_number("schedule", schedule, or_else=", a function, or None")
+            check_number("schedule", schedule, suffix=", a function, or None")
         self.schedule = schedule
         self.name = name
 

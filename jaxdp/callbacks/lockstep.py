@@ -13,9 +13,9 @@ import jax
 from .. import checkpoint
 from ..basics import coordination
 from ..basics.arguments import check_count, check_number, checks_arguments
-from ..basics.environment import versions
-from ..basics.fingerprints import fingerprints
-from ..basics.tracebacks import innermost_of_user
+from ..basics.environment import get_versions
+from ..basics.fingerprints import compute_fingerprints
+from ..basics.tracebacks import find_user_frame
 from ..basics.tree import leaf_path
 from ..distributed import meetings
 from .base import Callback, Trainer
@@ -79,7 +79,7 @@ class Lockstep(Callback):
 
     def setup(self, trainer: Trainer) -> None:
         self._has_failed = False
-        if not coordination.is_there():
+        if not coordination.has_peers():
             return
         if is_fitting(trainer):
             # If this process does not come, a thread publishes where it is.
@@ -103,7 +103,7 @@ class Lockstep(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, batch: Any, batch_idx: int
     ) -> None:
-        if not coordination.is_there():
+        if not coordination.has_peers():
             return
         # Its rows are this process's own, and need not be as many as those of others.
         rows = {"a row of the batch": _shapes(batch, 1)}
@@ -137,7 +137,7 @@ class Lockstep(Callback):
     def _meet(
         self, trainer: Trainer, where: str, facts: Mapping[str, str] | None = None
     ) -> None:
-        if coordination.is_there():
+        if coordination.has_peers():
             # All that processes wait for each other with keeps to these from now on.
             here = meetings.here()
             here.timeout, here.warn_after = self.timeout, self.warn_after
@@ -164,7 +164,7 @@ class Lockstep(Callback):
 
 
 def _facts_of(trainer: Trainer) -> Iterator[tuple[str, str]]:
-    for name, version in versions().items():
+    for name, version in get_versions().items():
         yield f"the version of {name}", version
     for name in _ARGUMENTS:
         yield f"`{name}`", repr(trainer.run.arguments[name])
@@ -184,7 +184,7 @@ def _facts_of_model(model: Any) -> dict[str, str]:
     }
     facts = {f"the model's {name}": _shapes(leaf) for name, leaf in arrays.items()}
     local = {n: a for n, a in arrays.items() if a.size and a.is_fully_addressable}
-    bits = fingerprints(local)
+    bits = compute_fingerprints(local)
     return facts | {f"the bits of the model's {name}": bits[name] for name in bits}
 
 
@@ -198,6 +198,6 @@ def _place_of(frame: FrameType | None) -> str:
     """Returns the user's line that a stack is at, or that led to it."""
     if frame is None:
         return "its end"
-    frame = innermost_of_user(frame)
+    frame = find_user_frame(frame)
     file = os.path.basename(frame.f_code.co_filename)
     return f"{file}:{frame.f_lineno}, in {frame.f_code.co_name}"

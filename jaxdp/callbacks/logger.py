@@ -9,7 +9,7 @@ from typing import Any
 
 from ..basics.arguments import check_is_local, checks_arguments
 from ..basics.console import warn
-from ..basics.files import absolute, naming
+from ..basics.files import add_path_to_errors, expand_path
 from ..record import Number, Row
 from .base import Callback, Trainer
 from .monitor import announce
@@ -45,7 +45,7 @@ class Logger(Callback):
     ):
         if dirpath is not None:
             check_is_local("dirpath", dirpath)
-            dirpath = absolute(dirpath)
+            dirpath = expand_path(dirpath)
         self.dirpath = dirpath
         self.hyperparameters = hyperparameters
         self._error: BaseException | None = None
@@ -94,7 +94,7 @@ class Logger(Callback):
 
     def write(self, row: Row) -> None:
         """Logs a row of the record."""
-        with naming(self._folder(self._trainer), type(self).__name__):
+        with add_path_to_errors(self._folder(self._trainer), type(self).__name__):
             self.log(row.epoch, row.step, row.numbers())
 
     def on_exception(self, trainer: Trainer, exception: BaseException) -> None:
@@ -139,7 +139,7 @@ class Logger(Callback):
         announce(self._trainer, type(self).__name__, text)
 
     def _folder(self, trainer: Trainer) -> Path:
-        return Path(absolute(self.dirpath or trainer.default_root_dir))
+        return Path(expand_path(self.dirpath or trainer.default_root_dir))
 
 
 def check_writable(folder: Path, callback_name: str) -> None:

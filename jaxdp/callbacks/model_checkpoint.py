@@ -15,7 +15,7 @@ from ..basics.arguments import (
     parse_duration,
 )
 from ..basics.console import warn
-from ..basics.files import absolute
+from ..basics.files import expand_path
 from ..checkpoint import CheckpointDir, check_name
 from ..distributed import Pulse, is_stop
 from ..history import rank
@@ -97,13 +97,13 @@ class ModelCheckpoint(MeansReader):
         save_on_exception: bool = False,
         on_save_error: Literal["raise", "warn"] = "raise",
     ):
-        check_count("save_top_k", save_top_k, least=-1, or_else=", -1 for all")
+        check_count("save_top_k", save_top_k, minimum=-1, suffix=", -1 for all")
 
         # When to save: at every epoch, if nothing is said.
         if every_n_train_steps is not None:
-            check_count("every_n_train_steps", every_n_train_steps, or_else=" or None")
+            check_count("every_n_train_steps", every_n_train_steps, suffix=" or None")
         if every_n_epochs is not None:
-            check_count("every_n_epochs", every_n_epochs, or_else=" or None")
+            check_count("every_n_epochs", every_n_epochs, suffix=" or None")
         if train_time_interval is not None:
             seconds = parse_duration(train_time_interval, "train_time_interval")
             train_time_interval = timedelta(seconds=seconds)
@@ -114,7 +114,7 @@ class ModelCheckpoint(MeansReader):
         self.dirpath = None
         if dirpath is not None:
             check_is_local("dirpath", dirpath)
-            self.dirpath = absolute(dirpath)
+            self.dirpath = expand_path(dirpath)
             check_name("dirpath", self.dirpath)
         self.monitor = monitor
         # Without a monitor the best is the newest.
@@ -162,7 +162,7 @@ class ModelCheckpoint(MeansReader):
         """Where the checkpoints of a trainer go."""
         if self._follows_trainer:
             root = os.path.join(trainer.default_root_dir, "checkpoints")
-            self.dirpath = absolute(root)
+            self.dirpath = expand_path(root)
         return CheckpointDir(str(self.dirpath))
 
     def ranked_in(self, state: dict[str, Any]) -> list[int]:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..basics.arguments import check_choice, check_count, check_number, checks_arguments
-from ..basics.columns import best_mode, mode_of_name
-from ..basics.console import say, say_once, warn
+from ..basics.columns import infer_mode, resolve_mode
+from ..basics.console import log_info, log_info_once, warn
 from ..record import Row
 from .base import Callback, Trainer
 
@@ -53,9 +53,9 @@ def checked_mode(callback: Callback, monitor: Any, mode: Any) -> str:
     check_choice("mode", mode, ("auto", "min", "max"))
     name, way = str(monitor), {"min": "smaller", "max": "larger"}
     who = f"`{type(callback).__name__}(monitor={name!r})`"
-    by_name, meant = mode_of_name(name), best_mode(name, mode)
+    by_name, meant = infer_mode(name), resolve_mode(name, mode)
     if mode == "auto" and by_name is None:
-        say_once(
+        log_info_once(
             f"{who}: the name does not tell which values are better, so it is the"
             ' smaller ones; `mode="max"` if larger ones are, or `mode="min"`'
         )
@@ -118,9 +118,9 @@ class MetricCheck(MeansReader):
 
     @checks_arguments
     def __init__(self, monitor: str, patience: int, min_delta: float, mode: str | None):
-        check_count("patience", patience, least=0)
+        check_count("patience", patience, minimum=0)
         way = "; `mode` says in which direction"
-        check_number("min_delta", min_delta, least=0, or_else=way)
+        check_number("min_delta", min_delta, minimum=0, suffix=way)
         self.monitor = monitor
         self.patience = int(patience)
         self.min_delta = float(min_delta)
@@ -185,7 +185,7 @@ def is_fitting(trainer: Trainer) -> bool:
 def announce(trainer: Trainer, callback_name: str, text: str) -> None:
     """Tells the user something, once for all processes."""
     if trainer.is_global_zero:
-        say(f"{callback_name}: {text}")
+        log_info(f"{callback_name}: {text}")
 
 
 def in_notebook() -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from ..basics.arguments import check_count, checks_arguments
-from ..basics.console import some_of, warn
+from ..basics.console import join_some, warn
 from ..basics.tree import leaf_path
 from ..engine import StepOptions
 from ..record import Row
@@ -48,7 +48,7 @@ class NanGuard(Callback):
     def __init__(
         self, action: Literal["stop", "end", "skip"] = "stop", max_skips: int = 10
     ):
-        check_count("max_skips", max_skips, least=0)
+        check_count("max_skips", max_skips, minimum=0)
         self.action = action
         self.max_skips = max_skips
         self.skipped_steps: list[int] = []
@@ -126,6 +126,6 @@ class NanGuard(Callback):
         loss = f"the loss was {metrics['loss']:.6g}"
         if not len(bad):
             return f"{loss}, and all gradients were finite"
-        names = some_of(self._leaves[i] for i in bad)
+        names = join_some(self._leaves[i] for i in bad)
         of = "all leaves" if len(bad) == len(self._leaves) else names
         return f"{loss}, with NaN or infinity in the gradients of {of}"

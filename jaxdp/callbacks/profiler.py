@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from ..basics.arguments import check_count, check_is_local, checks_arguments
-from ..basics.files import absolute
+from ..basics.files import expand_path
 from .base import Callback, Trainer
 from .logger import check_writable
 from .monitor import announce
@@ -43,8 +43,8 @@ class Profiler(Callback):
     ):
         if dirpath is not None:
             check_is_local("dirpath", dirpath)
-            dirpath = absolute(dirpath)
-        check_count("start_step", start_step, least=0)
+            dirpath = expand_path(dirpath)
+        check_count("start_step", start_step, minimum=0)
         check_count("num_steps", num_steps)
         self.dirpath = dirpath
         self.start_step = start_step
@@ -57,7 +57,7 @@ class Profiler(Callback):
 
     def setup(self, trainer: Trainer) -> None:
         root = trainer.default_root_dir
-        self._folder = Path(self.dirpath or absolute(root) + "/profile")
+        self._folder = Path(self.dirpath or expand_path(root) + "/profile")
         if trainer.is_global_zero:
             check_writable(self._folder, "Profiler")
 

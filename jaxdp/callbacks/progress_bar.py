@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from ..basics.arguments import check_number, checks_arguments
-from ..basics.console import Outlet, open_bar
-from ..basics.units import in_seconds, in_words
+from ..basics.console import SafeStream, open_bar
+from ..basics.units import format_number, format_seconds
 from ..record import Row
 from .base import Callback, Trainer
 from .monitor import in_notebook, is_fitting
@@ -60,7 +60,7 @@ class ProgressBar(Callback):
         self.refresh_per_second = refresh_per_second
         self.every_n_seconds = every_n_seconds
         self.file = file
-        self._out: Outlet | None = None  # in the process that shows anything
+        self._out: SafeStream | None = None  # in the process that shows anything
         self._train: Any = None  # bars of passes that run now
         self._validation: Any = None
         self._began = self._validated_for = 0.0
@@ -68,7 +68,7 @@ class ProgressBar(Callback):
     def setup(self, trainer: Trainer) -> None:
         # Notebooks show stderr on red ground, as if something had failed.
         file = self.file or (sys.stdout if in_notebook() else sys.stderr)
-        self._out = Outlet(file) if trainer.is_global_zero else None
+        self._out = SafeStream(file) if trainer.is_global_zero else None
         trainer.record.read_means(functools.partial(self._end_epoch, trainer))
 
     def on_train_epoch_start(self, trainer: Trainer) -> None:
@@ -110,7 +110,7 @@ class ProgressBar(Callback):
         means = {**row.values, **trainer.record.validation}
         facts = [f"{n} {mean:.4g}" for n, mean in means.items() if not n.endswith("]")]
         rate = (bar.n - bar.initial) / max(took - self._validated_for, 1e-9)
-        facts += [in_seconds(took), *_rates(trainer, bar.n, rate)]
+        facts += [format_seconds(took), *_rates(trainer, bar.n, rate)]
         self._close()
         bar.write(f"{bar.desc}: {', '.join(facts)}", file=self._out)
         bar.fp.flush()
@@ -188,7 +188,7 @@ def _bar_type() -> Any:
     return Bar
 
 
-def _width(out: Outlet) -> int | None:
+def _width(out: SafeStream) -> int | None:
     """The columns of a terminal, 0 where there is nothing to draw on."""
     if os.environ.get("COLUMNS") == "0":
         return 0
@@ -213,4 +213,4 @@ def _rates(trainer: Trainer, steps: int, rate: float) -> list[str]:
     examples = rate * trainer.record.examples / max(steps, 1)
     name, value = ("examples", examples) if examples else ("batches", rate)
     notes = [callback.bar_note() for callback in trainer.callbacks]
-    return [f"{in_words(value)} {name}/s"] * (value > 0) + [*filter(None, notes)]
+    return [f"{format_number(value)} {name}/s"] * (value > 0) + [*filter(None, notes)]

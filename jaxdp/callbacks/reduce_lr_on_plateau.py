@@ -56,8 +56,8 @@ class ReduceLROnPlateau(MetricCheck):
     ):
         super().__init__(monitor, patience, min_delta, mode)
         check_number("factor", factor, above=0, below=1)
-        check_count("cooldown", cooldown, least=0)
-        check_number("min_lr", min_lr, least=0)
+        check_count("cooldown", cooldown, minimum=0)
+        check_number("min_lr", min_lr, minimum=0)
         self.factor = float(factor)
         self.verbose = verbose
         self.cooldown = int(cooldown)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..basics.environment import hardware, versions
+from ..basics.environment import describe_hardware, get_versions
 from ..step import closed_over, find_precision, float32_products
 from .base import Callback, Trainer
 
@@ -39,8 +39,8 @@ def run_facts(trainer: Trainer, hyperparameters: Mapping[str, Any] | None) -> Fa
     return {
         "hyperparameters": given
         | {k: v for k, v in settings.items() if k not in given},
-        "versions": versions(),
-        "hardware": hardware(),
+        "versions": get_versions(),
+        "hardware": describe_hardware(),
     }
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..basics.arguments import check_number, checks_arguments
-from ..basics.files import absolute
+from ..basics.files import expand_path
 from .base import Callback, Trainer
 
 
@@ -42,7 +42,7 @@ class StallWatch(Callback):
         check_number("timeout", timeout, above=0, below=math.inf)
         self.timeout = float(timeout)
         self.abort = abort
-        self.path = None if path is None else Path(absolute(path))
+        self.path = None if path is None else Path(expand_path(path))
         self._armed = math.inf  # when the present countdown began
         self._file: IO[bytes] | None = None
 

@@ -11,7 +11,7 @@ import jaxdp
 from ..basics import coordination
 from ..basics.arguments import check_number, checks_arguments
 from ..basics.stopwatch import NO_STOPWATCH, PHASES
-from ..basics.units import in_seconds, in_words
+from ..basics.units import format_number, format_seconds
 from ..distributed import meetings
 from .base import Callback, Trainer
 from .monitor import announce
@@ -73,9 +73,9 @@ class ThroughputMonitor(Callback):
     ):
         flops, peak, none = flops_per_example, peak_flops_per_device, ", or None"
         if flops is not None:
-            check_number("flops_per_example", flops, least=0, or_else=none)
+            check_number("flops_per_example", flops, minimum=0, suffix=none)
         if peak is not None:
-            check_number("peak_flops_per_device", peak, above=0, or_else=none)
+            check_number("peak_flops_per_device", peak, above=0, suffix=none)
         self.flops_per_example = flops_per_example
         self.peak_flops_per_device = peak_flops_per_device
         self.summary: dict[str, float] = {}
@@ -139,11 +139,11 @@ class ThroughputMonitor(Callback):
         }
         trainer.record.put("fit", last)
         text = [
-            f"{end['examples']:,.0f} examples in {in_seconds(values['seconds'])}",
-            f"{in_words(values['examples_per_s'])} examples/s",
+            f"{end['examples']:,.0f} examples in {format_seconds(values['seconds'])}",
+            f"{format_number(values['examples_per_s'])} examples/s",
         ]
         if "flops_per_s" in values:
-            text.append(f"{in_words(values['flops_per_s'])} FLOP/s of the model")
+            text.append(f"{format_number(values['flops_per_s'])} FLOP/s of the model")
         if "mfu" in values:
             text.append(f"MFU {100 * values['mfu']:.3g}%")
         shares = sorted(PHASES, key=lambda phase: -values[phase])
@@ -189,7 +189,7 @@ class ThroughputMonitor(Callback):
             if self._peak:
                 values["mfu"] = values["flops_per_s"] / self._peak
         values |= {phase: spent[phase] / total for phase in PHASES}
-        if coordination.is_there():  # in the hooks of `Lockstep`, most of it
+        if coordination.has_peers():  # in the hooks of `Lockstep`, most of it
             values["others"] = spent["waited"] / total
             values["callbacks"] = max(0.0, values["callbacks"] - values["others"])
         return values

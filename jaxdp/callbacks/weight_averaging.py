@@ -8,7 +8,7 @@ import optax
 from jaxtyping import Array, PyTree
 
 from ..basics.arguments import check_count, check_number, checks_arguments
-from ..basics.host_memory import on_device
+from ..basics.host_memory import move_to_device
 from ..basics.tree import map_nodes
 from .base import Callback, Trainer
 
@@ -46,9 +46,9 @@ class WeightAveraging(Callback):
     ):
         if decay is not None:
             mean = ", or None for the plain mean"
-            check_number("decay", decay, least=0, below=1, or_else=mean)
+            check_number("decay", decay, minimum=0, below=1, suffix=mean)
         check_count("every_n_steps", every_n_steps)
-        check_count("start_step", start_step, least=0)
+        check_count("start_step", start_step, minimum=0)
         self.decay = decay
         self.every_n_steps = every_n_steps
         self.start_step = start_step
@@ -133,7 +133,7 @@ def _with_average(state: Any) -> Any:
     average = next(node for node in nodes if is_average(node)).average
 
     def like(own: Array, mean: Array) -> Array:
-        mean = on_device(mean)
+        mean = move_to_device(mean)
         return mean if mean.dtype == own.dtype else mean.astype(own.dtype)
 
     return state._replace(params=jax.tree.map(like, state.params, average))

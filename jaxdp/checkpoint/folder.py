@@ -22,8 +22,8 @@ import time
 from collections.abc import Iterable
 from typing import Any, Final
 
-from ..basics.console import say
-from ..basics.files import absolute, parse_json
+from ..basics.console import log_info
+from ..basics.files import expand_path, parse_json
 from .orbax_quirks import check_name
 
 try:
@@ -46,7 +46,7 @@ class CheckpointDir:
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        self.path = absolute(path)
+        self.path = expand_path(path)
         self._lock: int | None = None
 
     def steps(self) -> list[int]:
@@ -129,7 +129,7 @@ class CheckpointDir:
             os.close(lock)
             raise self._is_in_use(holder) from error
         except OSError as error:  # a file system without locks
-            say(
+            log_info(
                 f"{self.path} can't be locked ({error}): make sure that no other run"
                 " uses it"
             )

@@ -13,9 +13,9 @@ import stat
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
-from ..basics.console import some_of
-from ..basics.environment import versions
-from ..basics.files import absolute, check_fields, parse_json, read_bytes
+from ..basics.console import join_some
+from ..basics.environment import get_versions
+from ..basics.files import check_fields, expand_path, parse_json, read_json_bytes
 from .orbax_quirks import check_name
 
 FORMAT: Final = 3
@@ -84,7 +84,7 @@ def write_list(path: str) -> None:
     sums: dict[str, str] = {}
     for entry in list(os.scandir(path)):
         if entry.name.endswith(f".{_LIST}"):
-            sums |= parse_json(read_bytes(entry.path))
+            sums |= parse_json(read_json_bytes(entry.path))
             os.unlink(entry.path)
     rest = [name for name in _files(path) if name not in sums]
     _write_sums(os.path.join(path, _LIST), sums | _sums_of(path, rest))
@@ -97,7 +97,7 @@ def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
         FileNotFoundError, NotADirectoryError, CheckpointCorrupt, ValueError: as
             `restore` does.
     """
-    return read_sealed(absolute(path))[0]
+    return read_sealed(expand_path(path))[0]
 
 
 def read_sealed(path: str) -> tuple[dict[str, Any], str]:
@@ -105,7 +105,7 @@ def read_sealed(path: str) -> tuple[dict[str, Any], str]:
     _check_is_checkpoint(path)
     try:
         listed, digest = _read_list(path)
-        content = read_bytes(os.path.join(path, _METADATA))
+        content = read_json_bytes(os.path.join(path, _METADATA))
         if hashlib.sha256(content).hexdigest() != listed.get(_METADATA):
             raise ValueError(f"{_METADATA} has changed since it was saved")
         meta = parse_json(content)
@@ -120,8 +120,8 @@ def read_sealed(path: str) -> tuple[dict[str, Any], str]:
             remedy = "load it with jaxdp 0.2 and save it again, and load that"
         raise ValueError(
             f"`path`: {path} has format {meta['format']}, written by jaxdp {wrote}, and"
-            f" this is jaxdp {versions().get('jaxdp')}, which reads what jaxdp 0.2 and"
-            f" later write; {remedy}."
+            f" this is jaxdp {get_versions().get('jaxdp')}, which reads what jaxdp 0.2"
+            f" and later write; {remedy}."
         )
     try:
         check_schema(meta)
@@ -144,7 +144,7 @@ def check_files(path: str, process: int = 0, of: int = 1) -> None:
     except (OSError, ValueError) as error:
         raise _corrupt(path, str(error)) from error
     if changed := changed | (there ^ listed.keys()):
-        names = some_of(sorted(changed))
+        names = join_some(sorted(changed))
         raise _corrupt(path, f"changed since it was saved, or missing: {names}")
 
 
@@ -179,7 +179,7 @@ def _corrupt(path: str, how: str) -> CheckpointCorrupt:
 
 
 def _read_list(path: str) -> tuple[dict[str, str], str]:
-    content = read_bytes(os.path.join(path, _LIST))
+    content = read_json_bytes(os.path.join(path, _LIST))
     listed = parse_json(content)
     if not isinstance(listed, dict):
         raise ValueError(f"{_LIST} is not a list of files")

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ..basics.arguments import check_is_local
-from ..basics.files import absolute
+from ..basics.files import expand_path
 from ..distributed import Processes, find_processes
 from ..step import TrainState
 from .leaves import (
@@ -59,7 +59,7 @@ def restore(
             or dtype. Or if it is of a format that this version does not read.
     """
     check_is_local("path", path)
-    processes, path = find_processes(), absolute(path)
+    processes, path = find_processes(), expand_path(path)
 
     def wanted(meta: dict[str, Any]) -> TrainState:
         return like({name: shape_in(text) for name, text in meta["leaves"].items()})
@@ -119,7 +119,7 @@ def restore_leaves(
     path: str | os.PathLike[str], meta: Mapping[str, Any], names: Iterable[str]
 ) -> dict[str, Any]:
     """Reads some arrays, by their names in `meta["leaves"]`, onto one device."""
-    path = absolute(path)
+    path = expand_path(path)
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     texts = {name: meta["leaves"][name] for name in names}
     leaves = {

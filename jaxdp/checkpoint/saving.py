@@ -25,8 +25,8 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from ..basics.arguments import check_is_local
-from ..basics.environment import versions
-from ..basics.files import absolute, check_size, sync
+from ..basics.environment import get_versions
+from ..basics.files import check_json_size, expand_path, sync_to_disk
 from ..distributed import Processes, find_processes, first_line
 from ..step import TrainState
 from .leaves import (
@@ -113,7 +113,7 @@ class Saving:
         with quiet_orbax():
             try:
                 checkpointer.wait_until_finished()
-                sync(os.path.dirname(self.path))
+                sync_to_disk(os.path.dirname(self.path))
                 checkpointer.close()
             except BaseException as error:
                 self._error = error
@@ -161,7 +161,7 @@ def start_saving(
 
     global _latest
     check_is_local("path", path)
-    path, processes = absolute(path), find_processes()
+    path, processes = expand_path(path), find_processes()
     check_name("path", path)
     processes.first(f"saving {path}", lambda: _check_is_new(path))
 
@@ -226,13 +226,13 @@ def _described(named: Named, meta: Mapping[str, Any]) -> dict[str, Any]:
     """`meta` with all that is needed to judge the checkpoint later."""
     described = {
         "format": FORMAT,
-        "versions": versions(),
+        "versions": get_versions(),
         "leaves": shapes(named),
         **meta,
     }
     check_schema(described)
     try:
-        check_size(len(json.dumps(described)))
+        check_json_size(len(json.dumps(described)))
     except ValueError as error:
         raise SaveFailed(
             "no checkpoint was written, because it could not be read back:"
@@ -250,8 +250,8 @@ def _seal(path: str) -> None:
     write_list(unnamed)
     for inside, _, files in os.walk(unnamed):
         for file in files:
-            sync(os.path.join(inside, file))
-        sync(inside)
+            sync_to_disk(os.path.join(inside, file))
+        sync_to_disk(inside)
 
 
 def _save_failed(path: str, error: BaseException) -> SaveFailed:

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from ..basics.arguments import check_count, checks_arguments
-from ..basics.host_memory import with_auto_axes
+from ..basics.host_memory import use_auto_axes
 from ..step import Batch, as_given, map_rows, with_rows
 from .batches import take_there
 from .conversion import as_numpy, fetch, to_host, with_key_data
@@ -63,9 +63,9 @@ class Arrays:
                 " Arrays(jax.device_put(x), jax.device_put(y))."
             )
         check_count("batch_size", batch_size)
-        check_count("seed", seed, least=0)
+        check_count("seed", seed, minimum=0)
         tree = with_key_data(arrays[0] if len(arrays) == 1 else arrays)
-        tree = with_auto_axes(tree)
+        tree = use_auto_axes(tree)
         self.batch_size, self.seed = int(batch_size), int(seed)
         self.shuffle, self.drop_last = shuffle, drop_last
         self._columns, self.num_rows = _columns(tree)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..basics.console import some_of
+from ..basics.console import join_some
 from ..basics.tree import is_key
 from ..step import NOTHING, Batch, KeyData, Rowless, with_rows
 from .batches import Portion, is_there, leaf_name, taken
@@ -137,7 +137,7 @@ def to_host(batch: Any, *, copy: bool = False) -> Batch:
             )
         raise ValueError(
             "the leaves of a batch must share a leading axis of one or more rows; got"
-            f" {some_of(named)}. {remedy}"
+            f" {join_some(named)}. {remedy}"
         )
     return treedef.unflatten(arrays)
 

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 import jax
 import numpy as np
 
-from ..basics.console import say_once
+from ..basics.console import log_info_once
 from ..step import Batch
 
 
@@ -96,7 +96,7 @@ class LoaderState:
                 return copy
         except (TypeError, ValueError):
             pass
-        say_once(
+        log_info_once(
             f"`{self.argument}`: the state of {type(self.owner).__name__} is not JSON"
             " (dicts with texts as keys, lists, texts, numbers), so no checkpoint"
             " contains it, and a resumed run replays batches. Write array.tolist() for"

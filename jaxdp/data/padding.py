@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 import jax
 import numpy as np
 
-from ..basics.console import some_of
+from ..basics.console import join_some
 from ..distributed import RowBlocks
 from ..step import Batch, Group, Rowless, joined, with_rows
 from .batches import (
@@ -194,7 +194,7 @@ class Forms:
             for i, (was, now, rows) in enumerate(triples)
             if was != now
         ]
-        return f"{start} differs from the first one: {some_of(differing, '; ')}."
+        return f"{start} differs from the first one: {join_some(differing, '; ')}."
 
     def note(self, group: Group) -> str:
         """What may help where a step for batches like those of a group failed."""

@@ -11,7 +11,7 @@ from typing import Any, Final
 import jax
 import numpy as np
 
-from ..basics.console import listed
+from ..basics.console import join_numbers
 from ..distributed import Processes
 from ..step import Batch, map_rows, with_rows
 from .batches import Key, Portion, key_of, rows_at, rows_of, shapes_of
@@ -138,7 +138,7 @@ class LocalShare(Share):
             if empty := [i for i, forms in enumerate(announced) if not forms[2]]:
                 raise ValueError(
                     "`data`='local': there are no batches in the loader of"
-                    f" {listed('process', empty)}, while others have some. Each"
+                    f" {join_numbers('process', empty)}, while others have some. Each"
                     " loader needs at least one."
                 )
             for place, one_batch in enumerate(here):

@@ -12,7 +12,7 @@ from collections.abc import Generator, Iterator, Sequence, Sized
 from functools import partial
 from typing import Any, Final
 
-from ..basics.console import Outlet, open_bar, warn
+from ..basics.console import SafeStream, open_bar, warn
 from ..step import Batch
 from .conversion import to_host
 from .loader_state import START, LoaderState, Position, checksum, state_of
@@ -452,7 +452,7 @@ class IterableSource(Source):
         from tqdm import tqdm
 
         what = f"`{self.argument}` can't jump: replaying {count} batches"
-        batch, steps, out = END, range(count), Outlet(sys.stderr)
+        batch, steps, out = END, range(count), SafeStream(sys.stderr)
         bar = open_bar(tqdm, steps, what, file=out, delay=1, leave=False, mininterval=1)
         for _ in steps if bar is None else bar:
             if (batch := next(batches, END)) is END:

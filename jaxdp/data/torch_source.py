@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..basics.console import say_once, warn
+from ..basics.console import log_info_once, warn
 from ..step import Batch
 from .batches import taken
 from .conversion import as_numpy, fetch, to_host
@@ -139,7 +139,7 @@ class TorchSource(_OfTorch):
             if not (
                 is_known or isinstance(getattr(sampler, "generator", None), Generator)
             ):
-                say_once(
+                log_info_once(
                     f"`{self.argument}`: if its sampler {type(sampler).__name__} draws"
                     " from a generator of its own, as one of NumPy, or counts epochs,"
                     " no checkpoint contains that, and a resumed run takes other rows."

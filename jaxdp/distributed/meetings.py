@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from ..basics import coordination
-from ..basics.console import listed, say, some_of
+from ..basics.console import join_numbers, join_some, log_info
 
 _FAST: Final = 2.0
 """Seconds at a barrier after which a process asks where the others are."""
@@ -64,7 +64,7 @@ def _give_up(text: str) -> Abandoned:
     """Returns the error. The process ends soon after it, whatever it then waits for."""
 
     def exit_process() -> None:
-        say(f"{text}. This process ends.", everywhere=True)
+        log_info(f"{text}. This process ends.", all_processes=True)
         os._exit(1)
 
     timer = threading.Timer(_LAST_SECONDS, exit_process)
@@ -113,7 +113,7 @@ class Meetings:
         digest = hashlib.blake2b(repr(entries).encode(), digest_size=8).hexdigest()
         started, self.is_waiting = time.monotonic(), True
         name = f"jaxdp.meet/{self.number}/{digest}"
-        if not coordination.barrier(
+        if not coordination.wait_at_barrier(
             name, _FAST, gives_up=lambda: bool(self._read_departed())
         ):
             self._ask(digest, entries, started, max(patience, self.timeout))
@@ -125,40 +125,40 @@ class Meetings:
         seconds = time.monotonic() - self.since
         text = f"{self.where}, for {seconds:.0f} s, at {place}"
         card = {"number": self.number, "text": text}
-        coordination.put(_LATE, card)
+        coordination.put_value(_LATE, card)
 
     def leave(self, how: str) -> None:
         """Publishes that this process ends, and how; waits a second at most."""
         passed = self.number - self.is_waiting
         card = {"number": passed, "text": f"{how}; it was at {self.where or 'no fit'}"}
-        put = threading.Thread(target=coordination.put, args=(_DEPARTED, card))
+        put = threading.Thread(target=coordination.put_value, args=(_DEPARTED, card))
         put.daemon = True
         try:
             put.start()
         except RuntimeError:  # Python 3.12 starts no threads in `atexit`
-            coordination.put(_DEPARTED, card)
+            coordination.put_value(_DEPARTED, card)
         else:
             put.join(1.0)
 
     def _read_departed(self) -> dict[int, str]:
         """Returns how processes have ended that will not come to this meeting."""
-        cards = coordination.read_all(_DEPARTED).items()
+        cards = coordination.read_values(_DEPARTED).items()
         return {p: card["text"] for p, card in cards if card["number"] < self.number}
 
     def _ask(
         self, digest: str, entries: Sequence[Entry], started: float, timeout: float
     ) -> None:
         mine = {"number": self.number, "digest": digest, "entries": entries}
-        coordination.put(_COME, mine)
-        everyone = set(range(coordination.count()))
+        coordination.put_value(_COME, mine)
+        everyone = set(range(coordination.process_count()))
         pause, warned = 0.02, False
 
         while True:
-            cards = coordination.read_all(_COME)
+            cards = coordination.read_values(_COME)
             here = {p: c for p, c in cards.items() if c["number"] == self.number}
             differing = {p: c for p, c in here.items() if c["digest"] != digest}
             if differing and pause > 0.1:  # by then most have come
-                if coordination.index() == 0:
+                if coordination.process_index() == 0:
                     time.sleep(_OTHERS_READ)
                 raise RuntimeError(_difference(here))
 
@@ -177,20 +177,21 @@ class Meetings:
             is_silent = waited > 2 * TELLS_AFTER and not _excuses(missing, self.number)
             if self.is_told_to_end and is_silent:
                 raise _give_up(
-                    f"process {coordination.index()} ({self.where}) was told to end,"
-                    f" and {_format_processes(missing)} did not come and said nothing"
+                    f"process {coordination.process_index()} ({self.where}) was told to"
+                    f" end, and {_format_processes(missing)} did not come and said"
+                    " nothing"
                 )
             is_late = waited > timeout
             if is_late or waited > self.warn_after and not warned:
                 excuses = _excuses(missing, self.number)
                 text = (
-                    f"process {coordination.index()} ({self.where}) has waited for"
-                    f" {waited:.0f} s for {_format_processes(missing)}"
+                    f"process {coordination.process_index()} ({self.where}) has waited"
+                    f" for {waited:.0f} s for {_format_processes(missing)}"
                     + (f" ({excuses})" if excuses else "")
                 )
                 if is_late:
                     raise _give_up(f"{text} (`Lockstep(timeout=...)`)")
-                say(text, everywhere=True)
+                log_info(text, all_processes=True)
                 warned = True
 
             time.sleep(pause)
@@ -205,15 +206,15 @@ def here() -> Meetings:
 
 def _format_processes(processes: Iterable[int]) -> str:
     """process 1 on node7, process 2 on node8."""
-    hosts = coordination.read_all(_HOSTS)
-    return some_of(f"process {p} on {hosts.get(p, '?')}" for p in sorted(processes))
+    hosts = coordination.read_values(_HOSTS)
+    return join_some(f"process {p} on {hosts.get(p, '?')}" for p in sorted(processes))
 
 
 def _excuses(missing: set[int], number: int) -> str:
     """What those have told who are missing at that meeting."""
     return "; ".join(
         f"process {process}: {card['text']}"
-        for process, card in sorted(coordination.read_all(_LATE).items())
+        for process, card in sorted(coordination.read_values(_LATE).items())
         if process in missing and card["number"] == number - 1
     )
 
@@ -259,7 +260,7 @@ def _by_value(values: Mapping[int, Any]) -> dict[Any, str]:
     processes: dict[Any, list[int]] = {}
     for process, value in values.items():
         processes.setdefault(value, []).append(process)
-    return {value: listed("process", who) for value, who in processes.items()}
+    return {value: join_numbers("process", who) for value, who in processes.items()}
 
 
 class Processes:
@@ -328,10 +329,10 @@ class _Several(Processes):
     """The processes that `jax.distributed.initialize` has brought together."""
 
     def __init__(self) -> None:
-        self.index = coordination.index()
-        self.count = coordination.count()
+        self.index = coordination.process_index()
+        self.count = coordination.process_count()
         self._folder: str | None = None
-        coordination.put(_HOSTS, socket.gethostname())
+        coordination.put_value(_HOSTS, socket.gethostname())
 
     def step(self, where: str) -> None:
         meeting = here()
@@ -341,17 +342,17 @@ class _Several(Processes):
     def all(self, what: str, value: Any, patience: float = 0.0) -> list[Any]:
         meeting, old = here(), self._folder
         self._folder = folder = f"jaxdp/all/{meeting.number}"
-        coordination.put(folder, value)
+        coordination.put_value(folder, value)
         meeting.meet(what, patience)
-        values = coordination.read_all(folder)
+        values = coordination.read_values(folder)
         if old is not None:  # whoever has come here has read it
-            coordination.remove(old)
+            coordination.delete_value(old)
         return [values[index] for index in range(self.count)]
 
 
 def find_processes() -> Processes:
     """All that train together: those of the job, or this one alone."""
-    return _several() if coordination.is_there() else _ALONE
+    return _several() if coordination.has_peers() else _ALONE
 
 
 _ALONE: Final = Processes()

@@ -13,8 +13,8 @@ import socket
 import time
 from typing import Any, Final
 
-from ..basics.console import listed, say
-from ..basics.environment import versions
+from ..basics.console import join_numbers, log_info
+from ..basics.environment import get_versions
 from ..basics.files import check_fields, parse_json
 from .launchers import Rank
 
@@ -29,7 +29,7 @@ _ANSWER: Final = {"wrong": str, "missing": str}
 
 def installed_versions() -> dict[str, str]:
     """Returns what must be the same for processes to understand each other."""
-    found = versions()
+    found = get_versions()
     python = found["python"].rpartition(".")[0]
     packages = {
         f"the version of {n}": found.get(n, "unknown")
@@ -67,7 +67,9 @@ def _gather_cards(rank: Rank, own: Any, timeout: float, bind: str) -> dict[str, 
         while len(cards) < rank.count and time.monotonic() < deadline:
             if time.monotonic() > start + _PATIENCE and not has_said:
                 has_said = True
-                say(f"process 0 waits at {rank.address} for {_missing(rank, cards)}")
+                log_info(
+                    f"process 0 waits at {rank.address} for {_missing(rank, cards)}"
+                )
             with contextlib.suppress(TimeoutError, ConnectionError):
                 client = listener.accept()[0]
                 card = _receive(client, _SILENCE, _CARD)
@@ -87,7 +89,7 @@ def _gather_cards(rank: Rank, own: Any, timeout: float, bind: str) -> dict[str, 
 
 def _missing(rank: Rank, cards: dict[int, Any]) -> str:
     absent = set(range(rank.count)) - set(cards)
-    return listed("process", absent)[:1000] if absent else ""
+    return join_numbers("process", absent)[:1000] if absent else ""
 
 
 def _answer_of_host(rank: Rank, own: Any, timeout: float) -> dict[str, str]:
@@ -112,7 +114,7 @@ def _answer_of_host(rank: Rank, own: Any, timeout: float) -> dict[str, str]:
             raise TimeoutError(f"{text}. {more} (`initialization_timeout`)")
         if waited > _PATIENCE and not has_said:
             has_said = True
-            say(text, everywhere=True)
+            log_info(text, all_processes=True)
         time.sleep(0.1)
 
 

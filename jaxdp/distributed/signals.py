@@ -14,7 +14,7 @@ from typing import Any, Final
 import jax
 
 from ..basics import coordination
-from ..basics.console import Outlet, end_quietly, say
+from ..basics.console import SafeStream, ignore_flush_errors, log_info
 from . import meetings
 from .meetings import Processes, Pulse
 
@@ -39,7 +39,7 @@ class Preempted(SystemExit):
     def __init__(self, name: str):
         super().__init__(EXIT_CODE)
         self.signal = name
-        end_quietly()  # the code is to be this one whoever reads the output
+        ignore_flush_errors()  # the code is to be this one whoever reads the output
 
 
 def is_stop(exception: BaseException | None) -> bool:
@@ -191,7 +191,7 @@ def tell(exception: BaseException) -> None:
     if isinstance(exception, Preempted):
         more = ", and a second one would have ended it at once"
         is_counted = exception.signal != "SIGHUP"
-        say(
+        log_info(
             f"{exception.signal}: stopped between two steps; nothing is"
             f" lost{more * is_counted}"
         )
@@ -207,7 +207,7 @@ def publish_process_end() -> None:
     print_it, process = sys.excepthook, os.getpid()
 
     def leave(how: str) -> None:
-        if os.getpid() == process and coordination.is_there():  # and no fork of it
+        if os.getpid() == process and coordination.has_peers():  # and no fork of it
             meetings.here().leave(how)
 
     def print_and_leave(
@@ -221,7 +221,7 @@ def publish_process_end() -> None:
             return
         leave(f"has failed: {first_line(exception)}")
         for stream in (sys.stdout, sys.stderr):
-            Outlet(stream).flush()
+            SafeStream(stream).flush()
         os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
     sys.excepthook = print_and_leave

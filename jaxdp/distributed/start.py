@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import jax
 
 from ..basics.arguments import check_number
-from ..basics.console import say
+from ..basics.console import log_info
 from ..basics.process import is_imported_by_a_worker
 from .launchers import bind_host, find_rank, join_address, started_several
 from .roll_call import call_the_roll, installed_versions
@@ -113,10 +113,10 @@ def initialize(
     # JAX's backends wait for each other too, and not for long. Now all are here.
     if jax.devices()[0].platform == "gpu" and is_shared and rank.devices:
         numbers = ", ".join(map(str, rank.devices))
-        say(
+        log_info(
             f"process {rank.index} of {rank.count} uses, of the GPUs of its machine,"
             f" {numbers} (`local_device_ids` or JAX_LOCAL_DEVICE_IDS changes it)",
-            everywhere=True,
+            all_processes=True,
         )
 
 

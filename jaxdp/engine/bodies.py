@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from ..basics.host_memory import no_ambient_mesh, on_device
-from ..basics.process import without_collecting
+from ..basics.host_memory import clear_mesh, move_to_device
+from ..basics.process import pause_gc
 from ..step import OWN_LOOP, Collectives, Facts, Group, Steps, TrainState, Weights
 from ..strategies.base import Role
 
@@ -109,7 +109,7 @@ BODIES: Final[dict[str, Callable[..., Body]]] = {
 
 def traced(step: Callable[..., Any], *arguments: Any) -> Any:
     """A step over all rows, as JAX sees it."""
-    with no_ambient_mesh(), without_collecting():
-        return jax.make_jaxpr(lambda *given: step(Collectives(), *on_device(given)))(
-            *arguments
-        )
+    with clear_mesh(), pause_gc():
+        return jax.make_jaxpr(
+            lambda *given: step(Collectives(), *move_to_device(given))
+        )(*arguments)

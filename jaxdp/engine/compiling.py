@@ -8,8 +8,8 @@ from typing import Any, Final
 
 import jax
 
-from ..basics.console import say, some_of, warn
-from ..basics.hardware import note_on_kinds
+from ..basics.console import join_some, log_info, warn
+from ..basics.hardware import describe_mixed_kinds
 from ..data import Dispatch, leaf_name
 from ..step import (
     BY_DEFAULT,
@@ -41,7 +41,7 @@ class Compilations:
 
     def __init__(self, *, quiet: bool = False) -> None:
         self._quiet = quiet
-        self._say = (lambda _: None) if quiet else say
+        self._say = (lambda _: None) if quiet else log_info
         self._forms: dict[str, list[_Form]] = {}
         self._told: set[str] = set()
         self._has_told_of_whole = False
@@ -76,7 +76,7 @@ class Compilations:
         """Says what products are computed in, and warns of devices that differ."""
         if self._quiet:
             return
-        if (note := note_on_kinds(devices)) and note not in self._told:
+        if (note := describe_mixed_kinds(devices)) and note not in self._told:
             self._told.add(note)
             warn(note)
         if program.products and program.products[BY_DEFAULT]:
@@ -86,7 +86,7 @@ class Compilations:
     def tell(self, note: str) -> None:
         """Says it, unless it was said before."""
         if note not in self._told and not self._quiet:
-            say(note)
+            log_info(note)
         self._told.add(note)
 
     def tell_of_whole(self, packed: Dispatch, num_shards: int) -> None:
@@ -143,7 +143,7 @@ def _why(form: _Form, before: list[_Form]) -> str:
             " one shape"
         )
     was, now = known[-1], (new or [form[1][-1][1]])[-1]
-    return some_of(
+    return join_some(
         f"{name} was {was.get(name)} and is {shape}"
         for name, shape in now.items()
         if was.get(name) != shape

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from ..basics.host_memory import no_ambient_mesh
-from ..basics.process import without_collecting
+from ..basics.host_memory import clear_mesh
+from ..basics.process import pause_gc
 from ..data import Dispatch, Packer, Window
 from ..distributed import RowBlocks
 from ..step import (
@@ -117,7 +117,7 @@ class Engine:
         own = jax.eval_shape(lambda *trees: trees, *parts[:2])
         self._model = Model(parts[2], own, view)
         first = parts, model_state, pure
-        with no_ambient_mesh(), without_collecting():
+        with clear_mesh(), pause_gc():
             if abstract:
                 self.state = shapes_of_first(*first, strategy, self._offloads)
             else:
@@ -296,7 +296,7 @@ class Engine:
         donate = self.options.donate if kind == "train" else "none"
         given = dispatch, inputs, donate, self._compiler_options
         try:
-            with no_ambient_mesh(), self._compilations.timed(WHAT[kind], dispatch):
+            with clear_mesh(), self._compilations.timed(WHAT[kind], dispatch):
                 program = step.compile(self.pure, *given)
             self._check_memory(kind, dispatch, program)
         except SingleStepsOnly:

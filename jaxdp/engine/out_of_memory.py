@@ -5,8 +5,8 @@ from typing import Any, Final, NamedTuple
 
 import jax
 
-from ..basics.hardware import least_memory
-from ..basics.units import in_bytes
+from ..basics.hardware import get_smallest_memory
+from ..basics.units import format_bytes
 
 _MARK: Final = "RESOURCE_EXHAUSTED"
 
@@ -58,15 +58,15 @@ def check_memory(
             raise _explained(what, error, state_is_lost=state_is_lost) from error
         return
     is_there = hasattr(arrays[0], "is_deleted")  # and not only planned
-    limit = least_memory(arrays[0].sharding.device_set) if is_there else None
+    limit = get_smallest_memory(arrays[0].sharding.device_set) if is_there else None
     need = None if limit is None else need_of(compiled)
     if limit is None or need is None or need.peak <= limit:
         return
     raise jax.errors.JaxRuntimeError(
-        f"{_MARK}: {what} needs {in_bytes(need.peak)} by its plan, and the device gives"
-        f" programs {in_bytes(limit)}; {in_bytes(need.temporary)} are temporary, and"
-        f" mostly grow with the {rows} rows of the batch. {_REMEDIES} Nothing was"
-        " computed, and the state is as it was."
+        f"{_MARK}: {what} needs {format_bytes(need.peak)} by its plan, and the device"
+        f" gives programs {format_bytes(limit)}; {format_bytes(need.temporary)} are"
+        f" temporary, and mostly grow with the {rows} rows of the batch. {_REMEDIES}"
+        " Nothing was computed, and the state is as it was."
     )
 
 

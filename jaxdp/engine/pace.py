@@ -8,7 +8,7 @@ from typing import Any, Final
 import jax
 from jaxtyping import Array
 
-from ..basics.hardware import least_memory
+from ..basics.hardware import get_smallest_memory
 from ..step import IN_FLIGHT
 from .out_of_memory import check_late
 
@@ -58,7 +58,7 @@ def most_bytes_in_flight(devices: Iterable[Any]) -> float:
 
     CPUs and other devices that do not tell how much they have are not bounded.
     """
-    memory = least_memory(devices)
+    memory = get_smallest_memory(devices)
     return float("inf") if memory is None else BYTES_IN_FLIGHT * memory
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from jax.tree_util import DictKey, GetAttrKey
 from jaxtyping import Array, PyTree
 
-from ..basics.host_memory import no_ambient_mesh, with_auto_axes
+from ..basics.host_memory import clear_mesh, use_auto_axes
 from ..basics.tree import leaf_path
 from ..distributed import put
 from ..step import Steps, TrainState, as_own, as_stored, find_evaluated, first_state
@@ -150,7 +150,7 @@ class State:
         """The same with other leaves of the same kind, by their places."""
         self.check_handed_out()
         leaves = list(self.leaves)
-        with no_ambient_mesh():
+        with clear_mesh():
             for place, leaf in changes.items():
                 leaves[place] = put(leaf, leaves[place].sharding)
         return State(leaves, self.kind)
@@ -262,8 +262,8 @@ def first_of(
     strategy: DataParallel,
 ) -> TrainState:
     """The state before the first step, to be placed."""
-    params, buffers, _ = as_stored(with_auto_axes(parts), steps.precision)
-    model = params, buffers, with_auto_axes(model_state)
+    params, buffers, _ = as_stored(use_auto_axes(parts), steps.precision)
+    model = params, buffers, use_auto_axes(model_state)
     layout = None
     # Of a model that is split already, no device need have room for all of it; zeros
     # would be whole on each. Nor for what the strategy adds.

@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array
 
-from ..basics.process import without_collecting
+from ..basics.process import pause_gc
 from ..data import Dispatch, Packer, check_targets, without_ignored
 from ..distributed import RowBlocks, put
 from ..step import (
@@ -265,7 +265,7 @@ class Step:
             )
         step = jaxpr = None
         if hasattr(jitted, "trace") and not (without_jit or looks_for_nan):
-            with without_collecting():
+            with pause_gc():
                 step = jitted.trace(*body.arguments)
             jaxpr = step.jaxpr
         elif self.facts is before and not without_jit:  # it was not traced yet
@@ -322,7 +322,7 @@ class Step:
                 # what matters.
                 unused = "Some donated buffers were not usable"
                 warnings.filterwarnings("ignore", unused)
-            with without_collecting():
+            with pause_gc():
                 lowered = step.lower()
             compiled = lowered.compile(dict(options))
         if jax.process_count() > 1:

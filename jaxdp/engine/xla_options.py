@@ -10,7 +10,7 @@ from typing import Any, Final
 import jax
 from jaxlib.version import __version__ as jaxlib_version
 
-from ..basics.console import note
+from ..basics.console import log_debug
 from ..step import has_convolutions, has_own_loop
 
 CompilerOptions = Mapping[str, Any] | str | None
@@ -143,7 +143,7 @@ _refusal = functools.cache(refusal)
 
 @functools.cache
 def _note_it() -> None:
-    note(
+    log_debug(
         "convolutions on the CPU are left to Eigen, which is faster than XLA's own"
         f" choice ({_EIGEN_SWITCH}=0 switches this off)"
     )

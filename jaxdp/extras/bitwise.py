@@ -21,7 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
 from ..basics.arguments import checks_arguments
-from ..basics.console import say
+from ..basics.console import log_info
 from ..distributed import row_blocks
 from ..step import Collectives, Group, OnRows, PerExample, Results, repeated
 from ..strategies.base import DataParallel, Role, Rows, laid_out
@@ -169,7 +169,7 @@ class Bitwise(DataParallel):
             return step(Collectives(), *arguments)
 
         if split and rows != "apart":
-            say(
+            log_info(
                 "`Bitwise`: a loss, a metric or a model with state is written for a"
                 " batch, so every device computes the whole batch: the same bits, and"
                 " no time saved by more devices"

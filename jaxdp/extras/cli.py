@@ -12,9 +12,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ..basics.console import columns, end_quietly
-from ..basics.environment import import_extra, versions
-from ..basics.files import replacing
+from ..basics.console import format_columns, ignore_flush_errors
+from ..basics.environment import get_versions, import_extra
+from ..basics.files import write_atomically
 from ..fit import instead_of_training
 from ..trainer import Trainer
 from .doctor import examine
@@ -24,7 +24,7 @@ from .reports import comparison, differences, read_run, write_comparison, write_
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns what the process is to exit with."""
-    end_quietly()  # whoever reads the output may have read enough
+    ignore_flush_errors()  # whoever reads the output may have read enough
     parser, given = _parser(), list(sys.argv[1:] if arguments is None else arguments)
     end = given.index("--") if "--" in given else len(given)
     options, others = parser.parse_known_args(given[:end])
@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Train Equinox models on one or many devices.",
         epilog="`jaxdp COMMAND --help` says more about a command.",
     )
-    version = versions().get("jaxdp", "unknown")
+    version = get_versions().get("jaxdp", "unknown")
     parser.add_argument("--version", action="version", version=f"jaxdp {version}")
     parser.set_defaults(command=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
@@ -166,10 +166,10 @@ def _compare(options: argparse.Namespace) -> None:
     The best of a row is marked with *.
     """
     runs = [read_run(path) for path in options.runs]
-    print("\n".join(columns(comparison(runs))))
+    print("\n".join(format_columns(comparison(runs))))
     differing = differences(runs)
     if len(differing) > 1:
-        print("\nwhat differs", *columns(differing), sep="\n")
+        print("\nwhat differs", *format_columns(differing), sep="\n")
     if options.output:
         print(f"\n{write_comparison(runs, options.output)}")
 
@@ -187,7 +187,7 @@ def _export(options: argparse.Namespace) -> None:
         for name, array in read_weights(options.checkpoint, options.which).items()
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as temporary:
+    with write_atomically(path) as temporary:
         if path.suffix == ".npz":
             with temporary.open("wb") as file:
                 np.savez(file, **arrays)

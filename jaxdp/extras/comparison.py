@@ -11,8 +11,8 @@ import jax
 import numpy as np
 
 from ..basics.arguments import check_count
-from ..basics.console import columns
-from ..basics.tracebacks import UsersFramesFirst
+from ..basics.console import format_columns
+from ..basics.tracebacks import TracebackFilter
 from ..basics.tree import leaf_path
 from ..checkpoint import plain
 from ..data import own_of
@@ -173,7 +173,7 @@ def compare_strategies(
     for strategy in strategies:
         checks.check_strategy_argument(strategy)
 
-    with UsersFramesFirst():
+    with TracebackFilter():
         source = run.open(loader, "loader", "train")
         with contextlib.closing(source):
             batches = map(own_of, source.epoch())
@@ -274,6 +274,6 @@ def _relative(values: np.ndarray, expected: np.ndarray) -> float:
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> str:
-    head, *others = columns(rows)
+    head, *others = format_columns(rows)
     width = max(map(len, (head, *others)))
     return "\n".join([head, "-" * width, *others])

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..basics.environment import versions
-from ..basics.hardware import note_on_kinds
+from ..basics.environment import get_versions
+from ..basics.hardware import describe_mixed_kinds
 from ..basics.host_memory import HOST
 
 _LIMIT: Final = 120
@@ -35,7 +35,7 @@ class Finding(NamedTuple):
 
 def examine() -> list[str]:
     """Versions, and what a process of its own finds, which may hang or abort."""
-    lines = [str(Finding("ok", ", ".join(map(" ".join, versions().items()))))]
+    lines = [str(Finding("ok", ", ".join(map(" ".join, get_versions().items()))))]
     try:
         command = [sys.executable, "-c", f"from {__name__} import check; check()"]
         done = subprocess.run(command, capture_output=True, timeout=_LIMIT)
@@ -83,7 +83,7 @@ def _devices() -> Iterator[Finding]:
     version = devices[0].client.platform_version.strip().replace("\n", ", ")
     if platform != "cpu":
         yield Finding("ok", f"driver and libraries: {version}")
-        if note := note_on_kinds(devices):
+        if note := describe_mixed_kinds(devices):
             yield Finding("hint", note)
 
     # What the system shows, whether or not JAX can use it.

@@ -54,7 +54,7 @@ class Ensemble:
 
     @checks_arguments
     def __init__(self, size: int, **values: Any):
-        check_count("size", size, or_else=" (members of the ensemble)")
+        check_count("size", size, suffix=" (members of the ensemble)")
         self.size = int(size)
         # on the host
         self.values = {name: np.asarray(value) for name, value in values.items()}
@@ -160,7 +160,7 @@ def find_ensemble(arguments: Mapping[str, Any]) -> Ensemble:
     """
     ensemble = arguments["ensemble"]
     if not isinstance(ensemble, Ensemble):
-        check_count("ensemble", ensemble, or_else=" (members) or a jaxdp.Ensemble")
+        check_count("ensemble", ensemble, suffix=" (members) or a jaxdp.Ensemble")
         ensemble = Ensemble(ensemble)
     for argument in ("model", "state"):
         leaves = jax.tree_util.tree_leaves_with_path(arguments[argument])

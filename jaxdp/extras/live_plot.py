@@ -36,7 +36,7 @@ class LivePlot(Logger):
     def __init__(
         self, path: str | os.PathLike[str] | None = None, every_n_seconds: float = 5.0
     ):
-        check_number("every_n_seconds", every_n_seconds, least=0)
+        check_number("every_n_seconds", every_n_seconds, minimum=0)
         super().__init__(None if path is None else Path(path).parent)
         self._name = "curves.png" if path is None else Path(path).name
         self.every_n_seconds = every_n_seconds

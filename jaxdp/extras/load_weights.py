@@ -13,8 +13,8 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ..basics.arguments import check_is_local, checks_arguments
-from ..basics.console import say
-from ..basics.files import absolute, read_json
+from ..basics.console import log_info
+from ..basics.files import expand_path, read_json
 from ..checkpoint import CheckpointCorrupt, shape_text
 from ..fit import begin_anew, shapes_of
 from ..trainer import Trainer
@@ -156,7 +156,7 @@ def _loaded(
     for norm in norms_in(*like):
         if ("state", norm.mean) in table.views:
             leaves["state"][norm.counter] = norm.finished()
-    say(f"`load_weights`: {os.fspath(path)}\n{table}")
+    log_info(f"`load_weights`: {os.fspath(path)}\n{table}")
     model, state = (jax.tree.structure(tree) for tree in kept)
     return model.unflatten(leaves["model"]), state.unflatten(leaves["state"])
 
@@ -197,7 +197,7 @@ def open_weights(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         CheckpointCorrupt: if a file can't be read, or is not what the index says.
     """
     check_is_local("path", path)
-    files, index = _files(absolute(path))
+    files, index = _files(expand_path(path))
     tensors: dict[str, np.ndarray] = {}
     for name in files:
         try:
@@ -208,7 +208,7 @@ def open_weights(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
             ) from None
     if gone := sorted(set(index or ()) - tensors.keys()):
         raise CheckpointCorrupt(
-            f"`path`: {absolute(path)} names {len(gone)} tensors that no file has,"
+            f"`path`: {expand_path(path)} names {len(gone)} tensors that no file has,"
             f" such as {gone[0]}."
         )
     return tensors

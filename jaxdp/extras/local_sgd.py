@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
 from ..basics.arguments import check_count, checks_arguments
-from ..basics.tree import map_nodes, nodes_of
+from ..basics.tree import find_nodes, map_nodes
 from ..step import (
     DATA,
     AxisCollectives,
@@ -111,7 +111,7 @@ class LocalSGD(Sharded):
         outer: optax.GradientTransformation | None = None,
         devices: Devices = None,
     ):
-        check_count("every", every, or_else=" (steps between two outer steps)")
+        check_count("every", every, suffix=" (steps between two outer steps)")
         if outer is None:
             outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
         elif not isinstance(outer, optax.GradientTransformation):
@@ -200,7 +200,7 @@ class _ByReplica(ByRows):
         self.every, self._is_split = every, rows != "whole"
 
     def weights(self, state: TrainState) -> Weights:
-        states = nodes_of(LocalState, state.opt_state)
+        states = find_nodes(LocalState, state.opt_state)
         if not states:  # `Trainer.compare` takes that of the trainer's own strategy
             raise ValueError(
                 "`strategy`: LocalSGD needs a state with its replicas, and this one was"
@@ -214,7 +214,7 @@ class _ByReplica(ByRows):
 
     def after_update(self, change: Callable[..., Any], state: Any, key: Any) -> Any:
         """Changes the outer weights after an outer step, else each replica's."""
-        (local,) = nodes_of(LocalState, state.opt_state)
+        (local,) = find_nodes(LocalState, state.opt_state)
 
         def changed(params: PyTree, key: Any) -> PyTree:
             new, buffers = change(params, state.buffers, key)

@@ -13,9 +13,15 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ..basics.arguments import check_is_local, checks_arguments
-from ..basics.console import say, warn
+from ..basics.console import log_info, warn
 from ..basics.environment import import_extra
-from ..basics.files import absolute, check_fields, parse_json, replacing, sync
+from ..basics.files import (
+    check_fields,
+    expand_path,
+    parse_json,
+    sync_to_disk,
+    write_atomically,
+)
 from ..basics.tree import is_key, leaf_path, plain_path
 from ..checkpoint import CheckpointCorrupt, CheckpointDir, read_meta
 from ..checkpoint.leaves import (
@@ -113,7 +119,7 @@ def load_model(
             them.
     """
     check_is_local("path", path)
-    path = absolute(path)
+    path = expand_path(path)
     if path.endswith(".eqx"):
         if state is not None or partial:
             raise ValueError(
@@ -176,7 +182,7 @@ def save_model(path: Path, model: PyTree) -> str:
         The absolute path.
     """
     check_is_local("path", path)
-    path = absolute(path)
+    path = expand_path(path)
     if path.endswith(".safetensors"):
         _safetensors()  # says that it is missing, before anything is made
         write = _write_safetensors
@@ -186,9 +192,9 @@ def save_model(path: Path, model: PyTree) -> str:
         raise ValueError(f"`path`={path!r} must end with '.safetensors' or '.eqx'.")
 
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    with replacing(path) as temporary:
+    with write_atomically(path) as temporary:
         write(temporary, model)
-        sync(temporary)
+        sync_to_disk(temporary)
     return path
 
 
@@ -198,13 +204,15 @@ def read_weights(path: Path, which: str = "scored") -> dict[str, np.ndarray]:
     `path` and `which` are as for `load_model`. Typed PRNG keys are the integers that
     they are made of.
     """
-    shapes, read = _open_checkpoint(path := _best_in(absolute(path)), which)
+    shapes, read = _open_checkpoint(path := _best_in(expand_path(path)), which)
     wanted = [name for name in shapes if not _is_of_state(name)]
     if len(wanted) < len(shapes):
-        say(f"{path} has a model state, too, which is not among the weights")
+        log_info(f"{path} has a model state, too, which is not among the weights")
     arrays = {name: np.asarray(value) for name, value in read(wanted).items()}
     if len(arrays) < len(wanted):
-        say(f"{path} has {len(arrays)} arrays of adapters, and not what is beside them")
+        log_info(
+            f"{path} has {len(arrays)} arrays of adapters, and not what is beside them"
+        )
     return arrays
 
 
@@ -279,7 +287,7 @@ def _compare(
     lines = differences(wanted, there, "model")
     if lines and partial and fits:
         shown = "\n".join(lines)
-        say(f"`load_model`: these leaves stay as they are in `like`:\n{shown}")
+        log_info(f"`load_model`: these leaves stay as they are in `like`:\n{shown}")
     elif lines:
         raise ValueError(f"`like`: {problem}:\n{first_lines(lines)}\n{remedy}{hint}")
 
@@ -299,7 +307,7 @@ def _best_in(path: str) -> str:
     if chosen is None or not monitor and chosen == last:
         chosen, what = last, "the last"
     count = f"{len(steps)} checkpoint{'s' * (len(steps) > 1)}"
-    say(f"`load_model`: {folder.path_of(chosen)}, {what} of {count}")
+    log_info(f"`load_model`: {folder.path_of(chosen)}, {what} of {count}")
     return folder.path_of(chosen)
 
 

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, PyTree
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
-from ..basics.tree import at_path, leaf_path, matches
+from ..basics.tree import get_node, leaf_path, matches
 from ..strategies.stack import Stack
 
 _AXES: Final = MuonDimensionNumbers(reduction_axis=-1, output_axis=-2)
@@ -103,7 +103,7 @@ def _labels(params: PyTree, patterns: Sequence[str]) -> PyTree:
 
 def _is_matrix(params: PyTree, path: Any, leaf: Array) -> bool:
     """Whether a leaf has two axes, apart from those of the stacks that it is in."""
-    nodes = [at_path(params, path[:length]) for length in range(len(path))]
+    nodes = [get_node(params, path[:length]) for length in range(len(path))]
     stacks = sum(isinstance(node, Stack) for node in nodes)
     is_embedding = any(isinstance(node, eqx.nn.Embedding) for node in nodes)
     return not is_embedding and leaf.ndim - stacks == 2

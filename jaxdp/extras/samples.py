@@ -10,7 +10,7 @@ import numpy as np
 
 from ..basics.arguments import check_is_local, checks_arguments
 from ..basics.environment import import_extra
-from ..basics.files import absolute, save_figure, write_whole
+from ..basics.files import expand_path, save_figure, write_text_atomically
 from ..callbacks.base import Callback, Trainer
 from ..callbacks.logger import Logger, check_writable
 from ..callbacks.monitor import is_fitting
@@ -53,7 +53,7 @@ class Samples(Callback):
             )
         if dirpath is not None:
             check_is_local("dirpath", dirpath)
-            dirpath = absolute(dirpath)
+            dirpath = expand_path(dirpath)
         self.make, self.dirpath = make, dirpath
 
     def setup(self, trainer: Trainer) -> None:
@@ -84,7 +84,7 @@ class Samples(Callback):
         folder = self._folder(trainer) / name
         folder.mkdir(parents=True, exist_ok=True)
         if isinstance(value, str):
-            write_whole(folder / f"{trainer.global_step}.txt", value)
+            write_text_atomically(folder / f"{trainer.global_step}.txt", value)
             for logger in loggers:
                 logger.log_text(name, value)
             return
@@ -94,7 +94,7 @@ class Samples(Callback):
             logger.log_figure(name, figure)
 
     def _folder(self, trainer: Trainer) -> Path:
-        return Path(self.dirpath or absolute(trainer.default_root_dir) + "/samples")
+        return Path(self.dirpath or expand_path(trainer.default_root_dir) + "/samples")
 
 
 def _picture(name: str, value: Any) -> Any:

@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 
 from ..basics.arguments import check_count, check_is_local, checks_arguments
 from ..basics.environment import import_extra
-from ..basics.files import absolute, replacing, sync
+from ..basics.files import expand_path, sync_to_disk, write_atomically
 from .load_weights import open_weights
 from .weight_names import (
     INDEX,
@@ -65,7 +65,7 @@ def save_weights(
     check_is_local("path", path)
     check_count("shard_bytes", shard_bytes)
     dtypes = _Dtypes(dtype)
-    path = absolute(path)
+    path = expand_path(path)
     if not path.endswith((".safetensors", INDEX)):
         raise ValueError(
             f"`path`={path!r} must end with '.safetensors', or with {INDEX!r} for"
@@ -89,12 +89,12 @@ def save_weights(
         _write(save, file, shard)
         weight_map |= dict.fromkeys(shard, os.path.basename(file))
     size = sum(tensor.nbytes for tensor in tensors.values())
-    with replacing(path) as temporary:
+    with write_atomically(path) as temporary:
         with open(temporary, "w") as index:
             json.dump(
                 {"metadata": {"total_size": size}, "weight_map": weight_map}, index
             )
-        sync(temporary)
+        sync_to_disk(temporary)
     return path
 
 
@@ -252,7 +252,7 @@ def _write(save: Any, path: str, tensors: Mapping[str, _Whole]) -> None:
     arrays = {  # on the host
         name: np.asarray(t.make(), order="C") for name, t in tensors.items()
     }
-    with replacing(path) as temporary:
+    with write_atomically(path) as temporary:
         # What other programs look for, before they take the tensors as torch's.
         save(arrays, temporary, metadata={"format": "pt"})
-        sync(temporary)
+        sync_to_disk(temporary)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from ..basics.tree import at_path, dotted, is_key, stored_path
+from ..basics.tree import get_node, is_key, stored_path, to_dotted
 from ..strategies.stack import Stack
 
 INDEX: Final = ".safetensors.index.json"
@@ -132,7 +132,7 @@ def leaves_of(model: PyTree, state: eqx.nn.State | None) -> list[Leaf]:
         if name.rpartition(".")[0] in norms:
             continue
         for path, place in jax.tree_util.tree_leaves_with_path(places.get(index)):
-            whole = ".".join(filter(None, [name, dotted(stored_path(path))]))
+            whole = ".".join(filter(None, [name, to_dotted(stored_path(path))]))
             leaves.append(Leaf("state", place, values[place], {whole: ()}))
     return leaves
 
@@ -166,19 +166,19 @@ def _nodes(kind: type, model: PyTree) -> dict[str, Any]:
         model, is_leaf=lambda node: isinstance(node, kind)
     )
     of_kind = (pair for pair in nodes if isinstance(pair[1], kind))
-    return {dotted(stored_path(path)): node for path, node in of_kind}
+    return {to_dotted(stored_path(path)): node for path, node in of_kind}
 
 
 def _names(model: PyTree, path: Sequence[Any]) -> dict[str, tuple[int, ...]]:
     """A leaf's names: with a number for `stacked`, one for each block of a `Stack`."""
     parts, sizes = [], []
-    value = at_path(model, path)
+    value = get_node(model, path)
     for end, key in enumerate(path):
-        if isinstance(at_path(model, path[:end]), Stack):
+        if isinstance(get_node(model, path[:end]), Stack):
             parts.append(None)
             sizes.append(value.shape[len(sizes)])
         else:
-            parts.append(dotted(stored_path([key])))
+            parts.append(to_dotted(stored_path([key])))
 
     def name(index: tuple[int, ...]) -> str:
         numbers = iter(index)
@@ -244,7 +244,7 @@ def resolved(
             f" {type(names).__name__}."
         )
     tensors = {key: parsed(value, key) for key, value in names.items()}
-    patterns = {key: pattern(dotted(key)) for key in names}
+    patterns = {key: pattern(to_dotted(key)) for key in names}
     used: set[str] = set()
     wanted, unnamed = [], []
     everything = []

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 import equinox as eqx
 import jax
 
-from ..basics.console import say
+from ..basics.console import log_info
 from ..basics.process import refuse_to_train_in_a_worker
 from ..callbacks.base import Hooks
 from ..distributed import Preempted
@@ -76,7 +76,7 @@ def _tell_of_inference(model: Any) -> None:
             "`inference_model()` is made to be called; to train, pass `trainer.model`"
             " and `state=trainer.model_state` instead."
         )
-    say(
+    log_info(
         f"layers of the model are in inference mode, and stay so in training: {listed}"
         f" (no dropout, running statistics that do not move). {remedy}"
     )
@@ -107,4 +107,4 @@ def noting(exception: BaseException) -> Iterator[None]:
         text = f"{type(second).__name__}: {second}"
         exception.add_note(f"and after that: {text}")
         if isinstance(exception, Preempted):  # whose notes nobody gets to see
-            say(f"{exception.signal}: {text}")
+            log_info(f"{exception.signal}: {text}")

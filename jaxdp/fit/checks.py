@@ -13,9 +13,9 @@ import jaxdp
 
 from .. import losses
 from ..basics.arguments import check_count, check_is_local, check_number
-from ..basics.console import listed, say_once
+from ..basics.console import join_numbers, log_info_once
 from ..basics.other_libraries import INSTEAD
-from ..basics.tracebacks import noted
+from ..basics.tracebacks import NoteOnError
 from ..basics.tree import leaf_path
 from ..callbacks import Callback, check_hooks
 from ..data import own_of, to_host
@@ -77,7 +77,7 @@ def checked(arguments: dict[str, Any]) -> dict[str, Any]:
         result["ensemble"] = jaxdp.ensembles.find_ensemble(result)
     for name in ("accumulate_grad_batches", "log_every_n_steps", "steps_per_execution"):
         check_count(name, result[name])
-    check_count("seed", result["seed"], least=0, most=2**63 - 1)
+    check_count("seed", result["seed"], minimum=0, maximum=2**63 - 1)
     _check_clipping(result["gradient_clip_val"])
     check_is_local("default_root_dir", result["default_root_dir"])
 
@@ -174,7 +174,7 @@ def parts_of(arguments: Mapping[str, Any]) -> tuple[FoundPart, ...]:
 def _check_clipping(norm: Any) -> None:
     if norm is not None:
         none = ", or None for no clipping"
-        check_number("gradient_clip_val", norm, above=0, or_else=none)
+        check_number("gradient_clip_val", norm, above=0, suffix=none)
 
 
 def check_model(model: Any, *, must_be_callable: bool) -> None:
@@ -305,7 +305,7 @@ def check_processes(strategy: DataParallel, data: str) -> None:
             "`data`='local' needs a strategy under which the devices of each process"
             " work on rows of their own, in the order of the processes. Under"
             f" {strategy!r} there are {blocks.count} blocks of rows, and process"
-            f" {processes.index} works on {listed('block', blocks.own)}. Use"
+            f" {processes.index} works on {join_numbers('block', blocks.own)}. Use"
             " data='global'."
         )
 
@@ -407,7 +407,7 @@ def check_first(loader: Any, argument: str, *, needs_pairs: bool) -> None:
         f"That is the first batch of `{argument}`. To validate or test on several"
         f" loaders, name them: {{'clean': a, 'shifted': b}}."
     )
-    with noted(remedy, (TypeError, ValueError)):
+    with NoteOnError(remedy, (TypeError, ValueError)):
         if needs_pairs:
             has_weights = type(batch) is tuple and len(batch) == 3
             split_batch(batch[:2] if has_weights else batch)
@@ -469,7 +469,7 @@ def choose_objective(arguments: Mapping[str, Any]) -> Objective | None:
         )
     if callable(model := arguments["model"]) and "training" in named_by(model):
         if "training" not in objective.names:
-            say_once(
+            log_info_once(
                 "the model's `__call__` names `training`, and `loss_fn`, which calls"
                 " it, does not: unless it passes the value, validation is as training."
                 " Name `training` in `loss_fn`, and pass it on"

@@ -11,8 +11,8 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from ..basics.console import say, warn
-from ..basics.tracebacks import UsersFramesFirst, noted
+from ..basics.console import log_info, warn
+from ..basics.tracebacks import NoteOnError, TracebackFilter
 from ..callbacks.base import Hooks
 from ..data import Dispatch, Packer, Source, inputs_of, own_of, real_rows
 from ..engine import Kind, Program
@@ -136,7 +136,7 @@ class Evaluation:
         try:
             for number, (batch, dispatch, program) in enumerate(ready):
                 given = weights, totals, np.int32(number)
-                with noted(f"in batch {number}"):
+                with NoteOnError(f"in batch {number}"):
                     placed, results = engine.run("evaluate", dispatch, program, *given)
                 totals, means, *kept = results
                 engine.in_flight.add(means, placed.nbytes)
@@ -164,7 +164,7 @@ def means(
     """
     prefix, kind = _NAMES[method]
     with (
-        UsersFramesFirst(),
+        TracebackFilter(),
         _asked_for(trainer, method) as hooks,
         contextlib.ExitStack() as stack,
     ):
@@ -211,7 +211,7 @@ def _weights(trainer: "Trainer", method: str, ckpt_path: Any) -> list[Any] | Non
     checkpoint = taken(trainer, ckpt_path, partial(weights_at, trainer))
     assert checkpoint is not None  # as it is for "auto" alone
     path, (step, weights) = checkpoint
-    say(f"`{method}` uses the weights of step {step}, from {path}")
+    log_info(f"`{method}` uses the weights of step {step}, from {path}")
     return weights
 
 
@@ -227,7 +227,7 @@ def predict(
     run = trainer.run
     check_callable(run, "predict")
     with (
-        UsersFramesFirst(),
+        TracebackFilter(),
         _asked_for(trainer, "predict") as hooks,
         contextlib.closing(run.open(loader, "loader", "predict")) as source,
     ):
@@ -245,7 +245,7 @@ def predict(
             weights = engine.held.weights() if weights is None else weights
             ready = _ready(trainer, "predict", source, "predict", limit)
             for number, (batch, dispatch, program) in enumerate(ready):
-                with noted(f"in batch {number}"):
+                with NoteOnError(f"in batch {number}"):
                     placed, result = engine.run("predict", dispatch, program, weights)
                 if placed.nbytes:
                     engine.in_flight.add(jax.tree.leaves(result)[0], placed.nbytes)
@@ -261,7 +261,7 @@ def compile_ahead(trainer: "Trainer", sources: Loaders) -> None:
     """Compiles for validation now, so that what is wrong shows before an epoch."""
     for source in sources.values():
         if source.is_at_hand:
-            with noted(f"in the first batch of `{source.argument}`"):
+            with NoteOnError(f"in the first batch of `{source.argument}`"):
                 trainer.run.engine.prepare("evaluate", source.peek())
 
 
@@ -278,7 +278,7 @@ def _ready(
     waiting: collections.deque[tuple[Batch, Dispatch, Program]] = collections.deque()
     for number, batch in enumerate(itertools.islice(source.epoch(), limit)):
         run.processes.step(f"batch {number} of {doing}")
-        with noted(f"in batch {number}"):
+        with NoteOnError(f"in batch {number}"):
             dispatch, program = _prepared(trainer, kind, batch)
         if engine.puts_ahead:
             dispatch = engine.steps[kind].put(dispatch)

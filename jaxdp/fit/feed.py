@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from ..basics.console import say
+from ..basics.console import log_info
 from ..callbacks.base import Hooks
 from ..data import Dispatch, Position, Source, Window, are_alike, taken
 from ..engine import wait
@@ -105,7 +105,7 @@ class Feed:
         """Has the engine compile what the callbacks of this fit need."""
         engine = self._run.engine
         engine.held.check()
-        engine.in_flight.wait = self._run.record.stopwatch.function("device", wait)
+        engine.in_flight.wait = self._run.record.stopwatch.time_function("device", wait)
         engine.set_options(self._hooks.step_options())
 
     def _compile_at_end(self) -> bool:
@@ -131,7 +131,7 @@ class Feed:
         limit = None if self._limits is None else self._limits.train_batches
         is_cut = limit is not None and limit <= progress.done
         last = f"`limit_train_batches` is {limit}" if is_cut else "no other came"
-        say(
+        log_info(
             f"epoch {progress.epoch} is over: {progress.done} batches of"
             f" `train_loader` are done, and {last}"
         )
@@ -144,7 +144,7 @@ class Feed:
 
         batches = itertools.islice(source.epoch(progress.position()), left)
         steps = windows(batches, run.recipe.accumulate_grad_batches)
-        steps = run.record.stopwatch.iterator("data", steps)
+        steps = run.record.stopwatch.time_iterator("data", steps)
         if self._limits is not None and self._limits.whole is None:
             steps = self._noting_end(steps, self._limits)
         engine, slots = run.engine, run.recipe.accumulate_grad_batches

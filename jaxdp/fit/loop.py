@@ -5,8 +5,8 @@ import math
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from ..basics.console import say, warn
-from ..basics.tracebacks import UsersFramesFirst
+from ..basics.console import log_info, warn
+from ..basics.tracebacks import TracebackFilter
 from ..callbacks.base import HOOKS, Hooks
 from ..data import Dispatch, ListSource, Source, Window, own_of, read_only
 from ..distributed import Preempted, Pulse, is_stop, tell
@@ -31,7 +31,7 @@ def fit(
 ) -> None:
     """`Trainer.fit`: takes a checkpoint up, if asked, and trains what is left."""
     check_may_train(trainer, "fit", train_loader)
-    with UsersFramesFirst():
+    with TracebackFilter():
         trainer.run.renew_hooks(trainer.callbacks, to_train=True)
         if ckpt_path is not None:
             resume.resume(trainer, ckpt_path)
@@ -168,7 +168,7 @@ class Loop:
         """What callbacks may read of the fit to come."""
         trainer, run, limits = self.trainer, self._run, self.limits
         if self.progress.done:
-            say(
+            log_info(
                 f"continuing epoch {self.progress.epoch} after batch"
                 f" {self.progress.done}, where the last fit stopped"
             )
@@ -238,7 +238,7 @@ class Loop:
 
     def _validate(self) -> None:
         """A validation within a fit; the epoch's metrics have the last one's."""
-        with self._record.stopwatch.phase("validation"):
+        with self._record.stopwatch.measure("validation"):
             self.progress.val_metrics = self._evaluate()
             self._record.put("val", self.progress.val_metrics)
         self.progress.validated_at = self.progress.done
@@ -246,7 +246,7 @@ class Loop:
     def _end_epoch(self) -> None:
         """History and hooks. An epoch cut short stays current, for a later fit."""
         progress, record = self.progress, self._record
-        with record.stopwatch.phase("device"):
+        with record.stopwatch.measure("device"):
             means = self._run.engine.epoch_means()
         self._warn_of_nan(means)
         means |= progress.val_metrics | progress.logged
@@ -299,7 +299,9 @@ class Loop:
             these = " and ".join(
                 f"`{k}`={value}" for k, value in least.items() if value
             )
-            say(f"the fit is to end after step {step}, but goes on to reach {these}")
+            log_info(
+                f"the fit is to end after step {step}, but goes on to reach {these}"
+            )
         return may_stop
 
     def _lacks_its_end(self) -> bool:
@@ -311,7 +313,7 @@ class Loop:
     def _say_time_is_up(self) -> None:
         at, limits = self.progress, self.limits
         if limits.time_is_up() and not limits.done(at.global_step, at.epoch):
-            say(
+            log_info(
                 f"`max_time` is over: the fit ends after step {at.global_step}, in"
                 f" epoch {at.epoch}"
             )
@@ -384,7 +386,7 @@ def _count(source: Source, wanted: Wanted) -> int | None:
 def set_up(trainer: "Trainer", hooks: Hooks) -> Hooks:
     """Calls `setup` of the callbacks; returns their hooks, timed if one has asked."""
     hooks.setup(trainer)
-    return trainer.record.stopwatch.methods("callbacks", hooks, HOOKS)
+    return trainer.record.stopwatch.time_methods("callbacks", hooks, HOOKS)
 
 
 def own_loop(
@@ -405,7 +407,7 @@ def _own_loop(
     run.has_looped = True
     source = run.open(train_loader, "train_loader", "train")
     with (
-        UsersFramesFirst(),
+        TracebackFilter(),
         contextlib.closing(source),
         run.record.open(),
         doing(trainer, "a loop of steps", run.hooks),

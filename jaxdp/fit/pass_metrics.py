@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 
 from .. import losses
 from ..basics.arguments import as_number, checks_arguments
-from ..basics.tracebacks import noted
+from ..basics.tracebacks import NoteOnError
 
 
 class PassMetric:
@@ -58,7 +58,7 @@ class PassMetric:
             ", ".join(str(leaf.shape) for leaf in jax.tree.leaves(tree))
             for tree in given
         ]
-        with noted(
+        with NoteOnError(
             f"in `metrics`: {name!r}, called with predictions of shape {shapes[0]} and"
             f" targets of shape {shapes[1]}. They come from the model, perhaps as"
             " logits: for labels write PassMetric(lambda p, y: fn(y, p.argmax(-1)))"

@@ -209,13 +209,13 @@ class Limits:
             max_epochs = 1
         for name, value in (("max_epochs", max_epochs), ("max_steps", max_steps)):
             if value is not None and value != -1:
-                check_count(name, value, least=0, or_else=", or -1 for no limit")
+                check_count(name, value, minimum=0, suffix=", or -1 for no limit")
         for name, least, most in (
             ("epochs", min_epochs, max_epochs),
             ("steps", min_steps, max_steps),
         ):
             if least is not None:
-                check_count(f"min_{name}", least, least=0)
+                check_count(f"min_{name}", least, minimum=0)
             if least is not None and most not in (None, -1) and least > most:
                 raise ValueError(
                     f"`min_{name}`={least} is more than `max_{name}`={most}; pass a"
@@ -403,7 +403,7 @@ def check_limit(name: str, limit: Any) -> None:
             f" {limit!r} of type {type(limit).__name__}."
         )
     if is_whole:
-        check_count(name, limit, least=0, most=sys.maxsize, or_else=" batches")
+        check_count(name, limit, minimum=0, maximum=sys.maxsize, suffix=" batches")
     if not is_whole and not 0 <= limit <= 1:
         raise ValueError(f"`{name}` as a share must be from 0.0 to 1.0; got {limit}.")
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from .. import checkpoint
 from ..basics.arguments import check_is_local
-from ..basics.console import say, warn
-from ..basics.files import absolute
+from ..basics.console import log_info, warn
+from ..basics.files import expand_path
 from ..callbacks import ModelCheckpoint
 from ..callbacks.states import name_of, saved_state
 from ..checkpoint import CheckpointCorrupt
@@ -33,7 +33,7 @@ def resume(trainer: "Trainer", where: str | os.PathLike[str]) -> None:
             f"`ckpt_path`={where!r}: {path} is the checkpoint of step {step}, under"
             " another name."
         )
-    say(f"resumed step {step} (epoch {epoch}) from {path}")
+    log_info(f"resumed step {step} (epoch {epoch}) from {path}")
 
 
 def taken(
@@ -64,7 +64,7 @@ def taken(
         )
     if where not in words or not isinstance(where, str):
         check_is_local("ckpt_path", where)
-        path = absolute(where)
+        path = expand_path(where)
         if not os.path.lexists(path):
             raise FileNotFoundError(
                 f"`ckpt_path`={os.fspath(where)!r} is none of {words}, and there is"
@@ -144,7 +144,7 @@ def _paths(
 
     if not steps and not faults:
         if where == "auto":
-            say(f"nothing to resume in {looked}: starting afresh")
+            log_info(f"nothing to resume in {looked}: starting afresh")
             return [[], []]
         raise FileNotFoundError(
             f"`ckpt_path`={where!r}: there are no checkpoints in {looked}. Use 'auto'"

@@ -11,8 +11,8 @@ from jax.core import Tracer
 from jaxtyping import PyTree
 
 from .. import losses
-from ..basics.console import say, warn
-from ..basics.process import keep_freed_memory, keep_programs
+from ..basics.console import log_info, warn
+from ..basics.process import enable_compilation_cache, keep_freed_memory
 from ..callbacks import Lockstep, ProgressBar
 from ..callbacks.base import Callback, Hooks
 from ..callbacks.states import take_over
@@ -143,7 +143,7 @@ class Recipe:
         if self._objective is not None:
             return self._objective
         name, reason = losses.infer_loss(split_batch(own_of(batch))[1])
-        say(f"`loss` is not given: {name!r}, as {reason}")
+        log_info(f"`loss` is not given: {name!r}, as {reason}")
         keeps = bool(self.pass_metrics)
         loss = losses.LOSSES[name]
         return CriterionObjective(loss, self._criteria, keeps_outputs=keeps)
@@ -201,7 +201,7 @@ class Run:
     """
 
     def __init__(self, arguments: Mapping[str, Any], callbacks: Sequence[Callback]):
-        keep_programs()
+        enable_compilation_cache()
         self.arguments, self.hooks = arguments, Hooks(callbacks)
         self.recipe = recipe = Recipe(arguments)
         self.processes = find_processes()

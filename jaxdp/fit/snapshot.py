@@ -12,8 +12,8 @@ import equinox as eqx
 import jax
 
 from .. import checkpoint
-from ..basics.console import say, some_of, warn
-from ..basics.fingerprints import fingerprints
+from ..basics.console import join_some, log_info, warn
+from ..basics.fingerprints import compute_fingerprints
 from ..basics.tree import leaf_path
 from ..callbacks import Callback
 from ..callbacks.base import overrides
@@ -80,7 +80,7 @@ def _beside_adapters(run: "Run", state: Any) -> dict[str, str]:
     recipe = run.recipe
     if trained_alone(recipe.model) is None or recipe.arguments["after_update"]:
         return {}
-    return fingerprints(checkpoint.frozen_leaves(state))
+    return compute_fingerprints(checkpoint.frozen_leaves(state))
 
 
 def _check_left_out(
@@ -88,7 +88,7 @@ def _check_left_out(
 ) -> None:
     """Raises where adapters were trained beside other weights than these."""
     if meta.get("beside_adapters"):
-        now = fingerprints(checkpoint.frozen_leaves(state))
+        now = compute_fingerprints(checkpoint.frozen_leaves(state))
         checkpoint.check_left_out(os.fspath(path), meta, now)
 
 
@@ -118,7 +118,7 @@ def all_but_arrays(trainer: "Trainer") -> dict[str, Any]:
 @contextlib.contextmanager
 def _waiting(run: "Run") -> Iterator[None]:
     """Where a fit waits for a disk."""
-    with run.record.stopwatch.phase("checkpoints"):
+    with run.record.stopwatch.measure("checkpoints"):
         yield
 
 
@@ -207,7 +207,7 @@ def _tell_differences(
                 "\n  The numbers of `inject_hyperparams` are part of the state, and go"
                 " on as they were saved; `trainer.set_hyperparams` sets them."
             )
-        say(f"{path} was saved with other arguments than this trainer's:\n{lines}")
+        log_info(f"{path} was saved with other arguments than this trainer's:\n{lines}")
 
 
 def _check_json(callback_name: str, state: Any) -> Any:
@@ -251,7 +251,9 @@ def _optimizer(recipe: "Recipe") -> str:
 def _frozen(buffers: Any) -> str:
     leaves = jax.tree_util.tree_leaves_with_path(buffers)
     names = [leaf_path(path) for path, leaf in leaves if eqx.is_inexact_array(leaf)]
-    return f"one that freezes {some_of(names)}" if names else "one that freezes nothing"
+    return (
+        f"one that freezes {join_some(names)}" if names else "one that freezes nothing"
+    )
 
 
 def _is_part(callback: Callback) -> bool:

@@ -9,8 +9,8 @@ from jaxtyping import Array, PyTree
 from optax import LookaheadState, MaskedNode
 from optax.contrib import SAMState, ScheduleFreeState
 
-from ..basics.host_memory import on_device
-from ..basics.tree import nodes_of
+from ..basics.host_memory import move_to_device
+from ..basics.tree import find_nodes
 from .state import TrainState
 
 
@@ -33,7 +33,7 @@ def find_evaluated(opt_state: PyTree) -> Callable[[TrainState], TrainState] | No
         ValueError: for `optax.lookahead`.
     """
     nodes = jax.tree.leaves(opt_state, is_leaf=_keeps_weights)
-    if nodes_of(LookaheadState, opt_state):
+    if find_nodes(LookaheadState, opt_state):
         raise ValueError(
             "`optimizer`: optax.lookahead trains pairs of fast and slow weights, which"
             " are no model to call. jaxdp.callbacks.WeightAveraging() averages weights."
@@ -51,7 +51,7 @@ def _evaluated(state: TrainState) -> TrainState:
     layouts = jax.tree.map(lambda leaf: leaf.sharding, state.params)
     evaluate = jax.jit(evaluated_params, out_shardings=layouts)
     nodes = jax.tree.leaves(state.opt_state, is_leaf=_keeps_weights)
-    nodes = on_device([node for node in nodes if _keeps_weights(node)])
+    nodes = move_to_device([node for node in nodes if _keeps_weights(node)])
     return state._replace(params=evaluate(state.params, nodes))
 
 

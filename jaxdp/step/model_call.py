@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray, PyTree
 
-from ..basics.tracebacks import noted
-from ..basics.tree import map_nodes, nodes_of
+from ..basics.tracebacks import NoteOnError
+from ..basics.tree import find_nodes, map_nodes
 from .state import MaskAndKeys
 from .whole import is_whole, plain
 
@@ -41,7 +41,7 @@ def call_model(
         keywords = offers(key)
         row = plain(row)
         shapes = jax.tree.map(jnp.shape, row)
-        with noted(f"the model was called on one example, of shape {shapes}"):
+        with NoteOnError(f"the model was called on one example, of shape {shapes}"):
             if model_state is None:
                 return model(row, **keywords), None
             return model(row, given_state, **keywords)
@@ -97,7 +97,7 @@ def with_axes(names: list[str], call: Callable[[], Any]) -> Callable[[], Any]:
 def axis_names(model: PyTree) -> tuple[str, ...]:
     """Names of batch axes that the model's layers reduce over (BatchNorm), in order."""
     names: dict[str, None] = {}
-    for norm in nodes_of(eqx.nn.BatchNorm, model):
+    for norm in find_nodes(eqx.nn.BatchNorm, model):
         axis = norm.axis_name
         names |= dict.fromkeys(axis if isinstance(axis, tuple | list) else (axis,))
     return tuple(names)

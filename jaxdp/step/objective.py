@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from .. import losses
-from ..basics.tree import is_key, nodes_of
+from ..basics.tree import find_nodes, is_key
 from .collectives import DATA
 from .model_call import axis_names, call_model, copy_state, with_axes
 from .per_example import Arguments, PerExample
@@ -165,7 +165,7 @@ class LossFnObjective:
                 )
             *result, state = result
             if not isinstance(state, eqx.nn.State):
-                is_deeper = bool(nodes_of(eqx.nn.State, (result, state)))
+                is_deeper = bool(find_nodes(eqx.nn.State, (result, state)))
                 deeper = " The State is inside of another element." * is_deeper
                 raise TypeError(
                     "`loss_fn` takes `state`, so the new eqx.nn.State must come last,"

@@ -19,8 +19,8 @@ from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .. import losses
-from ..basics.tracebacks import noted
-from ..basics.tree import at_path, leaf_path, matches
+from ..basics.tracebacks import NoteOnError
+from ..basics.tree import get_node, leaf_path, matches
 from .collectives import Collectives
 from .metrics import Facts, Metrics, Sums, check_count, count_rows
 from .objective import LossFnObjective
@@ -198,7 +198,7 @@ def trained_alone(model: PyTree) -> PyTree | None:
 
     def is_named(path: Any, _: Any) -> bool:
         for length, key in enumerate(path):
-            fields = getattr(type(at_path(model, path[:length])), "trained_alone", ())
+            fields = getattr(type(get_node(model, path[:length])), "trained_alone", ())
             if getattr(key, "name", None) in fields:
                 return True
         return False
@@ -258,7 +258,7 @@ class StepsOfParts(Steps):
                 def take(
                     seen: TrainState, steps: Steps = steps, name: str = part.name
                 ) -> Taken:
-                    with noted(f"in the Part {name!r}"):
+                    with NoteOnError(f"in the Part {name!r}"):
                         taken = steps.taken(collectives, seen, groups)
                     return taken._replace(
                         opt_state=as_before(
@@ -307,7 +307,7 @@ class StepsOfParts(Steps):
         summed, outputs = [], {}
         for part in self.parts:
             of = collectives, weights, batch_idx, group
-            with noted(f"in the Part {part.name!r}"):
+            with NoteOnError(f"in the Part {part.name!r}"):
                 sums, predictions = self._of(part).evaluated(*of)
             summed.append(sums)
             if predictions is not None:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PRNGKeyArray, PyTree
 
-from ..basics.tracebacks import noted
+from ..basics.tracebacks import NoteOnError
 from .model_call import row_axes
 from .returned import describe, is_pair
 from .whole import plain
@@ -168,7 +168,9 @@ class PerExample:
             example = plain(example)
             arguments, keywords = self._arguments.bind(example, offered)
             shapes = jax.tree.map(jnp.shape, example)
-            with noted(f"the function was called on one example, of shapes {shapes}"):
+            with NoteOnError(
+                f"the function was called on one example, of shapes {shapes}"
+            ):
                 result = self.function(model, *arguments, **keywords)
             return _check_scalars(result)
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from ..basics.arguments import check_choice
-from ..basics.hardware import float32_by_default
+from ..basics.hardware import get_product_precision
 from .own_call import with_call
 
 
@@ -70,7 +70,7 @@ def float32_products(precision: Precision, device: Any) -> str:
     """What products of float32 arrays are computed in: `"TF32 (JAX's default)"`."""
     if precision.products is not None:
         return precision.products
-    by_default, chosen = float32_by_default(device), _global()
+    by_default, chosen = get_product_precision(device), _global()
     if by_default == "float32" or chosen is None:
         return f"{by_default} (JAX's default)" if chosen is None else by_default
     return f"as jax_default_matmul_precision={chosen!r} says"
@@ -78,7 +78,7 @@ def float32_products(precision: Precision, device: Any) -> str:
 
 def note_on_products(precision: Precision, device: Any) -> str | None:
     """What to say of products in fewer bits than their float32 arguments have."""
-    by_default = float32_by_default(device)
+    by_default = get_product_precision(device)
     is_chosen = precision.products is not None or _global() is not None
     if is_chosen or by_default == "float32":
         return None

@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
-from ..basics.tree import at_path, leaf_path, matches
+from ..basics.tree import get_node, leaf_path, matches
 from .own_call import own_call, with_call
 
 Remat = bool | Callable[..., Any] | str | Sequence[str]
@@ -29,7 +29,7 @@ class Recomputed(NamedTuple):
             return model
         paths = outermost_matching(model, self.patterns, "remat").values()
         return eqx.tree_at(
-            lambda tree: [at_path(tree, path) for path in paths],
+            lambda tree: [get_node(tree, path) for path in paths],
             model,
             replace_fn=lambda module: with_call(module, _Recompute(self.policy)),
         )
@@ -109,7 +109,7 @@ def _modules_in(model: PyTree) -> dict[str, tuple[Any, ...]]:
         for length in range(1, len(path)):
             if isinstance(path[length - 1], jax.tree_util.FlattenedIndexKey):
                 break  # inside something that says nothing of its parts
-            node = at_path(model, path[:length])
+            node = get_node(model, path[:length])
             if isinstance(node, eqx.Module) and callable(node):
                 modules[leaf_path(path[:length])] = path[:length]
     return modules

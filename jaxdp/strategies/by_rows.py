@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from ..basics.tree import leaf_path, map_nodes, nodes_of
+from ..basics.tree import find_nodes, leaf_path, map_nodes
 from ..step import (
     AxisCollectives,
     Collectives,
@@ -105,7 +105,7 @@ class ByRows(Collectives):
 
     def _knowing(self, inputs: Any) -> "ByRows":
         """This, for a step of these inputs, whose modules may gather."""
-        weights, *_ = nodes_of(Weights, inputs)
+        weights, *_ = find_nodes(Weights, inputs)
         model = eqx.combine(weights.params, weights.buffers)
         knowing = copy.copy(self)
         gatherers = self.find_gatherers(model)
@@ -121,7 +121,7 @@ class ByRows(Collectives):
         The `_shards`, which modules gather for themselves, stay split, and so do their
         gradients.
         """
-        weights, *_ = nodes_of(Weights, inputs)
+        weights, *_ = find_nodes(Weights, inputs)
         shards = self._shards
         trained = self._split_in(weights.params, self._gatherers)
         num_shards = math.prod(self.mesh.shape[name] for name in self.row_axes)

@@ -10,7 +10,7 @@ from jax.tree_util import GetAttrKey
 from jaxtyping import Array, PyTree
 
 from ..basics.arguments import check_count, checks_arguments
-from ..basics.tree import at_path
+from ..basics.tree import get_node
 from ..step import DATA, TrainState, outermost_matching
 from .by_rows import NO_GATHERERS
 from .gathering import Gatherers
@@ -30,7 +30,7 @@ class _Split(Sharded):
     def __init__(self, devices: Devices, mesh: Mesh | None, min_size: int):
         super().__init__(devices, mesh)
         smaller = " (elements; smaller leaves are whole)"
-        check_count("min_size", min_size, least=0, or_else=smaller)
+        check_count("min_size", min_size, minimum=0, suffix=smaller)
         self.min_size = min_size
 
     @property
@@ -127,7 +127,7 @@ class Gathering(Sharded):
             paths = {
                 f"{name}.stacked".lstrip("."): (*path, GetAttrKey("stacked"))
                 for name, path in stacks.items()
-                if isinstance(at_path(model, path).stacked, eqx.Module)
+                if isinstance(get_node(model, path).stacked, eqx.Module)
             }
             if not paths and self._gather == "blocks":
                 raise ValueError(
@@ -208,7 +208,7 @@ class FSDP(Gathering, _Split):
 
 def _stacks_on(path: tuple[Any, ...], model: PyTree) -> int:
     """How many stacks, one inside the other, hold the node at `path`."""
-    nodes = (at_path(model, path[:length]) for length in range(len(path)))
+    nodes = (get_node(model, path[:length]) for length in range(len(path)))
     return sum(isinstance(node, Stack) for node in nodes)
 
 

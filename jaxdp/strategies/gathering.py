@@ -20,7 +20,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from ..basics.tree import at_path, leaf_path
+from ..basics.tree import get_node, leaf_path
 from ..step import recomputes, with_call, without_call
 from .meshes import names_of
 
@@ -147,7 +147,7 @@ class Gatherers(NamedTuple):
                 return with_call(module, call)
 
             model = eqx.tree_at(
-                lambda tree, path=path: at_path(tree, path), model, replace_fn=arrange
+                lambda tree, path=path: get_node(tree, path), model, replace_fn=arrange
             )
         return model
 

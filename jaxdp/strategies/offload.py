@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import jax
 
-from ..basics.host_memory import HOST, is_on_host, on_device
+from ..basics.host_memory import HOST, is_on_host, move_to_device
 from ..step import TrainState
 
 _SMALL: Final = 1024
@@ -65,7 +65,7 @@ def jitted(
 
 
 def _moving(step: Callable[..., Any], *arguments: Any) -> Any:
-    return step(*on_device(arguments))
+    return step(*move_to_device(arguments))
 
 
 def _with_state(own: Any, roles: Sequence[str], shardings: Any) -> tuple[Any, ...]:

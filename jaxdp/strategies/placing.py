@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from ..basics.host_memory import HOST, on_device
+from ..basics.host_memory import HOST, move_to_device
 from ..basics.tree import is_key
 from ..distributed import RowBlocks, put
 from ..step import Group
@@ -30,7 +30,7 @@ def place_copy(tree: PyTree, shardings: PyTree) -> PyTree:
     placed = dict(zip(here, copied, strict=True))
     for i, (leaf, layout) in enumerate(zip(leaves, layouts, strict=True)):
         if i not in placed:  # one by one: devices may not have room for all of them
-            moved = put(on_device(leaf), layout.with_memory_kind("device"))
+            moved = put(move_to_device(leaf), layout.with_memory_kind("device"))
             placed[i] = _identity(layout)(moved)
     return treedef.unflatten(placed[i] for i in range(len(leaves)))
 

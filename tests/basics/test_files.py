@@ -9,13 +9,13 @@ from toys import batches, linear_trainer
 
 from jaxdp import Callback
 from jaxdp.basics.files import (
-    append_whole,
+    add_path_to_errors,
+    append_atomically,
     check_fields,
-    naming,
     parse_json,
     read_json,
-    replacing,
-    write_whole,
+    write_atomically,
+    write_text_atomically,
 )
 from jaxdp.callbacks import CSVLogger, Logger, ModelCheckpoint
 from jaxdp.extras.reports import read_run
@@ -103,7 +103,7 @@ def test_a_folder_that_is_not_utf_8_is_written_to(tmp_path):
 def test_a_full_disk_of_logs_costs_no_checkpoint(tmp_path):
     class Full(Logger):
         def log(self, epoch, step, values):
-            with naming("rows", "Full"):
+            with add_path_to_errors("rows", "Full"):
                 raise OSError(28, "No space left on device")
 
     class Saves(Callback):
@@ -144,13 +144,13 @@ def test_files_are_replaced_as_a_whole(tmp_path, little_room):
     history.to_csv(link)
     assert link.is_symlink() and path.read_bytes().startswith(whole)
     assert sorted(os.listdir(tmp_path)) == ["history.csv", "link.csv"]
-    write_whole("/dev/null", "of which nothing is left")
-    with pytest.raises(RuntimeError), replacing(path) as temporary:
+    write_text_atomically("/dev/null", "of which nothing is left")
+    with pytest.raises(RuntimeError), write_atomically(path) as temporary:
         temporary.touch()
         raise RuntimeError
     assert sorted(os.listdir(tmp_path)) == ["history.csv", "link.csv"]
     with path.open("ab", buffering=0) as file:
-        append_whole(file, "2\n")
+        append_atomically(file, "2\n")
     assert path.read_text().endswith("2\n")
 
 

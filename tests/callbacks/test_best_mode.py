@@ -5,7 +5,7 @@ import warnings
 import pytest
 from toys import batches, linear_trainer
 
-from jaxdp.basics.columns import best_mode
+from jaxdp.basics.columns import resolve_mode
 from jaxdp.callbacks import EarlyStopping, ModelCheckpoint, ReduceLROnPlateau
 from jaxdp.losses import METRICS
 
@@ -79,5 +79,5 @@ def test_another_mode_is_refused(callback_class):
 
 
 def test_all_metrics_by_name_have_the_direction_of_their_name():
-    largest = {name for name in METRICS if best_mode(f"val_{name}") == "max"}
+    largest = {name for name in METRICS if resolve_mode(f"val_{name}") == "max"}
     assert largest == {"accuracy", "binary_accuracy", "top_5_accuracy"}

@@ -75,14 +75,14 @@ def read(folder):
 def test_phases_inside_each_other_add_up(clock):
     stopwatch = Stopwatch()
     clock.turn(1)
-    with stopwatch.phase("callbacks"):
+    with stopwatch.measure("callbacks"):
         clock.turn(2)
-        with stopwatch.phase("checkpoints"):
+        with stopwatch.measure("checkpoints"):
             clock.turn(4)
-            with stopwatch.phase("device"):
+            with stopwatch.measure("device"):
                 clock.turn(8)
         clock.turn(16)
-    items = stopwatch.iterator("data", iter([1]))
+    items = stopwatch.time_iterator("data", iter([1]))
     assert list(items) == [1]
     seconds = stopwatch.read()
     assert seconds["loop"] == 1
@@ -148,7 +148,9 @@ def test_nothing_is_measured_without_a_monitor():
     trainer.fit(batches(8, 8))
     stopwatch = trainer.record.stopwatch
     assert stopwatch is NO_STOPWATCH
-    assert stopwatch.methods("callbacks", trainer.run.hooks, ()) is trainer.run.hooks
+    assert (
+        stopwatch.time_methods("callbacks", trainer.run.hooks, ()) is trainer.run.hooks
+    )
 
 
 def test_waits_for_the_device_count_where_a_fit_begins_at_an_epochs_end(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 from toys import batches, make_small
 
 from jaxdp import SingleDevice
-from jaxdp.basics.hardware import least_memory
+from jaxdp.basics.hardware import get_smallest_memory
 from jaxdp.engine.out_of_memory import check_memory
 from jaxdp.engine.pace import InFlight
 
@@ -97,7 +97,7 @@ def test_a_step_that_can_t_fit_is_known_before_it_runs():
     check(step, 62 * 10**9, 70 * 10**9)
     check(step)  # devices that do not say it
     check(lambda: None, 1)  # programs that do not say it
-    assert least_memory(jax.devices()) is None
+    assert get_smallest_memory(jax.devices()) is None
     text = (
         "training step needs 61 GB .* gives programs 60 GB; 20 GB are temporary.*"
         f"256 rows.*{REMEDIES}.*Nothing was computed, and the state is as it was"

@@ -12,7 +12,7 @@ from toys import batches  # noqa: E402
 from toys import on_one_device as make  # noqa: E402
 
 from jaxdp import Callback  # noqa: E402
-from jaxdp.basics.console import say, warn  # noqa: E402
+from jaxdp.basics.console import log_info, warn  # noqa: E402
 from jaxdp.callbacks import CSVLogger, ModelCheckpoint, ProgressBar  # noqa: E402
 
 
@@ -36,7 +36,7 @@ class Talk(Callback):
         self.path, self.pause = os.path.join(folder, "progress"), pause
 
     def on_boundary(self, trainer):
-        say(f"step {trainer.global_step}")
+        log_info(f"step {trainer.global_step}")
         warn(f"step {trainer.global_step}")
         with open(self.path, "w") as file:
             file.write(str(trainer.global_step))

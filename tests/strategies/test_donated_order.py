@@ -10,7 +10,7 @@ import pytest
 from toys import batches, make_small
 
 from jaxdp import FSDP, Pmap, Sharded, SingleDevice, ZeRO
-from jaxdp.basics.donation import aliased_in
+from jaxdp.basics.donation import parse_aliases
 
 
 @pytest.mark.slow_but("1-SingleDevice", "1-Sharded", "2-Sharded")
@@ -22,7 +22,7 @@ def test_each_donated_array_comes_back_in_its_own_place(strategy, steps):
     compiled = trainer.compiled_train_step()
     header = compiled.as_text().partition("\n")[0]
     kept = sorted(compiled._executable._kept_var_idx)
-    pairs = aliased_in(header)
+    pairs = parse_aliases(header)
     assert len(pairs) >= 12  # parameters and the moments of Adam
     for parameter, result in pairs.items():
         assert int(result) == kept[parameter]

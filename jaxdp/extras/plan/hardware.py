@@ -5,7 +5,7 @@ import os
 import re
 from typing import Any, Final, NamedTuple
 
-from ...basics.hardware import memory_of
+from ...basics.hardware import get_memory_limit
 
 _PCIE4, _PCIE5 = 32e9, 64e9
 
@@ -150,7 +150,7 @@ def hardware_of(device: Any) -> Hardware | None:
     With the memory that the device itself says it has, where it does.
     """
     profile = profile_of(device.device_kind)
-    limit = memory_of(device)
+    limit = get_memory_limit(device)
     if profile is None or limit is None:
         return profile
     memory = limit / gpu_share() if profile.is_gpu else limit

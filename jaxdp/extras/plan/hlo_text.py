@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from ...basics.donation import aliased_in
+from ...basics.donation import parse_aliases
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -109,7 +109,7 @@ class Module:
     Attributes:
         num_devices: how many devices run it together.
         entry: name of the computation that is run first.
-        aliased: the inputs that it overwrites, by `aliased_in`.
+        aliased: the inputs that it overwrites, by `parse_aliases`.
     """
 
     def __init__(self, text: str):
@@ -121,7 +121,7 @@ class Module:
             )
         counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header)
         self.num_devices = max(map(int, counts), default=1)
-        self.aliased = aliased_in(header)
+        self.aliased = parse_aliases(header)
         self.entry = ""
         self.texts: dict[str, str] = {}
         self._parsed: dict[str, dict[str, Instruction]] = {}

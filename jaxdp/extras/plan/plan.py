@@ -9,10 +9,10 @@ from typing import Any, Final, NamedTuple
 import jax
 
 from ...basics.arguments import check_choice
-from ...basics.console import columns, say
+from ...basics.console import format_columns, log_info
 from ...basics.environment import import_extra
 from ...basics.files import save_figure
-from ...basics.units import in_bytes, in_seconds, in_short
+from ...basics.units import format_bytes, format_seconds, format_short
 from .parts import GROUPS, Bound, Estimate, Leaf, Memory, Row, Traffic
 
 
@@ -137,7 +137,9 @@ class Plan:
                 if "RESOURCE_EXHAUSTED" in str(error):
                     return math.inf
                 raise
-            say(f"{plan.rows} rows in a step need {in_bytes(plan.memory.peak)}")
+            log_info(
+                f"{plan.rows} rows in a step need {format_bytes(plan.memory.peak)}"
+            )
             return plan.memory.peak
 
         return largest(peak, limit, math.ceil(self._batch / shards)) * shards
@@ -181,7 +183,7 @@ class Scaling(NamedTuple):
     def __str__(self) -> str:
         names = "devices rows peak/device sent/device step rows/s efficiency"
         rows = [names.split(), *map(_scaling_row, self.rows)]
-        return "\n".join(columns(rows, right=range(len(rows[0]))))
+        return "\n".join(format_columns(rows, right=range(len(rows[0]))))
 
     def to_dict(self) -> list[dict[str, Any]]:
         """A dict for each number of devices."""
@@ -274,19 +276,19 @@ def sections(plan: Any) -> Iterator[tuple[str, list[str]]]:
     """All that a plan has to say, the most important first: titles, and lines."""
     # What it holds, sends and copies.
     yield "Memory per device", _memory(plan.memory)
-    sent = f"a device sends {in_bytes(plan.wire_bytes)} per step"
-    traffic = columns(map(_traffic, plan.traffic)) or ["Nothing is sent."]
+    sent = f"a device sends {format_bytes(plan.wire_bytes)} per step"
+    traffic = format_columns(map(_traffic, plan.traffic)) or ["Nothing is sent."]
     yield f"Communication: {sent}", traffic
     bounds = [
         (
             f"{entry.ratio:.3f} x",
-            in_bytes(entry.found),
-            f"of {in_bytes(entry.least)}",
+            format_bytes(entry.found),
+            f"of {format_bytes(entry.least)}",
             entry.what,
         )
         for entry in plan.bounds
     ]
-    yield "Lower bounds of this layout", columns(bounds)
+    yield "Lower bounds of this layout", format_columns(bounds)
     yield "Donation", [_donation(plan)]
 
     # What it computes, and how long that takes.
@@ -317,10 +319,10 @@ def _memory(memory: Memory) -> list[str]:
             "Each step moves it to the device and back. The compiler moves it as"
             " early as the device's memory allows; it then counts as temporary."
         ]
-    rows = [(label, in_bytes(size), f"{size:,}") for label, size in shown.items()]
+    rows = [(label, format_bytes(size), f"{size:,}") for label, size in shown.items()]
     return [
-        *columns(rows),
-        f"All gradients together take {in_bytes(memory.gradients)}. The compiler"
+        *format_columns(rows),
+        f"All gradients together take {format_bytes(memory.gradients)}. The compiler"
         " decides how many of them exist at a time; the peak includes them.",
         *moved,
     ]
@@ -342,8 +344,8 @@ def _traffic(each: Traffic) -> tuple[str, ...]:
         f"{axes} ({each.group_size})",
         each.dtype,
         f"{times} x",
-        in_bytes(each.operand_bytes),
-        in_bytes(each.wire_bytes),
+        format_bytes(each.operand_bytes),
+        format_bytes(each.wire_bytes),
         each.part + (f" ({remarks})" if remarks else ""),
     )
 
@@ -351,7 +353,7 @@ def _traffic(each: Traffic) -> tuple[str, ...]:
 def _donation(plan: Any) -> str:
     state = [leaf for leaf in plan.leaves if leaf.group != "batch" and leaf.bytes]
     over = [leaf for leaf in state if leaf.overwritten]
-    size = in_bytes(sum(leaf.bytes_per_device for leaf in over))
+    size = format_bytes(sum(leaf.bytes_per_device for leaf in over))
     sentence = (
         f"{len(over)} of {len(state)} leaves of the state are overwritten, {size}."
     )
@@ -369,9 +371,9 @@ def _operations(plan: Any) -> list[str]:
     count, lines = plan.flops, []
     if count is not None:
         lines += [
-            f"{in_short(count)}FLOP per step in matrix products and convolutions, as"
-            f" traced: {in_short(count / plan.num_devices)}FLOP per device,"
-            f" {in_short(count / plan.rows)}FLOP per row."
+            f"{format_short(count)}FLOP per step in matrix products and convolutions,"
+            f" as traced: {format_short(count / plan.num_devices)}FLOP per device,"
+            f" {format_short(count / plan.rows)}FLOP per row."
         ]
         shares = [
             f"{number / count:.0%} in {name}"
@@ -388,10 +390,11 @@ def _estimate(plan: Any) -> list[str]:
     estimate = plan.estimate
     fits = "fits" if estimate.fits else "does NOT fit"
     return [
-        f"{in_seconds(estimate.best)} to {in_seconds(estimate.worst)} per step,"
-        f" {in_short(plan.rows / estimate.worst)} rows/s: computing"
-        f" {in_seconds(estimate.compute)}, memory {in_seconds(estimate.memory)},"
-        f" communication {in_seconds(estimate.communication)}; efficiency"
+        f"{format_seconds(estimate.best)} to {format_seconds(estimate.worst)} per step,"
+        f" {format_short(plan.rows / estimate.worst)} rows/s: computing"
+        f" {format_seconds(estimate.compute)}, memory"
+        f" {format_seconds(estimate.memory)}, communication"
+        f" {format_seconds(estimate.communication)}; efficiency"
         f" {estimate.efficiency:.0%} or more of one device.",
         f"The peak {fits} into what JAX takes of its memory.",
     ]
@@ -401,9 +404,9 @@ def _scaling_row(row: Row) -> tuple[str, ...]:
     return (
         str(row.devices),
         str(row.rows),
-        in_bytes(row.peak),
-        in_bytes(row.wire_bytes),
-        "-" if row.step is None else in_seconds(row.step),
-        "-" if row.rows_per_second is None else in_short(row.rows_per_second),
+        format_bytes(row.peak),
+        format_bytes(row.wire_bytes),
+        "-" if row.step is None else format_seconds(row.step),
+        "-" if row.rows_per_second is None else format_short(row.rows_per_second),
         "-" if row.efficiency is None else f"{row.efficiency:.0%}",
     )

@@ -16,7 +16,7 @@ import numpy as np
 from jax.experimental import topologies
 
 from ...basics.arguments import check_number
-from ...basics.hardware import float32_by_default, memory_of
+from ...basics.hardware import get_memory_limit, get_product_precision
 from ...step import BY_DEFAULT, Batch, map_rows
 from ..pipeline import Pipeline
 from .hardware import (
@@ -100,7 +100,7 @@ class Planner:
         if memory is None:
             devices = self._devices(None)
             profile = self.hardware or devices.hardware
-            has = devices.are_here and memory_of(devices.devices[0])
+            has = devices.are_here and get_memory_limit(devices.devices[0])
             has = has or profile and usable_memory(profile)
             if not has:
                 raise ValueError(
@@ -109,7 +109,7 @@ class Planner:
                     " memory=80e9, or plan with `hardware` or `topology`."
                 )
             memory = 0.9 * has
-        check_number("memory", memory, above=0, below=math.inf, or_else=", in bytes")
+        check_number("memory", memory, above=0, below=math.inf, suffix=", in bytes")
         return int(memory)
 
     def plan(self, num_devices: int | None = None, rows: int | None = None) -> Plan:
@@ -230,7 +230,9 @@ def _planned(
 
 def _named(products: dict[str, float], devices: Devices) -> dict[str, float]:
     """The operations by what these devices compute them in."""
-    by_default = f"{float32_by_default(devices.devices[0])} (JAX's default for float32)"
+    by_default = (
+        f"{get_product_precision(devices.devices[0])} (JAX's default for float32)"
+    )
     return {
         by_default if name == BY_DEFAULT else name: count
         for name, count in products.items()
@@ -240,7 +242,7 @@ def _named(products: dict[str, float], devices: Devices) -> dict[str, float]:
 def _memory_of(devices: Devices, profile: Hardware | None) -> int:
     """Bytes that JAX has of each device; 0 if that is not known."""
     if devices.are_here:
-        if memory := memory_of(devices.devices[0]):
+        if memory := get_memory_limit(devices.devices[0]):
             return memory
     return 0 if profile is None else usable_memory(profile)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from ...basics.arguments import check_count
-from ...basics.tracebacks import UsersFramesFirst
+from ...basics.tracebacks import TracebackFilter
 from ...data import NO_LOADER, open_loader, rows_of
 from ...engine import Engine
 from ...strategies import DataParallel
@@ -56,7 +56,7 @@ def plan_step(
         engine.set_options(options)
         return engine
 
-    with UsersFramesFirst():
+    with TracebackFilter():
         window = [batch] * recipe.accumulate_grad_batches
         planner = Planner(engine_on, recipe.strategy, window, topology, hardware)
         if hosts is not None:

@@ -8,10 +8,10 @@ from typing import Any, Final
 
 import jax
 
-from ...basics.donation import overwritten_by
+from ...basics.donation import find_donated
 from ...basics.host_memory import HOST
 from ...basics.tree import leaf_path, nbytes
-from ...basics.units import in_bytes
+from ...basics.units import format_bytes
 from ...engine import num_in_flight
 from ...step import LONG_IN_FLIGHT
 from ..local_sgd import LocalSGD
@@ -360,7 +360,7 @@ def leaves_of(
         )
     ]
 
-    overwritten = overwritten_by(compiled, aliased)
+    overwritten = find_donated(compiled, aliased)
     of_state = [
         _leaf(*entry, entry[2].sharding, place in overwritten)
         for place, entry in enumerate(named)
@@ -422,7 +422,7 @@ def notes_on(
             " plan with `topology`"
         )
     if (saved := reading.saved_per_example()) is not None:
-        sent, least = map(in_bytes, saved)
+        sent, least = map(format_bytes, saved)
         indicative.append(
             f"the loss is written for a batch, and XLA sends {sent} for it. If it is"
             f" a mean over examples, jaxdp.per_example(fn) sends about {least}"
@@ -445,8 +445,8 @@ def notes_on(
     usable = usable_memory(profile)
     if usable < profile.memory:
         exact.append(
-            f"memory of {profile.name}: {in_bytes(usable)} of its"
-            f" {in_bytes(profile.memory)}, the share that JAX takes of a GPU;"
+            f"memory of {profile.name}: {format_bytes(usable)} of its"
+            f" {format_bytes(profile.memory)}, the share that JAX takes of a GPU;"
             " set XLA_CLIENT_MEM_FRACTION to more, such as .9, before it starts"
         )
     return {"exact": exact, "indicative": indicative, "unknown": unknown}

@@ -15,13 +15,13 @@ from ...basics.columns import (
     EPOCH,
     THROUGHPUT,
     VALIDATION,
-    larger_is_better,
+    is_larger_better,
     read_table,
 )
 from ...basics.figures import Curve, draw, metric_curves, to_svg
-from ...basics.files import check_fields, read_json, write_whole
+from ...basics.files import check_fields, read_json, write_text_atomically
 from ...basics.stopwatch import PHASES
-from ...basics.units import in_percent, in_seconds, in_words
+from ...basics.units import format_number, format_percent, format_seconds
 from ...callbacks import CSVLogger
 from ...callbacks.run_facts import run_facts
 
@@ -61,7 +61,7 @@ class Run(NamedTuple):
         points = [(v, x) for x, v in self.columns.get(name, []) if math.isfinite(v)]
         if not points:
             return math.nan, math.nan
-        sign = -1 if larger_is_better(name) else 1
+        sign = -1 if is_larger_better(name) else 1
         return min(points, key=lambda point: (sign * point[0], point[1]))
 
 
@@ -135,14 +135,14 @@ def comparison(runs: Sequence[Run]) -> list[list[str]]:
     def add(
         name: str,
         values: Iterable[float],
-        shown: Callable[[float], str] = in_words,
+        shown: Callable[[float], str] = format_number,
         is_ranked: bool = True,
     ) -> None:
         values = list(values)
         finite = [value for value in values if math.isfinite(value)]
         best = None
         if is_ranked and len(finite) > 1:
-            best = max(finite) if larger_is_better(name) else min(finite)
+            best = max(finite) if is_larger_better(name) else min(finite)
         marked = (shown(v) + (" *" if v == best else "") for v in values)
         rows.append([name, *marked])
 
@@ -167,7 +167,7 @@ def comparison(runs: Sequence[Run]) -> list[list[str]]:
     totals = [throughput_of(run) for run in runs]
     for name in ("examples", "seconds", "examples_per_s", "mfu"):
         if any(name in total for total in totals):
-            shown = in_percent if name == "mfu" else in_words
+            shown = format_percent if name == "mfu" else format_number
             is_ranked = name not in ("examples", "seconds")
             add(name, (total.get(name, math.nan) for total in totals), shown, is_ranked)
     for phase, (label, _) in PHASES.items() if any(totals) else ():
@@ -182,7 +182,7 @@ def _took(record: Mapping[str, Any]) -> str:
     if not begin or not end:
         return "unknown"
     took = datetime.fromisoformat(end) - datetime.fromisoformat(begin)
-    return in_seconds(took.total_seconds())
+    return format_seconds(took.total_seconds())
 
 
 def differences(runs: Sequence[Run]) -> list[list[str]]:
@@ -387,8 +387,8 @@ def _throughput(run: Run) -> str:
     if not totals:
         return drawn
     return (
-        f"<p>{totals['examples']:,.0f} examples in {in_seconds(totals['seconds'])}:"
-        f" {in_words(totals['examples_per_s'])} per second. Shares are of the same"
+        f"<p>{totals['examples']:,.0f} examples in {format_seconds(totals['seconds'])}:"
+        f" {format_number(totals['examples_per_s'])} per second. Shares are of the same"
         " time, which runs from the first step to the end of each fit, without"
         f" compilation before it.</p>{drawn}"
     )
@@ -436,7 +436,7 @@ def _write(
         if html
     )
     texts = {"title": escape(title), "subtitle": escape(subtitle), "body": body}
-    write_whole(path, _PAGE.substitute(texts))
+    write_text_atomically(path, _PAGE.substitute(texts))
     return path
 
 

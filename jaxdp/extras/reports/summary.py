@@ -9,9 +9,9 @@ import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
-from ...basics.console import columns
-from ...basics.tree import at_path, leaf_path, nbytes
-from ...basics.units import in_bytes
+from ...basics.console import format_columns
+from ...basics.tree import get_node, leaf_path, nbytes
+from ...basics.units import format_bytes
 from ...fit import shapes_of
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class Summary:
         return "\n".join([self._title(), *self._table(), *self._totals()])
 
     def _title(self) -> str:
-        title = f"{self.name}: {_count(self.parameters)}, {in_bytes(self.bytes)}"
+        title = f"{self.name}: {_count(self.parameters)}, {format_bytes(self.bytes)}"
         if self.members is None:
             return title
         per_member = self.parameters // self.members
@@ -99,12 +99,12 @@ class Summary:
                 layer.kind,
                 ", ".join(arrays),
                 f"{layer.parameters:,}",
-                in_bytes(layer.bytes),
-                in_bytes(layer.bytes_per_device),
+                format_bytes(layer.bytes),
+                format_bytes(layer.bytes_per_device),
             )
             rows.append((*cells[:end], _trained(layer)))
         numbers = range(3, len(rows[0]) - 1)
-        return [f"  {line}" for line in columns(rows, right=numbers)]
+        return [f"  {line}" for line in format_columns(rows, right=numbers)]
 
     def _totals(self) -> list[str]:
         frozen = self.parameters - self.trained
@@ -113,7 +113,7 @@ class Summary:
             numbers, size = self.state
             lines.append(f"state beside the model: {numbers:,} numbers, in {size:,} B")
         if self.devices > 1:
-            held = in_bytes(self.bytes_per_device)
+            held = format_bytes(self.bytes_per_device)
             lines.append(
                 f"each of {self.devices} devices holds {held}: {self.strategy}"
             )
@@ -143,7 +143,7 @@ def summarize(trainer: "Trainer") -> Summary:
         leaf, owner = shapes[name], path[: _depth_of_owner(model, path)]
         here = leaf_path(owner)
         if here not in layers:
-            kind = type(at_path(model, owner)).__name__
+            kind = type(get_node(model, owner)).__name__
             layers[here] = Layer(here, kind, {}, 0, 0, 0, 0)
 
         sharding = getattr(leaf, "sharding", None)
@@ -184,7 +184,7 @@ def _depth_of_owner(model: PyTree, path: Sequence[Any]) -> int:
     In trees without modules, to what holds the leaf.
     """
     for depth in range(len(path) - 1, -1, -1):
-        if isinstance(at_path(model, path[:depth]), eqx.Module):
+        if isinstance(get_node(model, path[:depth]), eqx.Module):
             return depth
     return max(len(path) - 1, 0)
 

@@ -6,7 +6,7 @@ import json
 from planned import batch, trainer, whole_plan
 
 from jaxdp import Sharded
-from jaxdp.basics.units import in_short
+from jaxdp.basics.units import format_short
 
 
 def test_operations_are_those_of_the_traced_step():
@@ -14,7 +14,7 @@ def test_operations_are_those_of_the_traced_step():
     plan = trained.plan([batch()])
     trained.fit([batch()])
     assert trained.running_plan().flops == plan.flops > 0
-    assert f"  {in_short(plan.flops)}FLOP per step in matrix products" in str(plan)
+    assert f"  {format_short(plan.flops)}FLOP per step in matrix products" in str(plan)
     unknown = dataclasses.replace(plan, flops=None)
     assert "\n  Not known for this strategy.\n" in str(unknown)
 

@@ -14,7 +14,7 @@ from toys import batches, mlp_trainer
 
 from jaxdp import Sharded
 from jaxdp.basics.stopwatch import PHASES
-from jaxdp.basics.units import in_seconds
+from jaxdp.basics.units import format_seconds
 from jaxdp.callbacks import (
     CSVLogger,
     GradientMonitor,
@@ -25,8 +25,8 @@ from jaxdp.extras.reports.runs import (
     Run,
     comparison,
     differences,
-    in_percent,
-    in_words,
+    format_number,
+    format_percent,
     metric_charts,
     other_charts,
     read_run,
@@ -116,14 +116,14 @@ def test_terminal_page_and_comparison_count_throughput_in_one_way(tmp_path, caps
     page = Page(trainer.report(tmp_path))
     rows = {name: value for name, value in comparison([run])[1:]}
     rate = summary["examples_per_s"]
-    assert f"170 examples in {in_seconds(summary['seconds'])}" in said
-    assert f"{in_words(rate)} examples/s" in said
+    assert f"170 examples in {format_seconds(summary['seconds'])}" in said
+    assert f"{format_number(rate)} examples/s" in said
     assert f"checkpoints {summary['checkpoints']:.0%}" in said
-    assert f"170 examples in {in_seconds(found['seconds'])}:" in page.text
-    assert f"{in_words(found['examples_per_s'])} per second" in page.text
-    assert rows["examples_per_s"] == in_words(found["examples_per_s"])
+    assert f"170 examples in {format_seconds(found['seconds'])}:" in page.text
+    assert f"{format_number(found['examples_per_s'])} per second" in page.text
+    assert rows["examples_per_s"] == format_number(found["examples_per_s"])
     assert f"checkpoints {found['checkpoints']:.1%}" in page.text
-    assert rows["mfu"] == in_percent(found["mfu"])
+    assert rows["mfu"] == format_percent(found["mfu"])
     assert f" mfu {rows['mfu']} " in page.text and f"MFU {rows['mfu']}" in said
     assert rows["time: checkpoints"] == f"{found['checkpoints']:.1%}"
 
@@ -160,9 +160,9 @@ def test_texts_cannot_break_the_page(tmp_path):
 def test_numbers_are_written_in_short():
     values = (0.001, 12, 4869, 13130, 4.2e6, 1e-7, 0, float("nan"))
     texts = ["0.001", "12", "4.869 k", "13.13 k", "4.2 M", "1e-07", "0", "-"]
-    assert [in_words(value) for value in values] == texts
+    assert [format_number(value) for value in values] == texts
     shares = {0.4321: "43.2%", 0.000259: "0.0259%", float("nan"): "-"}
-    assert [in_percent(share) for share in shares] == [*shares.values()]
+    assert [format_percent(share) for share in shares] == [*shares.values()]
 
 
 def test_runs_are_compared(tmp_path):
@@ -243,8 +243,8 @@ def test_records_that_say_little_are_shown(tmp_path):
 
 def test_times_read_as_people_write_them():
     told = {0.0123: "12.3 ms", 3.2: "3.2 s", 59.7: "1 min 0 s", 125: "2 min 5 s"}
-    assert {each: in_seconds(each) for each in told} == told
-    assert in_seconds(2 * 3600 + 125) == "2 h 2 min"
+    assert {each: format_seconds(each) for each in told} == told
+    assert format_seconds(2 * 3600 + 125) == "2 h 2 min"
 
 
 def test_a_report_shows_the_plan_that_it_is_given(tmp_path):
