@@ -21,7 +21,7 @@ from jaxdp.callbacks import Callback
 pytest.importorskip("torch")
 
 import benchmarks.__main__ as everything
-from benchmarks import memory, models, processes, quick, report, start
+from benchmarks import growth, memory, models, processes, quick, report, start
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import steps
 from benchmarks.peers import PEERS, Skip
@@ -300,6 +300,17 @@ def test_operations_are_those_that_xla_counts(name):
     found = compiled.cost_analysis()["flops"]
     assert steps.operations(work) == pytest.approx(found, rel=0.1)
     assert steps.operations(work) < found  # activations, biases and the loss besides
+
+
+def test_growth_compares_both_loops_in_a_process(capsys):
+    growth.main(["--toy", "--turns", "1", "--only", "leaves,rows"])
+    lines = capsys.readouterr().out.splitlines()
+    rows = [
+        line.split("|")[1:-1] for line in lines if line.startswith(("| 10", "| 1,"))
+    ]
+    assert [len(row) for row in rows] == [4, 6]
+    for _, hand, fit, ratio, *_ in rows:
+        assert float(ratio) == pytest.approx(float(fit) / float(hand), rel=0.02)
 
 
 def test_compiled_steps_are_counted_by_how_often_their_loops_turn():
