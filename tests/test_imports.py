@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import io
 import os
 import pathlib
 import re
@@ -15,6 +16,7 @@ import pytest
 from toys import batches
 
 import jaxdp
+from jaxdp.callbacks import ProgressBar
 from jaxdp.fit import Run
 from jaxdp.record import Record
 
@@ -250,12 +252,14 @@ def test_every_wait_for_the_device_says_so():
 
 
 CALLED_BY_CHECKS = "Metrics.__len__", "Metrics.__iter__"
-MAX_CALLS = 23
+MAX_CALLS_PER_STEP = 23
 """Functions of ours that a step calls: a small one takes as long as a hundred."""
+MAX_CALLS_PER_EPOCH = {"ready batches": 93, "a DataLoader": 126}
+"""Those that the end of an epoch and the start of the next call, with a bar."""
 
 
-@pytest.mark.parametrize("kind", ["ready batches", "a DataLoader"])
-def test_a_step_is_few_calls_of_ours(kind):
+@pytest.mark.parametrize("kind", MAX_CALLS_PER_EPOCH)
+def test_steps_and_ends_of_epochs_are_few_calls_of_ours(kind):
     def loader(count):
         data = batches(*[8] * count)
         if kind == "ready batches":
@@ -265,7 +269,7 @@ def test_a_step_is_few_calls_of_ours(kind):
         rows = torch.utils.data.TensorDataset(*map(torch.from_numpy, arrays))
         return torch.utils.data.DataLoader(rows, 8)
 
-    def count_calls(steps):
+    def count_calls(steps, epochs, *callbacks):
         def profile(frame, event, _):
             is_ours = frame.f_code.co_filename.startswith(str(PACKAGE))
             name = frame.f_code.co_qualname
@@ -278,14 +282,22 @@ def test_a_step_is_few_calls_of_ours(kind):
             eqx.nn.Linear(4, 3, key=jax.random.key(0)),
             loss="cross_entropy",
             strategy=jaxdp.SingleDevice(),
+            callbacks=callbacks,
             enable_progress_bar=False,
         )
         trainer.fit(loader(steps))
         sys.setprofile(profile)
         try:
-            trainer.fit(loader(steps), max_epochs=2)
+            trainer.fit(loader(steps), max_epochs=1 + epochs)
         finally:
             sys.setprofile(None)
         return len(calls)
 
-    assert (count_calls(128) - count_calls(64)) // 64 <= MAX_CALLS
+    def count_per_epoch(steps):
+        bar = ProgressBar(file=io.StringIO())
+        return (count_calls(steps, 11, bar) - count_calls(steps, 1, bar)) / 10
+
+    steps = (count_calls(128, 1) - count_calls(64, 1)) // 64
+    assert steps <= MAX_CALLS_PER_STEP
+    between_epochs = 2 * count_per_epoch(4) - count_per_epoch(8)
+    assert between_epochs <= MAX_CALLS_PER_EPOCH[kind]

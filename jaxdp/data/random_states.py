@@ -63,7 +63,7 @@ def torch_generators(loader: Any) -> dict[str, Any]:
     while waiting:
         path, part = waiting.pop(0)
         generator = getattr(part, "generator", None)
-        is_torchs = isinstance(generator, torch.Generator)
+        is_torchs = generator is not None and isinstance(generator, torch.Generator)
         if is_torchs and all(generator is not other for other in known):
             known.append(generator)
             generators[f"{path}generator"] = generator

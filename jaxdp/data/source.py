@@ -287,6 +287,9 @@ class Source:
 class ListSource(Source):
     """Batches that are there, in a list or a tuple."""
 
+    def present_state(self) -> Any:
+        return None  # it draws nothing
+
     @property
     def is_at_hand(self) -> bool:
         return True

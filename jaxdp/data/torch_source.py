@@ -199,6 +199,9 @@ class TorchSource(_OfTorch):
         """What the sampler draws, as `iter(loader)` has it draw: its own seed last."""
         import torch
 
+        if _is_in_order(self.loader):  # nothing is drawn
+            yield from self.loader._index_sampler
+            return
         numbers = self.seed, epoch, *self.share.sampling
         torchs = not self._users_samplers
         most = _DRAW_AT_ONCE if torchs else 1  # it may listen to how training goes
@@ -296,6 +299,17 @@ def _unshuffled(loader: Any) -> Any:
         loader.batch_size,
         collate_fn=loader.collate_fn,
         drop_last=loader.drop_last,
+    )
+
+
+def _is_in_order(loader: Any) -> bool:
+    """Returns True if torch's own samplers return the rows in their order."""
+    from torch.utils.data import BatchSampler, SequentialSampler
+
+    return (
+        type(loader.sampler) is SequentialSampler
+        and type(loader.batch_sampler) is BatchSampler
+        and loader.generator is None  # else an epoch draws a seed from it
     )
 
 

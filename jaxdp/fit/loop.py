@@ -202,12 +202,12 @@ class Loop:
 
     def _take_steps(self) -> None:
         """Takes what is left of the epoch, until the fit is to stop."""
-        self._epoch_is_over = False
-        if self._interval_is_up():  # where the run stopped
-            self._validate()
-            self.hooks.on_boundary(self.trainer)
-        has_interval = self.vals and self.limits.val_interval is not None
-        settle = self._validate_if_due if has_interval else None
+        self._epoch_is_over, settle = False, None
+        if self.vals and self.limits.val_interval is not None:
+            settle = self._validate_if_due
+            if self._interval_is_up():  # where the run stopped
+                self._validate()
+                self.hooks.on_boundary(self.trainer)
         steps = take(self.trainer, self.feed.epoch(), self.hooks, settle)
         with contextlib.closing(steps):  # the device works; nothing here waits
             while not (self._epoch_is_over or self._is_done()):
@@ -219,8 +219,6 @@ class Loop:
 
     def _interval_is_up(self) -> bool:
         """Whether `val_check_interval` asks for a validation here."""
-        if not self.vals or self.limits.val_interval is None:
-            return False
         at = self.progress
         return self.limits.interval_is_up(at.epoch, at.done, at.validated_at)
 
@@ -248,7 +246,8 @@ class Loop:
         progress, record = self.progress, self._record
         with record.stopwatch.measure("device"):
             means = self._run.engine.epoch_means()
-        self._warn_of_nan(means)
+        if not math.isfinite(means["loss"]):
+            self._warn_of_nan(means["loss"])
         means |= progress.val_metrics | progress.logged
         record.read_rest()  # the device is done with them
         record.history.append(progress.epoch, means)  # hooks may look there
@@ -325,12 +324,12 @@ class Loop:
                 " generator can be iterated only once. The fit ends here."
             )
 
-    def _warn_of_nan(self, means: dict[str, float]) -> None:
+    def _warn_of_nan(self, loss: float) -> None:
         is_guarded = self._run.engine.options.skip_nonfinite
-        if not (math.isfinite(means["loss"]) or self._warned_of_nan or is_guarded):
+        if not (self._warned_of_nan or is_guarded):
             self._warned_of_nan = True
             warn(
-                f"the loss of epoch {self.progress.epoch} is {means['loss']}:"
+                f"the loss of epoch {self.progress.epoch} is {loss}:"
                 " jaxdp.callbacks.NanGuard() ends a fit at the first step whose loss or"
                 " gradients are not finite, and names them"
             )
