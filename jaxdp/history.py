@@ -23,11 +23,11 @@ from .basics.files import (
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_OF_MEMBER: Final = re.compile(r"\[\d+\]$")
+_MEMBER: Final = re.compile(r"\[\d+\]$")
 
 
 def rank(value: float, mode: str) -> tuple[bool, float]:
-    """A key to sort values by: the best first, as `mode` says, and NaN last."""
+    """Returns a sort key that puts the best value first, by `mode`, and NaN last."""
     is_nan = math.isnan(value)
     return is_nan, 0.0 if is_nan else value if mode == "min" else -value
 
@@ -101,22 +101,23 @@ class History(Mapping[str, list[float]]):
             KeyError: if no values of members have that name.
         """
         check_choice("mode", mode, ("auto", "min", "max"))
-        mode = resolve_mode(name, mode)
-        member = re.compile(rf"{re.escape(name)}\[(\d+)\]")
-        named = filter(None, map(member.fullmatch, self))
-        values = {int(match[1]): self._last(match[0]) for match in named}
-        if not values:
+        mode = best_mode(name, mode)
+        last_values = {}
+        for member in self._members(name):
+            measured = [v for v in self._values[member] if v is not None]
+            number = int(member[len(name) + 1 : -1])
+            last_values[number] = measured[-1] if measured else math.nan
+        if not last_values:
             self[name]  # which may be unknown altogether
             raise KeyError(
                 f"`history.best({name!r})`: there are no values of members; those of an"
                 f" ensemble are named {name!r} with a number: {name}[0]."
             )
-        return min(sorted(values), key=lambda i: rank(values[i], mode))
+        return min(sorted(last_values), key=lambda i: rank(last_values[i], mode))
 
-    def _last(self, name: str) -> float:
-        """The last value that was measured."""
-        measured = (v for v in reversed(self._values[name]) if v is not None)
-        return next(measured, math.nan)
+    def _members(self, name: str) -> list[str]:
+        """Returns the names under which members of an ensemble have `name`."""
+        return [n for n in self if re.fullmatch(rf"{re.escape(name)}\[\d+\]", n)]
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> "Figure":
         """Draws every metric, training and validation in the same axes.
@@ -137,21 +138,17 @@ class History(Mapping[str, list[float]]):
             )
         x = [float(epoch) for epoch in self.epochs]
         points = {name: list(zip(x, self[name], strict=True)) for name in self}
-        means = [name for name in self if not _OF_MEMBER.search(name)]
+        means = [name for name in self if not _MEMBER.search(name)]
         charts = {}
         for name in dict.fromkeys(mean.removeprefix(VALIDATION) for mean in means):
-            mean_curves = metric_curves(
-                points.get(name, []), points.get(VALIDATION + name, [])
-            )
-            of_members = rf"{VALIDATION}{re.escape(name)}\[\d+\]"
-            members = [points[n] for n in self if re.fullmatch(of_members, n)]
-            # Pale ones for members; the legend has the first and not those named "_".
-            labels = ["members, validation", *["_"] * len(members)]
+            validation = VALIDATION + name
+            curves = metric_curves(points.get(name, []), points.get(validation, []))
+            # Pale curves for members; the legend has the first, and none named "_".
             pale = [
-                Curve(label, points_of_one, "0.8")
-                for label, points_of_one in zip(labels, members, strict=False)
+                Curve("_" if i else "members, validation", points[member], "0.8")
+                for i, member in enumerate(self._members(validation))
             ]
-            charts[name] = pale + mean_curves
+            charts[name] = pale + curves
         figure = draw(charts, "epoch", limits=(x[0], x[-1]) if x else None)
         if path is not None:
             save_figure(figure, path)
@@ -194,12 +191,17 @@ class History(Mapping[str, list[float]]):
     def __repr__(self) -> str:
         if not self.epochs:
             return "History(no epochs yet)"
-        count, best = len(self.epochs), self._best()
+        # The epoch with the least validation loss, or training loss.
+        losses = self._values.get(f"{VALIDATION}loss") or self._values.get("loss", [])
+        finite = [
+            (v, i) for i, v in enumerate(losses) if v is not None and math.isfinite(v)
+        ]
+        count, best = len(self.epochs), min(finite)[1] if finite else None
         title = f"History({count} {'epoch' if count == 1 else 'epochs'})"
         shown = range(count) if count <= 4 else sorted({0, best or 0, count - 1})
         cells = {"epoch": list(map(str, self.epochs))}
         # Of an ensemble the means: there may be hundreds of members.
-        names = [name for name in self if not _OF_MEMBER.search(name)]
+        names = [name for name in self if not _MEMBER.search(name)]
         cells |= {name: [f"{v:.4g}" for v in self[name]] for name in names}
         table = [list(cells)]
         table += [[values[i] for values in cells.values()] for i in shown]
@@ -207,11 +209,3 @@ class History(Mapping[str, list[float]]):
         if best is not None:
             lines[1 + list(shown).index(best)] += "  <- best"
         return "\n".join([title, *lines])
-
-    def _best(self) -> int | None:
-        """Where the epoch with the least validation loss is, or training loss."""
-        values = self._values.get(f"{VALIDATION}loss") or self._values.get("loss", [])
-        finite = [
-            (v, i) for i, v in enumerate(values) if v is not None and math.isfinite(v)
-        ]
-        return min(finite)[1] if finite else None

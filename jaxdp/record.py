@@ -17,29 +17,29 @@ from .distributed import Processes
 from .history import History
 from .step import Metrics
 
-Kind = Literal["step", "val", "epoch", "fit"]
-"""What values are of: a step, a validation, an epoch, or a whole fit."""
+RowKind = Literal["step", "val", "epoch", "fit"]
+"""What logged values describe: a step, a validation, an epoch, or a complete fit."""
 Number = int | float
 
 _RESERVED: Final = ("epoch", "step")
 
 
-class Row(NamedTuple):
-    """What sinks write: values, and where in the run they are from."""
+class LogRow(NamedTuple):
+    """Logged values, and where in the run they are from."""
 
-    kind: Kind
+    kind: RowKind
     epoch: int
     """Counted from 0."""
     step: int
-    """Optimizer steps done."""
+    """Completed optimizer steps."""
     values: Mapping[str, Any]
     batch_idx: int | None = None
-    """Which step of the epoch it is, of a step."""
+    """The index of a step within its epoch."""
     validation: Mapping[str, Any] | None = None
-    """What the validation at its end has logged, of an epoch that had one there."""
+    """The values of the validation at the end of an epoch, if there was one."""
 
     def numbers(self) -> dict[str, Number]:
-        """Its single numbers, by the names of their columns."""
+        """Returns the scalar values by column name; waits for a step of the device."""
         if self.kind == "step":
             return scalars(self.values)
         prefix = EPOCH if self.kind == "epoch" else ""
@@ -50,55 +50,61 @@ class Row(NamedTuple):
         return {**numbers, **(self.validation or {})}
 
 
-OnRow = Callable[[Row], None]
+OnRow = Callable[[LogRow], None]
 
 
 class Sink(Protocol):
-    """What a record writes its rows to, during a fit."""
+    """An object that the record writes rows to during a fit."""
 
-    def write(self, row: Row) -> None:
-        """Writes one row. Those of steps come some steps late."""
+    def write(self, row: LogRow) -> None:
+        """Writes one row. Rows of steps come some steps late."""
 
     def rewind(self, step: int) -> None:
-        """Takes back what a resumed run, of which so many steps are done, writes
-        again. Called once, before the first row."""
+        """Removes rows after a step, which a resumed run writes again. Called once."""
 
     def flush(self) -> None:
-        """Called before a checkpoint: all that was written must be there."""
+        """Makes all rows so far durable; called before a checkpoint."""
 
     def close(self) -> None:
         """Called after the last row of a fit."""
 
 
-class _Place(NamedTuple):
-    """Where `log` puts values at a moment."""
+class _Reader(NamedTuple):
+    """A function that gets the rows of some kinds; of steps, each `every`-th."""
+
+    read: OnRow
+    kinds: tuple[RowKind, ...]
+    every: int = 1
+    sink: Sink | None = None
+
+
+class _LogTarget(NamedTuple):
+    """Where `log` puts values at a moment, and the names that are taken there."""
 
     names: Mapping[str, Any]
-    """What is there already."""
     values: dict[str, Any]
-    logged: dict[str, float] | None = None
-    """What was logged alone; None for that of the present epoch."""
+    epoch_values: dict[str, float] | None = None  # None: of the present epoch
 
 
 class Record:
-    """What a run logs: takes values of steps, validations, epochs and fits, and hands
-    them to sinks, to the history, and to whoever asks for the latest.
+    """What a run logs: takes values of steps, validations, epochs and fits, and sends
+    them as rows to one list of readers.
 
-    The values of a step are lazy. They are read here alone, when so many later steps
-    were handed to the device that it is surely done with them: nothing waits.
+    The values of a step are lazy. They wait in one queue, and are read when so many
+    later steps were dispatched that the device is surely done with them: nothing waits.
 
     Args:
-        run_id: tells this run, resumed or not, from others.
-        processes: all of them.
-        progress: knows how many steps and epochs are done.
-        accumulate: batches of a step.
+        run_id: identifies this run across resumes.
+        processes: the processes that train together.
+        progress: counts completed steps and epochs.
+        accumulate: micro-batches per step.
 
     Attributes:
-        run_id: as given, or of the checkpoint that the run goes on from.
+        run_id: as passed, or that of the checkpoint that the run resumed from.
         history: the means of all epochs.
-        names: what steps and validations log; known once the program of a step is.
+        names: the values that steps and validations log; known once a step is compiled.
         names_are_all: whether validations log nothing else; a `PassMetric` may.
-        limits: of the fit, such as `min_epochs`; None in a loop of the caller's.
+        limits: those of the fit, such as `min_epochs`; None in a loop of the caller.
         stopwatch: measures the phases of the fit, if a callback has asked for it.
     """
 
@@ -114,32 +120,26 @@ class Record:
         self._processes, self._progress = processes, progress
         self._accumulate = accumulate
 
-        # Who gets rows: of steps those whose number is divisible, of validations and
-        # epochs all.
-        self._readers: dict[OnRow, int] = {}
-        self._of_means: list[OnRow] = []
-        self._sinks: list[Sink] = []
+        self._readers: list[_Reader] = []
         self._rewound_to: int | None = None
 
-        # Steps that the device may not be done with, by the step at which it is; the
-        # latest values of all others, as numbers or as the metrics that have them; and
-        # a validation that the row of its epoch may yet take up.
-        self._waiting: collections.deque[tuple[int, Row]] = collections.deque()
+        # Steps that the device may not be done with, each with the step at which it is;
+        # the latest values of all others, as numbers or as the metrics that have them.
+        self._queue: collections.deque[tuple[int, LogRow]] = collections.deque()
         self._known: dict[str, Any] = {}
-        self._newest: Any = None  # `Metrics` of a step, which is newer
-        self._validation: Row | None = None
+        self._newest: Any = None  # `Metrics` of a step, newer than `_known`
 
-        # None where there are no hooks; what is logged before the row of a step; and
-        # the names of all that hooks have logged.
-        self._place: _Place | None = None
-        self._before_a_row: dict[str, float] = {}
-        self._own: set[str] = set()
+        # None outside of hooks; then what is logged before the row of a step exists;
+        # and the names of all that hooks have logged.
+        self._target: _LogTarget | None = None
+        self._before_row: dict[str, float] = {}
+        self._logged_names: set[str] = set()
 
     # Where the run is.
 
     @property
     def batch_idx(self) -> int:
-        """Optimizer steps done of the present epoch: the number of the next one."""
+        """Optimizer steps done in the present epoch: the index of the next one."""
         return -(-self._progress.done // self._accumulate)
 
     @property
@@ -154,8 +154,8 @@ class Record:
 
     @property
     def steps_of_epoch(self) -> int | None:
-        """Steps that the fit takes of the present epoch, None if not known: fewer than
-        of others where `max_steps` comes before its end."""
+        """Steps that the fit takes in the present epoch, None if unknown: fewer than
+        in others where `max_steps` comes before its end."""
         limits = self.limits
         if limits is None or limits.max_steps is None:
             return limits and limits.steps_per_epoch
@@ -164,47 +164,58 @@ class Record:
 
     @property
     def is_at_epoch_end(self) -> bool:
-        """Whether all steps that the fit takes of the epoch are done, and what ends it
-        is still to come: validation, history, `on_train_epoch_end`."""
-        at, total = self._progress, self.steps_of_epoch
+        """Whether all steps that the fit takes in the epoch are done, and its end is
+        still to come: validation, history, `on_train_epoch_end`."""
+        progress, total = self._progress, self.steps_of_epoch
         is_over = total is not None and 0 < total <= self.batch_idx
-        return (is_over or at.done == at.end) and not at.epoch_ended
+        return (is_over or progress.done == progress.end) and not progress.epoch_ended
 
-    # What comes in.
+    # Values that come in.
 
-    def put(self, kind: Kind, values: Mapping[str, float]) -> None:
-        """Takes values of all but a step by name."""
+    def put(
+        self, kind: RowKind, values: Mapping[str, float], *, ends_epoch: bool = False
+    ) -> None:
+        """Adds values of a validation, an epoch or a fit.
+
+        A validation that `ends_epoch` is written with the row of its epoch, and any
+        other has a row of its own.
+        """
         if kind == "fit":
-            assert self._place is not None  # in a hook at the end of a fit
-            self._place.values.update(values)
+            assert self._target is not None  # in a hook at the end of a fit
+            self._target.values.update(values)
         else:
-            self.read_rest()  # the device is done with them
-        self._known_values().update(values)
+            self.read_queue()  # the device is done with these steps
+        self._latest_values().update(values)
+        progress = self._progress
         if kind == "val":
-            self._write_validation()
-            self._validation = self._here(kind, dict(values))
-            self._hand_out(self._validation, self._of_means)
+            row = self._make_row(kind, dict(values))
+            is_joined = ends_epoch or self.is_at_epoch_end
+            self._send(row, [r for r in self._readers if not (r.sink and is_joined)])
         elif kind == "epoch":
-            self._write_epoch(values)
+            validation = progress.val_metrics
+            own = {n: v for n, v in values.items() if n not in validation}
+            has_validation = validation and progress.validated_at == progress.done
+            row = self._make_row(kind, own)
+            self._send(row._replace(validation=validation if has_validation else None))
 
     def put_step(self, metrics: Metrics, batch_idx: int) -> None:
-        """Takes the lazy values of a step, of which hooks are from now on."""
-        step, waiting = self._progress.global_step, self._waiting
-        self._place = _Place(metrics, metrics.added)
-        if self._before_a_row:
-            metrics.add(self._before_a_row)
-            self._before_a_row = {}
-        while waiting and waiting[0][0] <= step:
-            row = waiting.popleft()[1]
+        """Adds the lazy values of a step, which hooks belong to from now on."""
+        step, queue = self._progress.global_step, self._queue
+        self._target = _LogTarget(metrics, metrics.added)
+        if self._before_row:
+            metrics.add(self._before_row)
+            self._before_row = {}
+        while queue and queue[0][0] <= step:
+            row = queue.popleft()[1]
             self._newest = row.values
             if self._readers:
-                self._read(row)
-        row = Row("step", self._progress.epoch, step, metrics, batch_idx)
-        waiting.append((step + metrics.steps_in_flight, row))
+                self._send(row)
+        row = LogRow("step", self._progress.epoch, step, metrics, batch_idx)
+        queue.append((step + metrics.steps_in_flight, row))
 
-    def before_step(self) -> None:
-        """From now on hooks are those before a step."""
-        self._place = _Place(self._before_a_row, self._before_a_row)
+    def begin_step(self) -> None:
+        """From now on hooks belong to a step that is still to come."""
+        self._target = _LogTarget(self._before_row, self._before_row)
 
     def log(self, name: str, value: Any) -> None:
         """`Trainer.log`.
@@ -213,82 +224,79 @@ class Record:
         an epoch or a fit to these, and from all others to the row of the step and to
         the epoch, which has the last one of each name.
         """
-        if self._place is None:
+        if self._target is None:
             raise RuntimeError(f"`log({name!r})`: call it in a hook of a callback.")
         if not isinstance(name, str):
             raise TypeError(f"`log`: `name` must be a str; got {name!r}.")
-        names, values, logged = self._place
+        names, values, epoch_values = self._target
         is_taken = name in (*_RESERVED, *self.names) or name in (*names,)
-        if is_taken and name not in self._own:
+        if is_taken and name not in self._logged_names:
             raise ValueError(
                 f"`log`: the name {name!r} is taken by a value that is logged anyway;"
                 " use another one."
             )
-        number = self._processes.first(f"log({name!r})", lambda: _one(name, value))
-        self._own.add(name)
-        values[name] = self._known_values()[name] = number
-        logged = self._progress.logged if logged is None else logged
-        logged[name] = number
+        number = self._processes.first(f"log({name!r})", lambda: _as_float(name, value))
+        self._logged_names.add(name)
+        values[name] = self._latest_values()[name] = number
+        (self._progress.logged if epoch_values is None else epoch_values)[name] = number
 
     @contextlib.contextmanager
-    def into(self, values: dict[str, float]) -> Iterator[dict[str, float]]:
+    def redirect_logs(self, values: dict[str, float]) -> Iterator[dict[str, float]]:
         """Has hooks log into `values`, and alone into the dict that this yields."""
-        outer, logged = self._place, dict[str, float]()
-        self._known_values().update(values)
-        self._place = _Place(values, values, logged)
+        outer, logged = self._target, dict[str, float]()
+        self._latest_values().update(values)
+        self._target = _LogTarget(values, values, logged)
         try:
             yield logged
         finally:
-            self._place = outer
-            if outer is not None and outer.logged is None:
-                self.before_step()  # the row of the last one is written
+            self._target = outer
+            if outer is not None and outer.epoch_values is None:
+                self.begin_step()  # the row of the last one is written
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
-        """Around a fit, or a loop of the caller's: what hooks log is of its steps."""
-        was_open = self._place is not None
-        outer = self._readers, self._of_means, self._sinks
-        self._readers, self._of_means, self._sinks = {}, [], []
-        self.stopwatch = NO_STOPWATCH
-        self.before_step()
+        """Collects the readers of a fit, or of a loop of the caller, until it ends."""
+        was_open, outer = self._target is not None, self._readers
+        self._readers, self.stopwatch = [], NO_STOPWATCH
+        self.begin_step()
         try:
             yield
         finally:
-            self._place = None
+            self._target = None
             if was_open:  # else a save may yet read the last steps
-                self._readers, self._of_means, self._sinks = outer
-                self.before_step()
+                self._readers = outer
+                self.begin_step()
 
     @contextlib.contextmanager
-    def ending(self) -> Iterator[None]:
-        """Around the last hooks of a fit; then its last row is written, and all closed.
+    def write_last_row(self) -> Iterator[None]:
+        """Takes what the last hooks of a fit log, writes it, and closes all sinks.
 
-        What they log is in the history's last epoch, too.
+        The values are added to the last epoch of the history, too.
         """
         values: dict[str, float] = {}
         try:
-            with self.into(values) as logged:
+            with self.redirect_logs(values) as logged:
                 yield
             if logged and self.history.epochs:
                 self.history.append(self.history.epochs[-1], logged)
         finally:
             self._close(values)
 
-    # Who gets it.
+    # Readers.
 
     def latest(self, name: str) -> float | None:
-        """The newest value of `name` that is known without a wait; None before any."""
-        value = self._known_values().get(name)
+        """Returns the newest value of `name` known without a wait; None before any."""
+        value = self._latest_values().get(name)
         if isinstance(value, Metrics):
             value = value[name]
         return None if value is None else float(value)
 
     def last_values(self) -> dict[str, float]:
-        """The last value of each name; waits for the device."""
-        values = dict(self._known_values())
-        for _, row in self._waiting:
+        """Returns the last value of each name; waits for the device."""
+        values = dict(self._latest_values())
+        for _, row in self._queue:
             values |= dict.fromkeys(row.values, row.values)
-        values |= self._before_a_row
+        values |= self._before_row
         # waits for the device
         numbers = {
             name: np.asarray(value[name] if isinstance(value, Metrics) else value)
@@ -300,20 +308,20 @@ class Record:
         """Has all rows of the fit written to `sink`; of steps, each `every`-th."""
         if self._rewound_to is not None:
             sink.rewind(self._rewound_to)
-        self._sinks.append(sink)
-        self._readers[sink.write] = every
+        kinds = "step", "val", "epoch", "fit"
+        self._readers.append(_Reader(sink.write, kinds, every, sink))
 
     def read_steps(self, function: OnRow) -> None:
         """Has `function` called with the row of each step, once it can be read; for
         `Callback.setup`."""
-        self._readers[function] = 1
+        self._readers.append(_Reader(function, ("step",)))
 
     def read_means(self, function: OnRow) -> None:
         """Has `function` called with the row of each validation of a fit and of each
-        epoch, which has no value twice; for `Callback.setup`."""
+        epoch; for `Callback.setup`."""
         # Not before `validate` or `predict`, which have no such rows.
-        if self._place is not None:
-            self._of_means.append(function)
+        if self._target is not None:
+            self._readers.append(_Reader(function, ("val", "epoch")))
 
     def measure_phases(self) -> Stopwatch:
         """Has the fit that begins measured, phase by phase; for `Callback.setup`."""
@@ -321,23 +329,17 @@ class Record:
             self.stopwatch = Stopwatch()
         return self.stopwatch
 
-    def read_rest(self) -> None:
-        """Hands out the rows of all steps so far; waits for the device if there is
-        somebody to read them."""
-        rest = [functools.partial(self._read, row) for _, row in self._waiting]
-        if self._waiting:
-            self._newest = self._waiting[-1][1].values
-        self._waiting.clear()  # the device may be what fails
-        _try_all(rest)
+    def read_queue(self) -> None:
+        """Sends the rows of all steps so far; waits for the device if there is a
+        reader for them."""
+        rest = [functools.partial(self._send, row) for _, row in self._queue]
+        if self._queue:
+            self._newest = self._queue[-1][1].values
+        self._queue.clear()  # the device may be what fails
+        _call_all(rest)
 
-    def _read(self, row: Row) -> None:
-        """Hands out the row of a step that the device is done with."""
-        due = [read for read, every in self._readers.items() if row.step % every == 0]
-        if due:
-            self._hand_out(row, due)
-
-    def _known_values(self) -> dict[str, Any]:
-        """The last value of each name, or the step that has it."""
+    def _latest_values(self) -> dict[str, Any]:
+        """Returns the last value of each name, or the step that has it."""
         if self._newest is not None:
             step, self._newest = self._newest, None
             # What hooks have logged is known since then, and may be newer there.
@@ -345,92 +347,76 @@ class Record:
             self._known |= dict.fromkeys(names, step)
         return self._known
 
-    def _hand_out(self, row: Row, readers: Iterable[OnRow]) -> None:
-        """Gives a row to all, also where one of them fails."""
-        hand_out = self.stopwatch.time_function("callbacks", _try_all)
-        hand_out(readers, row, of_callbacks=True)
+    def _send(self, row: LogRow, readers: Iterable[_Reader] | None = None) -> None:
+        """Sends a row to the readers of its kind, also where one of them fails."""
+        reads = [
+            reader.read
+            for reader in (self._readers if readers is None else readers)
+            if row.kind in reader.kinds
+            and (row.kind != "step" or row.step % reader.every == 0)
+        ]
+        if reads:
+            send = self.stopwatch.function("callbacks", _call_all)
+            send(reads, row, of_callbacks=True)
 
-    def _write(self, row: Row) -> None:
-        if self._sinks:
-            self._hand_out(row, [sink.write for sink in self._sinks])
-
-    def _write_validation(self) -> None:
-        """Writes a validation in the middle of an epoch, which no epoch's row has."""
-        row, self._validation = self._validation, None
-        if row is not None:
-            self._write(row)
-
-    def _write_epoch(self, values: Mapping[str, float]) -> None:
-        earlier, validation = self._progress.val_metrics, self._validation
-        row = self._here("epoch", {n: v for n, v in values.items() if n not in earlier})
-        self._hand_out(row, self._of_means)
-        if validation is not None and validation.step == row.step:
-            self._validation = None
-            row = row._replace(validation=validation.values)
-        self._write_validation()
-        self._write(row)
+    def _sinks(self) -> list[Sink]:
+        return [reader.sink for reader in self._readers if reader.sink is not None]
 
     def _close(self, values: dict[str, float]) -> None:
-        row = self._here("fit", values)
+        row = self._make_row("fit", values)
         # At an epoch's end the next one is the present one, which has not begun.
         is_new = self._progress.done == 0
         row = row._replace(epoch=max(0, row.epoch - is_new))
-        last = [functools.partial(self._write, row)] if values else []
-        closes = [sink.close for sink in self._sinks]
-        closing = functools.partial(_try_all, closes, of_callbacks=True)
-        # What reads steps alone has read all, unless the fit has failed.
-        writes = [sink.write for sink in self._sinks]
-        self._readers = {r: n for r, n in self._readers.items() if r in writes}
+        # The others have read all, unless the fit has failed.
+        self._readers = [reader for reader in self._readers if reader.sink]
+        last = [functools.partial(self._send, row)] if values else []
+        closes = [sink.close for sink in self._sinks()]
+        closing = functools.partial(_call_all, closes, of_callbacks=True)
         try:
-            _try_all([self.read_rest, self._write_validation, *last, closing])
+            _call_all([self.read_queue, *last, closing])
         finally:
-            if self._sinks:
+            if self._readers:
                 self._rewound_to = None
-            self._readers, self._of_means, self._sinks = {}, [], []
+            self._readers = []
 
-    def _here(self, kind: Kind, values: Mapping[str, Any]) -> Row:
-        return Row(kind, self._progress.epoch, self._progress.global_step, values)
+    def _make_row(self, kind: RowKind, values: Mapping[str, Any]) -> LogRow:
+        return LogRow(kind, self._progress.epoch, self._progress.global_step, values)
 
-    # What a checkpoint has of it.
+    # Checkpoints.
 
-    def settle(self) -> None:
-        """Before a checkpoint: all rows but a last validation's are written."""
-        flushes = [sink.flush for sink in self._sinks]
-        flushing = functools.partial(_try_all, flushes, of_callbacks=True)
+    def flush(self) -> None:
+        """Writes all rows so far, before a checkpoint."""
+        flushes = [sink.flush for sink in self._sinks()]
+        flushing = functools.partial(_call_all, flushes, of_callbacks=True)
         try:
-            _try_all([self.read_rest, flushing])
+            _call_all([self.read_queue, flushing])
         except OSError as error:  # a full disk of logs costs no checkpoint
             warn(f"{error}. These rows are missing.")
 
-    def state_dict(self) -> dict[str, Any]:
-        """What is not written yet; JSON."""
-        row = self._validation
-        return {"validation": row and [row.epoch, row.step, dict(row.values)]}
-
-    def rewind(self, meta: Mapping[str, Any]) -> None:
-        """Goes on from a checkpoint; sinks follow as soon as they are open."""
-        self.run_id, self._rewound_to = meta["run_id"], meta["global_step"]
-        self._waiting.clear()
+    def rewind(self, run_id: str, step: int) -> None:
+        """Continues from a checkpoint of `step`; sinks follow when they are added."""
+        self.run_id, self._rewound_to = run_id, step
+        self._queue.clear()
         self._known, self._newest = {}, None
-        validation = (meta.get("record") or {}).get("validation")
-        self._validation = validation and Row("val", *validation)
 
 
 def scalars(metrics: Mapping[str, Any]) -> dict[str, Number]:
-    """The single numbers in a step's metrics. Waits for that step."""
+    """Returns the scalars among the metrics of a step; waits for that step."""
     # waits for the device
     values = {name: np.asarray(metrics[name]) for name in metrics}
-    return {name: _number(value) for name, value in values.items() if value.ndim == 0}
+    return {
+        name: _as_python(value) for name, value in values.items() if value.ndim == 0
+    }
 
 
-def _number(value: np.ndarray) -> Number:
+def _as_python(value: np.ndarray) -> Number:
     if value.dtype.kind in "iub":
         return int(value)
     # Through text, so that a float32 0.1 is 0.1 and not 0.10000000149011612.
     return float(str(value)) if value.dtype.kind == "f" else float(value)
 
 
-def _one(name: str, value: Any) -> float:
+def _as_float(name: str, value: Any) -> float:
     number = as_number(value)
     if number is None:
         raise TypeError(
@@ -440,15 +426,15 @@ def _one(name: str, value: Any) -> float:
     return number
 
 
-def _try_all(
-    functions: Iterable[Callable[..., None]], *given: Any, of_callbacks: bool = False
+def _call_all(
+    functions: Iterable[Callable[..., None]], *args: Any, of_callbacks: bool = False
 ) -> None:
-    """Calls all of them, and then raises what the first one that failed has raised; of
-    callbacks, with a note that says whose it was."""
+    """Calls all functions, then raises the first exception that one of them raised,
+    with a note that names the callback if they are `of_callbacks`."""
     wrong = None
     for function in functions:
         try:
-            function(*given)
+            function(*args)
         except BaseException as error:
             if of_callbacks:
                 note_callback(error, function)

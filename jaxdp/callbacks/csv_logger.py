@@ -9,8 +9,8 @@ from typing import Any
 
 from ..basics.arguments import checks_arguments
 from ..basics.columns import Table
-from ..basics.files import read_json, write_text_atomically
-from ..record import Number, Row
+from ..basics.files import read_json, write_whole
+from ..record import LogRow, Number
 from .base import Trainer
 from .logger import Logger, check_no_folder
 from .run_facts import Facts
@@ -75,8 +75,8 @@ class CSVLogger(Logger):
         self._table = Table(self.path)
         # What is known to come, so that the table is seldom written anew.
         names = dict.fromkeys(trainer.record.names)
-        of_epochs = Row("epoch", 0, 0, names).numbers()
-        self._table.add_columns(["epoch", "step", *names, *of_epochs])
+        of_epochs = LogRow("epoch", 0, 0, names).numbers()
+        self._table.widen(["epoch", "step", *names, *of_epochs])
 
     def rewind(self, step: int) -> None:
         rows = self._table.read_rows()

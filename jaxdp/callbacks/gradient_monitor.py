@@ -11,7 +11,7 @@ from jaxtyping import Array, PyTree
 from ..basics.arguments import check_count, checks_arguments
 from ..basics.console import join_some, warn
 from ..basics.tree import leaf_path
-from ..record import Row
+from ..record import LogRow
 from ..strategies.base import adds_state
 from .base import Callback, Trainer
 
@@ -115,7 +115,7 @@ class GradientMonitor(Callback):
             values["update_ratio" + suffix] = _Later(lambda at=leaves: ratio(at))
         return values
 
-    def _check(self, row: Row) -> None:
+    def _check(self, row: LogRow) -> None:
         if self._checked >= self.check_steps:
             return
         alive = np.array(row.values[_ALIVE])  # waits for the device

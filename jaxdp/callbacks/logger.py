@@ -9,8 +9,8 @@ from typing import Any
 
 from ..basics.arguments import check_is_local, checks_arguments
 from ..basics.console import warn
-from ..basics.files import add_path_to_errors, expand_path
-from ..record import Number, Row
+from ..basics.files import absolute, naming
+from ..record import LogRow, Number
 from .base import Callback, Trainer
 from .monitor import announce
 from .run_facts import Facts, run_facts
@@ -92,7 +92,7 @@ class Logger(Callback):
             trainer.record.add(self, every=trainer.log_every_n_steps)
             self.log_run(facts)
 
-    def write(self, row: Row) -> None:
+    def write(self, row: LogRow) -> None:
         """Logs a row of the record."""
         with add_path_to_errors(self._folder(self._trainer), type(self).__name__):
             self.log(row.epoch, row.step, row.numbers())

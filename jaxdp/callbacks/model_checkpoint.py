@@ -19,7 +19,7 @@ from ..basics.files import expand_path
 from ..checkpoint import CheckpointDir, check_name
 from ..distributed import Pulse, is_stop
 from ..history import rank
-from ..record import Row
+from ..record import LogRow
 from .base import Trainer
 from .monitor import MeansReader, announce, check_monitor, checked_mode
 from .states import saved_state
@@ -225,7 +225,7 @@ class ModelCheckpoint(MeansReader):
             if self._clock.beat(is_over or None):
                 self._is_due = True
 
-    def look(self, trainer: Trainer, row: Row) -> None:
+    def look(self, trainer: Trainer, row: LogRow) -> None:
         """Takes the value of the monitor for the present weights, which are now due."""
         is_end = row.kind == "epoch"
         if is_end and self.monitor is not None:

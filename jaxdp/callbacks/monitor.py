@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..basics.arguments import check_choice, check_count, check_number, checks_arguments
-from ..basics.columns import infer_mode, resolve_mode
-from ..basics.console import log_info, log_info_once, warn
-from ..record import Row
+from ..basics.columns import best_mode, mode_of_name
+from ..basics.console import say, say_once, warn
+from ..record import LogRow
 from .base import Callback, Trainer
 
 
 def check_monitor(
-    trainer: Trainer, callback: Callback, monitor: str, row: Row | None = None
+    trainer: Trainer, callback: Callback, monitor: str, row: LogRow | None = None
 ) -> None:
     """Raises if a fit that starts will have no value of the name `monitor`, or, given
     the `row` of an epoch that ends, if that should have had one."""
@@ -92,7 +92,7 @@ class MeansReader(Callback):
 
     _awaited = ""  # the kind of the row that comes next
 
-    def look(self, trainer: Trainer, row: Row) -> None:
+    def look(self, trainer: Trainer, row: LogRow) -> None:
         """Acts on the values of a validation or an epoch, in a subclass."""
         raise NotImplementedError
 
@@ -106,7 +106,7 @@ class MeansReader(Callback):
     def on_train_epoch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         self._awaited = "epoch"
 
-    def _look_if_awaited(self, trainer: Trainer, row: Row) -> None:
+    def _look_if_awaited(self, trainer: Trainer, row: LogRow) -> None:
         if row.kind == self._awaited:
             self._awaited = ""
             self.look(trainer, row)
@@ -159,7 +159,7 @@ class MetricCheck(MeansReader):
                 " one, or leave the callback out."
             )
 
-    def look(self, trainer: Trainer, row: Row) -> None:
+    def look(self, trainer: Trainer, row: LogRow) -> None:
         if row.kind == "epoch":
             check_monitor(trainer, self, self.monitor, row)
         if self.monitor in row.values:

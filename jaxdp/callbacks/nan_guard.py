@@ -12,7 +12,7 @@ from ..basics.arguments import check_count, checks_arguments
 from ..basics.console import join_some, warn
 from ..basics.tree import leaf_path
 from ..engine import StepOptions
-from ..record import Row
+from ..record import LogRow
 from .base import Callback, Trainer
 
 _FLAGS = "nonfinite_gradients"
@@ -83,7 +83,7 @@ class NanGuard(Callback):
         self.skipped_steps = list(state["skipped_steps"])
         self._in_a_row = state.get("in_a_row", 0)
 
-    def _check(self, row: Row) -> None:
+    def _check(self, row: LogRow) -> None:
         if self._failed:
             return
         trainer, metrics = self._trainer, row.values

@@ -1,5 +1,7 @@
-"""Where a fit is, how fast it goes and when it will be done."""
+"""Shows how far a fit is, how fast it runs and when it will end."""
 
+import contextlib
+import dataclasses
 import functools
 import os
 import sys
@@ -9,22 +11,20 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from ..basics.arguments import check_number, checks_arguments
-from ..basics.console import SafeStream, open_bar
-from ..basics.units import format_number, format_seconds
-from ..record import Row
+from ..basics.console import Outlet, open_bar
+from ..basics.units import in_seconds, in_words
+from ..record import LogRow
 from .base import Callback, Trainer
 from .monitor import in_notebook, is_fitting
 
-# With and without a known total, on a terminal and in a file.
-_BARS: Final = (
-    "{desc} {n_fmt} batches{metrics} [{elapsed}{rates}]",
-    "{desc} |{bar}| {n_fmt}/{total_fmt}{metrics} [{elapsed}<{remaining}{rates}]",
-)
-_LINES: Final = (
-    "{desc}: {n_fmt} batches{metrics}{rates}",
-    "{desc}: {n_fmt}/{total_fmt} batches ({percentage:.0f}%){metrics}, {remaining} left"
-    "{rates}",
-)
+# In a file and on a terminal, without and with a known total.
+_FORMATS: Final = {
+    (False, False): "{desc}: {n_fmt} batches%s%s",
+    (False, True): "{desc}: {n_fmt}/{total_fmt} batches ({percentage:.0f}%%)%s,"
+    " {remaining} left%s",
+    (True, False): "{desc} {n_fmt} batches%s [{elapsed}%s]",
+    (True, True): "{desc} |{bar}| {n_fmt}/{total_fmt}%s [{elapsed}<{remaining}%s]",
+}
 
 
 class ProgressBar(Callback):
@@ -60,157 +60,146 @@ class ProgressBar(Callback):
         self.refresh_per_second = refresh_per_second
         self.every_n_seconds = every_n_seconds
         self.file = file
-        self._out: SafeStream | None = None  # in the process that shows anything
-        self._train: Any = None  # bars of passes that run now
-        self._validation: Any = None
-        self._began = self._validated_for = 0.0
+        self._out: Outlet | None = None  # in the process that shows anything
+        self._is_live = False
+        self._train: _Pass | None = None  # the pass over an epoch
+        self._validation: _Pass | None = None
+        self._validation_seconds = 0.0
 
     def setup(self, trainer: Trainer) -> None:
         # Notebooks show stderr on red ground, as if something had failed.
         file = self.file or (sys.stdout if in_notebook() else sys.stderr)
-        self._out = SafeStream(file) if trainer.is_global_zero else None
+        self._out = out = Outlet(file) if trainer.is_global_zero else None
+        self._is_live = in_notebook() or out is not None and _can_draw_on(out)
         trainer.record.read_means(functools.partial(self._end_epoch, trainer))
 
     def on_train_epoch_start(self, trainer: Trainer) -> None:
-        self._began, self._validated_for = time.perf_counter(), 0.0
+        self._validation_seconds = 0.0
         last = "" if trainer.max_epochs is None else f"/{trainer.max_epochs - 1}"
         name = f"epoch {trainer.current_epoch}{last}"
         total, done = trainer.record.steps_of_epoch, trainer.record.batch_idx
-        facts = functools.partial(_facts, trainer)
-        self._train = self._open(name, total, done, facts)
+        self._train = self._begin(name, total, done, trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, metrics: Mapping[str, Any], batch_idx: int
     ) -> None:
         if self._train is not None:
-            self._train.update(batch_idx + 1 - self._train.n)
+            self._train.show(batch_idx + 1)
 
     def on_validation_start(self, trainer: Trainer) -> None:
-        self._validation_began = time.perf_counter()
+        self._validation_seconds -= time.perf_counter()
         total = trainer.record.limits.val_batches if is_fitting(trainer) else None
-        self._validation = self._open("validating", total)
+        self._validation = self._begin("validating", total)
 
     def on_validation_batch_end(self, trainer: Trainer, batch_idx: int) -> None:
         if self._validation is not None:
-            self._validation.update()
+            self._validation.show(batch_idx + 1)
 
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        self._validated_for += time.perf_counter() - self._validation_began
+        self._validation_seconds += time.perf_counter()
         if self._validation is not None:
             self._validation.close()
             self._validation = None
 
     def teardown(self, trainer: Trainer) -> None:
-        self._close()
+        for shown in filter(None, (self._validation, self._train)):
+            shown.close()
+        self._train = self._validation = None
 
-    def _end_epoch(self, trainer: Trainer, row: Row) -> None:
-        if row.kind != "epoch" or self._train is None:
+    def _begin(
+        self, name: str, total: int | None, done: int = 0, trainer: Any = None
+    ) -> "_Pass | None":
+        is_live, every = self._is_live, self.every_n_seconds
+        interval = 1 / self.refresh_per_second if is_live else every
+        out = self._out
+        return out and _Pass(out, is_live, interval, name, total, done, trainer)
+
+    def _end_epoch(self, trainer: Trainer, row: LogRow) -> None:
+        if row.kind != "epoch" or (epoch := self._train) is None:
             return
-        bar, took = self._train, time.perf_counter() - self._began
+        self.teardown(trainer)
+        seconds = time.perf_counter() - epoch.start
         means = {**row.values, **trainer.record.validation}
         facts = [f"{n} {mean:.4g}" for n, mean in means.items() if not n.endswith("]")]
-        rate = (bar.n - bar.initial) / max(took - self._validated_for, 1e-9)
-        facts += [format_seconds(took), *_rates(trainer, bar.n, rate)]
-        self._close()
-        bar.write(f"{bar.desc}: {', '.join(facts)}", file=self._out)
-        bar.fp.flush()
+        rates = epoch.rates(max(seconds - self._validation_seconds, 1e-9))
+        text = ", ".join([*facts, in_seconds(seconds), *rates])
+        _bar_class().write(f"{epoch.name}: {text}", file=epoch.out)
+        epoch.out.flush()
 
-    def _open(
-        self, name: str, total: int | None, done: int = 0, facts: Any = None
-    ) -> Any:
-        """A bar for a pass, or None where nothing is shown."""
-        if self._out is None:
-            return None
-        is_live = in_notebook() or self._out.isatty() and _width(self._out) != 0
-        interval = 1 / self.refresh_per_second if is_live else self.every_n_seconds
-        return open_bar(
-            _bar_type(),
-            facts,
-            is_live,
-            total=total,
-            desc=name,
-            file=self._out,
-            leave=False,
-            position=0,  # One line for all: they are never drawn by turns.
-            dynamic_ncols=True,
-            initial=done,
-            mininterval=interval,
-            miniters=1,
-            delay=interval,  # Short passes are over before.
-            bar_format=(_BARS if is_live else _LINES)[total is not None],
-        )
 
-    def _close(self) -> None:
-        for bar in (self._validation, self._train):
-            if bar is not None:
-                bar.close()
-        self._train = self._validation = None
+@dataclasses.dataclass
+class _Pass:
+    """A pass over a loader, shown as a bar or as lines, once per interval."""
+
+    out: Outlet
+    is_live: bool
+    interval: float
+    name: str
+    total: int | None
+    done: int
+    """The batches that an earlier fit has done of it."""
+    trainer: Any
+    """Whose loss and speed are shown, or None."""
+
+    def __post_init__(self) -> None:
+        self.start, self._n, self._bar = time.perf_counter(), self.done, None
+        self._due = self.start + self.interval  # a short pass ends before
+
+    def show(self, n: int) -> None:
+        """Shows that `n` batches are done, if that is due."""
+        self._n, now = n, time.perf_counter()
+        if now < self._due:
+            return
+        self._due = now + self.interval
+        facts = {"total": self.total, "initial": self.done}
+        facts["bar_format"] = form = self._format(now - self.start)
+        if not self.is_live:
+            about = {"elapsed": now - self.start, "prefix": self.name, **facts}
+            self.out.write(_bar_class().format_meter(n, **about) + "\n")
+            self.out.flush()
+            return
+        if self._bar is None:  # all on one line: they are never drawn by turns
+            facts |= {"desc": self.name, "file": self.out, "delay": 1e-9}
+            facts |= {"leave": False, "position": 0, "dynamic_ncols": True}
+            self._bar = open_bar(_bar_class(), **facts)
+        if (bar := self._bar) is not None:
+            bar.start_t, bar.last_print_t, bar.n = self.start, now, n
+            bar.bar_format = form
+            bar.refresh()
+
+    def rates(self, seconds: float) -> list[str]:
+        """Returns the speed of the steps that took `seconds`, and the notes of other
+        callbacks."""
+        rate, examples = (self._n - self.done) / seconds, self.trainer.record.examples
+        name, value = ("examples", examples / self._n) if examples else ("batches", 1)
+        notes = [callback.bar_note() for callback in self.trainer.callbacks]
+        speed = [f"{in_words(rate * value)} {name}/s"] if rate else []
+        return [*speed, *filter(None, notes)]
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def _format(self, seconds: float) -> str:
+        loss = self.trainer and self.trainer.record.latest("loss")
+        metrics = "" if loss is None else f", loss {loss:.3g}"
+        rates = [f", {text}" for text in self.rates(seconds)] if self.trainer else []
+        texts = metrics, "".join(rates).replace("{", "{{").replace("}", "}}")
+        return _FORMATS[self.is_live, self.total is not None] % texts
 
 
 @functools.cache
-def _bar_type() -> Any:
-    """A tqdm bar, or lines in its place, that asks for its facts whenever it is
-    drawn."""
+def _bar_class() -> Any:
     with warnings.catch_warnings():
         # It warns in a notebook without ipywidgets, where a text bar does as well.
         warnings.simplefilter("ignore")
         from tqdm.auto import tqdm
 
-    class Bar(tqdm):
-        monitor_interval = 0  # no thread
-
-        def __init__(self, facts: Any, is_live: bool, **options: Any):
-            self._facts, self._is_live = facts, is_live
-            super().__init__(**options)
-
-        @property
-        def format_dict(self) -> dict[str, Any]:
-            known = super().format_dict
-            facts = self._facts(known) if self._facts else ("", "")
-            return {**known, **dict(zip(("metrics", "rates"), facts, strict=True))}
-
-        def display(self, msg: str | None = None, *others: Any, **options: Any) -> Any:
-            if self._is_live:
-                return super().display(msg, *others, **options)
-            if msg is None:  # else it is cleared
-                self.fp.write(f"{self}\n")
-                self.fp.flush()
-
-        # Around each message tqdm clears what it has drawn, and draws it again.
-        def clear(self, *others: Any, **options: Any) -> None:
-            if self._is_live:
-                super().clear(*others, **options)
-
-        def refresh(self, nolock: bool = False, lock_args: Any = None) -> Any:
-            if self._is_live or not nolock:
-                return super().refresh(nolock, lock_args)
-
-    return Bar
+    return type("Bar", (tqdm,), {"monitor_interval": 0})  # no thread
 
 
-def _width(out: SafeStream) -> int | None:
-    """The columns of a terminal, 0 where there is nothing to draw on."""
-    if os.environ.get("COLUMNS") == "0":
-        return 0
-    try:
-        return os.get_terminal_size(out.fileno()).columns
-    except (AttributeError, OSError, ValueError):  # it does not tell
-        return None
-
-
-def _facts(trainer: Trainer, bar: Mapping[str, Any]) -> tuple[str, str]:
-    """What the bar of training shows before and behind the time."""
-    loss = trainer.record.latest("loss")
-    steps, seconds = bar["n"] - bar["initial"], bar["elapsed"]
-    rate = bar["rate"] or (steps / seconds if seconds else 0)
-    rates = [f", {text}" for text in _rates(trainer, bar["n"], rate)]
-    return "" if loss is None else f", loss {loss:.3g}", "".join(rates)
-
-
-def _rates(trainer: Trainer, steps: int, rate: float) -> list[str]:
-    """How fast it goes, after so many steps of an epoch, and what other callbacks have
-    to say of it."""
-    examples = rate * trainer.record.examples / max(steps, 1)
-    name, value = ("examples", examples) if examples else ("batches", rate)
-    notes = [callback.bar_note() for callback in trainer.callbacks]
-    return [f"{format_number(value)} {name}/s"] * (value > 0) + [*filter(None, notes)]
+def _can_draw_on(out: Outlet) -> bool:
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # it is unknown
+        if os.get_terminal_size(out.fileno()).columns == 0:
+            return False
+    return out.isatty() and os.environ.get("COLUMNS") != "0"

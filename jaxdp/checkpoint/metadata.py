@@ -43,7 +43,6 @@ _SCHEMA: Final = {
     "validated_at": int,
     "logged": dict | None,  # None: not in checkpoints of 0.2
     "history": dict,
-    "record": dict | None,  # None: in checkpoints of formats 2 and 3 of before
     "callbacks": dict,
     "identities": dict,
     "padded_rows": list,

@@ -103,7 +103,7 @@ class Evaluation:
         With other `weights` than those of the trainer's state, if some are given.
         """
         run, trainer = self._run, self._trainer
-        with run.record.into({}) as logged:
+        with run.record.redirect_logs({}) as logged:
             self._start(trainer)
             # Asked for once: they may be many.
             weights = run.engine.held.weights() if weights is None else weights
@@ -123,7 +123,7 @@ class Evaluation:
             check_names([*metrics, *named])
             metrics |= named
         metrics |= logged
-        with run.record.into(metrics):
+        with run.record.redirect_logs(metrics):
             self._end(trainer, metrics)
         return metrics
 

@@ -113,7 +113,7 @@ class Loop:
                     break
 
                 if self._should_validate_at_end():
-                    self._validate()
+                    self._validate(ends_epoch=True)
                 self._end_epoch()
 
             self._say_time_is_up()
@@ -160,7 +160,7 @@ class Loop:
         names = run.engine.steps["train"].facts.names
         self._record.names = names + evaluation.names_of(self.vals, names)
         self._record.names_are_all = not run.recipe.pass_metrics
-        self._record.read_rest()  # of a loop before; waits for the device
+        self._record.read_queue()  # of a loop before; waits for the device
         self.hooks.on_fit_start(trainer)
         self.limits.start_clock()
 
@@ -234,11 +234,12 @@ class Loop:
         is_due = ends or limits.epoch_is_due(at.epoch)
         return is_due or self._is_done(between_epochs=True)
 
-    def _validate(self) -> None:
+    def _validate(self, *, ends_epoch: bool = False) -> None:
         """A validation within a fit; the epoch's metrics have the last one's."""
         with self._record.stopwatch.measure("validation"):
             self.progress.val_metrics = self._evaluate()
-            self._record.put("val", self.progress.val_metrics)
+            metrics = self.progress.val_metrics
+            self._record.put("val", metrics, ends_epoch=ends_epoch)
         self.progress.validated_at = self.progress.done
 
     def _end_epoch(self) -> None:
@@ -249,7 +250,7 @@ class Loop:
         if not math.isfinite(means["loss"]):
             self._warn_of_nan(means["loss"])
         means |= progress.val_metrics | progress.logged
-        record.read_rest()  # the device is done with them
+        record.read_queue()  # the device is done with them
         record.history.append(progress.epoch, means)  # hooks may look there
 
         if self._epoch_is_over and self.limits.is_short(progress.done):
@@ -257,7 +258,7 @@ class Loop:
         is_finished = self.limits.is_finished(progress.done)
         progress.is_finished = self._epoch_is_over or is_finished
         progress.epoch_ended = True
-        with record.into(metrics := dict(means)) as logged:
+        with record.redirect_logs(metrics := dict(means)) as logged:
             self.hooks.on_train_epoch_end(self.trainer, metrics)
         if logged:
             record.history.append(progress.epoch, logged)
@@ -360,7 +361,7 @@ class Loop:
             with noting(exception):
                 hooks.on_exception(trainer, exception)
             with noting(exception):
-                with self._record.ending():
+                with self._record.write_last_row():
                     hooks.on_fit_end(trainer)
             tell(exception)
             if isinstance(exception, KeyboardInterrupt) and is_stop(exception):
@@ -368,7 +369,7 @@ class Loop:
             if not (isinstance(exception, Preempted) and run.interrupts.returns):
                 raise
         else:
-            with self._record.ending():
+            with self._record.write_last_row():
                 hooks.on_fit_end(trainer)
         finally:
             self.progress.is_finished = False
@@ -469,7 +470,7 @@ def take(
             for number, window in enumerate(dispatch.windows):
                 batch_idx = -(-progress.done // micro_batches)
                 if shows_batches:
-                    record.before_step()
+                    record.begin_step()
                     hooks.on_train_batch_start(trainer, _shown(run, window), batch_idx)
 
                 if number == 0:

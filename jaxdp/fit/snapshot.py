@@ -60,7 +60,7 @@ def start_saving(trainer: "Trainer", path: str | os.PathLike[str]) -> checkpoint
         run.check_is_settled("`save`")
         held = run.checked_engine().held
         state = held.tree
-        run.record.settle()
+        run.record.flush()
         meta = all_but_arrays(trainer)
         with _waiting(run):
             return checkpoint.start_saving(
@@ -99,7 +99,6 @@ def all_but_arrays(trainer: "Trainer") -> dict[str, Any]:
         "run_id": run.record.run_id,
         **run.progress.state_dict(run.share("train")),
         "history": trainer.history.state_dict(),
-        "record": run.record.state_dict(),
         "callbacks": {
             name: _check_json(name, callback.state_dict())
             for name, callback in named(trainer.callbacks)
@@ -153,7 +152,7 @@ def load(trainer: "Trainer", path: str | os.PathLike[str]) -> None:
         run.engine.pad_as({})  # larger batches since then are none of that run's
         run.progress.load_state_dict(meta, run.share("train"))
         trainer.history.load_state_dict(meta["history"])
-        run.record.rewind(meta)
+        run.record.rewind(meta["run_id"], meta["global_step"])
         run.loaded = Loaded(meta["padded_rows"], left_behind)
         _tell_differences(trainer, path, meta)
         if without:
