@@ -101,7 +101,7 @@ class History(Mapping[str, list[float]]):
             KeyError: if no values of members have that name.
         """
         check_choice("mode", mode, ("auto", "min", "max"))
-        mode = best_mode(name, mode)
+        mode = resolve_mode(name, mode)
         last_values = {}
         for member in self._members(name):
             measured = [v for v in self._values[member] if v is not None]

@@ -356,7 +356,7 @@ class Record:
             and (row.kind != "step" or row.step % reader.every == 0)
         ]
         if reads:
-            send = self.stopwatch.function("callbacks", _call_all)
+            send = self.stopwatch.time_function("callbacks", _call_all)
             send(reads, row, of_callbacks=True)
 
     def _sinks(self) -> list[Sink]:

@@ -7,7 +7,7 @@ import numpy as np
 from toys import Recorder
 
 from jaxdp import Callback
-from jaxdp.callbacks.states import named
+from jaxdp.callbacks.state_matching import name_callbacks
 
 
 class Saves(Callback):
@@ -36,7 +36,7 @@ def outcome(trainer):
         "examples": trainer.run.progress.examples,
         "callbacks": {
             name: callback.state_dict()
-            for name, callback in named(trainer.callbacks)
+            for name, callback in name_callbacks(trainer.callbacks)
             if not hasattr(callback, "dirpath")
         },
     }

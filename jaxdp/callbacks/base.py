@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 else:
     Trainer = Any  # which imports this
 
-_OF_FITS: Final = (
+_FIT_HOOKS: Final = (
     "on_fit_start",
     "on_train_epoch_start",
     "on_train_epoch_end",
@@ -24,7 +24,7 @@ _OF_FITS: Final = (
 )
 """Hooks that a loop of `trainer.steps` does not call."""
 
-_LAST_RITES: Final = ("on_exception", "on_fit_end", "teardown")
+_FINAL_HOOKS: Final = ("on_exception", "on_fit_end", "teardown")
 """Hooks that run for every callback, also when that of another one raises."""
 
 
@@ -224,43 +224,43 @@ class Hooks:
 
     def __init__(self, callbacks: Iterable[Callback]):
         self.callbacks = tuple(callbacks)
-        self._in_the_step = tuple(filter(_has_part, self.callbacks))
-        self._there: set[str] = set()
+        self._in_step = tuple(filter(_is_in_step, self.callbacks))
+        self._present: set[str] = set()
         for name in HOOKS:
             ordered: Iterable[Callback] = self.callbacks
             if name == "on_fit_end":
                 ordered = sorted(ordered, key=lambda callback: callback.fit_end_order)
             bound = tuple(getattr(c, name) for c in ordered if overrides(c, name))
-            self._there |= {name} if bound else set()
+            self._present |= {name} if bound else set()
             setattr(self, name, _sequence(name, bound))
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         raise AttributeError(f"there is no hook named {name!r}; hooks are {HOOKS}")
 
-    def renewed(self, callbacks: Iterable[Callback]) -> "Hooks":
+    def with_callbacks(self, callbacks: Iterable[Callback]) -> "Hooks":
         """The hooks of what `trainer.callbacks` is by now.
 
         Raises:
             ValueError: if one was added that has a part in the compiled step.
         """
-        callbacks, known = tuple(callbacks), set(map(id, self._in_the_step))
+        callbacks, known = tuple(callbacks), set(map(id, self._in_step))
         if list(map(id, callbacks)) == list(map(id, self.callbacks)):
             return self
         for callback in callbacks:
-            if id(callback) not in known and _has_part(callback):
+            if id(callback) not in known and _is_in_step(callback):
                 name = type(callback).__name__
                 raise ValueError(
                     f"`trainer.callbacks`: {name} was added after the trainer was"
                     " made, but it must be part of the compiled step; pass it to"
                     " `Trainer(callbacks=[...])`."
                 )
-        renewed = Hooks(callbacks)
-        renewed._in_the_step = self._in_the_step
-        return renewed
+        with_callbacks = Hooks(callbacks)
+        with_callbacks._in_step = self._in_step
+        return with_callbacks
 
     def has(self, name: str) -> bool:
         """Whether any callback has the hook `name`."""
-        return name in self._there
+        return name in self._present
 
     def wrap_optimizer(self, optimizer: Any) -> Any:
         """The optimizer as callbacks want it."""
@@ -277,7 +277,7 @@ class Hooks:
 
     def evaluated_state(self) -> Callable[[Any], Any] | None:
         """The function that says which weights are evaluated, if a callback has one."""
-        evaluating = self._with("evaluated_state")
+        evaluating = self._find_overriding("evaluated_state")
         if len(evaluating) > 1:
             names = " and ".join(type(callback).__name__ for callback in evaluating)
             raise ValueError(
@@ -286,10 +286,10 @@ class Hooks:
             )
         return evaluating[0].evaluated_state if evaluating else None
 
-    def warn_of_steps(self) -> None:
+    def warn_about_steps(self) -> None:
         """Says who does nothing in a caller's own loop, or not all that it does."""
         hooks = {
-            callback: [name for name in _OF_FITS if overrides(callback, name)]
+            callback: [name for name in _FIT_HOOKS if overrides(callback, name)]
             for callback in self.callbacks
             if callback.needs_fit is not False
         }
@@ -310,18 +310,22 @@ class Hooks:
 
     def inside_step(self) -> tuple[Callable[..., dict[str, Any]], ...]:
         """The functions that callbacks want traced into the compiled step."""
-        return tuple(callback.inside_step for callback in self._with("inside_step"))
+        return tuple(
+            callback.inside_step for callback in self._find_overriding("inside_step")
+        )
 
     def after_step(self) -> tuple[Callable[[Any], Any], ...]:
         """What the train step ends with."""
-        return tuple(callback.after_step for callback in self._with("after_step"))
+        return tuple(
+            callback.after_step for callback in self._find_overriding("after_step")
+        )
 
-    def _with(self, name: str) -> list[Callback]:
+    def _find_overriding(self, name: str) -> list[Callback]:
         """The callbacks that override the method `name`."""
         return [callback for callback in self.callbacks if overrides(callback, name)]
 
 
-def _has_part(callback: Callback) -> bool:
+def _is_in_step(callback: Callback) -> bool:
     """Whether a callback has a part in the compiled step."""
     names = "inside_step", "wrap_optimizer", "after_step", "evaluated_state"
     return any(overrides(callback, name) for name in names)
@@ -357,4 +361,4 @@ def _sequence(name: str, bound: tuple[Callable[..., None], ...]) -> Callable[...
 
     if not bound:
         return run_none
-    return run_all if name in _LAST_RITES and len(bound) > 1 else run
+    return run_all if name in _FINAL_HOOKS and len(bound) > 1 else run

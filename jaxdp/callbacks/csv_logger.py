@@ -9,11 +9,11 @@ from typing import Any
 
 from ..basics.arguments import checks_arguments
 from ..basics.columns import Table
-from ..basics.files import read_json, write_whole
+from ..basics.files import read_json, write_text_atomically
 from ..record import LogRow, Number
 from .base import Trainer
-from .logger import Logger, check_no_folder
-from .run_facts import Facts
+from .logger import Logger, check_is_no_folder
+from .run_metadata import Facts
 
 
 class CSVLogger(Logger):
@@ -64,19 +64,19 @@ class CSVLogger(Logger):
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
         if trainer.is_global_zero:
-            for file in self._files(self._folder(trainer)):
-                check_no_folder("name", file)
+            for file in self._list_files(self._folder(trainer)):
+                check_is_no_folder("name", file)
 
     def open(self, trainer: Trainer, folder: Path) -> None:
         self.path, self._facts = folder / self.name, {}
-        if not self.path.exists() or _run_of(self.path) != trainer.record.run_id:
+        if not self.path.exists() or _read_run_id(self.path) != trainer.record.run_id:
             self._rows = 0
-            self.set_aside(self._files(folder))
+            self.set_aside(self._list_files(folder))
         self._table = Table(self.path)
         # What is known to come, so that the table is seldom written anew.
         names = dict.fromkeys(trainer.record.names)
         of_epochs = LogRow("epoch", 0, 0, names).numbers()
-        self._table.widen(["epoch", "step", *names, *of_epochs])
+        self._table.add_columns(["epoch", "step", *names, *of_epochs])
 
     def rewind(self, step: int) -> None:
         rows = self._table.read_rows()
@@ -92,12 +92,12 @@ class CSVLogger(Logger):
         self._rows += 1
 
     def log_run(self, facts: Facts) -> None:
-        self._note(**facts, started=_now(), ended=None, status="running")
+        self._update_metadata(**facts, started=_now(), ended=None, status="running")
 
     def close(self) -> None:
         error = self._error
         status = "finished" if error is None else f"{type(error).__name__}: {error}"
-        self._note(ended=_now(), status=status)
+        self._update_metadata(ended=_now(), status=status)
 
     def state_dict(self) -> dict[str, Any]:
         return {"rows": self._rows}
@@ -105,11 +105,11 @@ class CSVLogger(Logger):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._rows = state["rows"]
 
-    def _files(self, folder: Path) -> list[Path]:
+    def _list_files(self, folder: Path) -> list[Path]:
         table = folder / self.name
         return [table, table.with_suffix(".json")]
 
-    def _note(self, **facts: Any) -> None:
+    def _update_metadata(self, **facts: Any) -> None:
         """Adds to the record beside the table."""
         assert self.path is not None  # since `open`
         self._facts |= facts
@@ -117,7 +117,7 @@ class CSVLogger(Logger):
         write_text_atomically(self.path.with_suffix(".json"), text)
 
 
-def _run_of(table: Path) -> str | None:
+def _read_run_id(table: Path) -> str | None:
     """The `run_id` of who wrote a table, if its record tells."""
     try:
         return read_json(table.with_suffix(".json")).get("run_id")

@@ -8,10 +8,10 @@ from ..basics.arguments import check_number, checks_arguments
 from ..basics.console import warn
 from ..strategies.placing import fetch
 from .base import Trainer
-from .monitor import MetricCheck, announce, is_better
+from .monitor import MonitorCallback, announce, is_better
 
 
-class EarlyStopping(MetricCheck):
+class EarlyStopping(MonitorCallback):
     """Stops when a monitored value has not improved for `patience` checks in a row.
 
     A check happens after every validation when `monitor` begins with `val_`, and
@@ -90,18 +90,18 @@ class EarlyStopping(MetricCheck):
         self._stop_if_due(trainer, *self._last)
         if self.restore_best and self.best_score is not None:
             if trainer.global_step in self._best_steps:
-                self._best = _copy(trainer)
-            elif self.reason is None and self._path_of_best(trainer) is None:
-                self._warn_of_none()
+                self._best = _copy_parts(trainer)
+            elif self.reason is None and self._find_best_path(trainer) is None:
+                self._warn_best_is_lost()
 
     def check(self, trainer: Trainer, values: Mapping[str, float]) -> None:
         value = values[self.monitor]
-        improved = self.improves(value)
+        improved = self.update_best(value)
         if not improved:
             self.wait_count += 1
         else:
             self._best_steps = [trainer.global_step]
-            self._best = _copy(trainer) if self.restore_best else None
+            self._best = _copy_parts(trainer) if self.restore_best else None
         self._last = value, improved
         self._stop_if_due(trainer, value, improved)
         if self.reason is not None and trainer.should_stop:
@@ -115,13 +115,13 @@ class EarlyStopping(MetricCheck):
             return
         if trainer.global_step in self._best_steps:
             return
-        source = self._path_of_best(trainer) if self._best is None else self._best
+        source = self._find_best_path(trainer) if self._best is None else self._best
         try:
             if source is None:
-                return self._warn_of_none()
-            trainer.run.put_back(_parts(trainer), source)
+                return self._warn_best_is_lost()
+            trainer.run.put_back(_list_parts(trainer), source)
         except (OSError, ValueError) as error:
-            return self._warn_of_none(f" {error}")
+            return self._warn_best_is_lost(f" {error}")
         text = (
             f"back to step {self._best_steps[0]}, where {self.monitor} was"
             f" {self.best_score:.6g}"
@@ -131,19 +131,21 @@ class EarlyStopping(MetricCheck):
         self._best_steps = [self._best_steps[0], trainer.global_step]
         announce(trainer, "EarlyStopping", text)
 
-    def _path_of_best(self, trainer: Trainer) -> str | None:
+    def _find_best_path(self, trainer: Trainer) -> str | None:
         """The checkpoint of the best weights, if a callback of the trainer has it."""
 
         def find() -> str | None:
-            savers = (getattr(c, "path_at", None) for c in trainer.callbacks)
+            savers = (getattr(c, "find_path", None) for c in trainer.callbacks)
             steps = self._best_steps[:1]  # those of another one are not these weights
-            paths = (path_at(step) for path_at in savers if path_at for step in steps)
+            paths = (
+                find_path(step) for find_path in savers if find_path for step in steps
+            )
             return next(filter(None, paths), None)
 
         processes = trainer.run.processes
         return processes.first("where the best weights are", find)
 
-    def _warn_of_none(self, why: str = "") -> None:
+    def _warn_best_is_lost(self, why: str = "") -> None:
         step = f" of step {self._best_steps[0]}" if self._best_steps else ""
         warn(
             f"`EarlyStopping(restore_best=True)`: the best weights{step} are older than"
@@ -168,7 +170,7 @@ class EarlyStopping(MetricCheck):
         self.reason = self._best = None
 
     def _stop_if_due(self, trainer: Trainer, value: float, improved: bool) -> None:
-        self.reason = self._reason(value, improved)
+        self.reason = self._find_reason(value, improved)
         # Before the fit's minimum a wish would be kept, whatever came later.
         epochs, limits = trainer.current_epoch + 1, trainer.record.limits
         is_early = not limits.may_stop(trainer.global_step, epochs)
@@ -177,7 +179,7 @@ class EarlyStopping(MetricCheck):
             if self.verbose and not was_said:
                 announce(trainer, "EarlyStopping", self.reason)
 
-    def _reason(self, value: float, improved: bool) -> str | None:
+    def _find_reason(self, value: float, improved: bool) -> str | None:
         """Why to stop now, or None."""
         got = f"{self.monitor} is {value:.6g}"
         better, worse = self.stopping_threshold, self.divergence_threshold
@@ -188,16 +190,16 @@ class EarlyStopping(MetricCheck):
         if worse is not None and is_better(self.mode, worse, value):
             return f"{got}, worse than the `divergence_threshold` of {worse:.6g}."
         if not improved and self.wait_count >= self.patience:
-            return f"{self.not_improved()}."
+            return f"{self.describe_wait()}."
         return None
 
 
-def _copy(trainer: Trainer) -> dict[str, Any]:
+def _copy_parts(trainer: Trainer) -> dict[str, Any]:
     """Returns a copy of these parts on the host; waits for the device."""
-    return fetch({name: getattr(trainer.state, name) for name in _parts(trainer)})
+    return fetch({name: getattr(trainer.state, name) for name in _list_parts(trainer)})
 
 
-def _parts(trainer: Trainer) -> tuple[str, ...]:
+def _list_parts(trainer: Trainer) -> tuple[str, ...]:
     """The parts of the state that make a model and its optimizer."""
     changes_all = trainer.run.arguments["after_update"] is not None
     return ("params", "model_state", "opt_state", *["buffers"] * changes_all)

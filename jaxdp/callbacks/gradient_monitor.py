@@ -77,7 +77,7 @@ class GradientMonitor(Callback):
     ) -> dict[str, Array]:
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(grads)]
         self._leaves = tuple(map(leaf_path, paths))
-        self._layers = layers(paths, self.max_layers)
+        self._layers = group_by_layer(paths, self.max_layers)
         weights = jax.tree.map(lambda new, update: new - update, state.params, updates)
         trees = [jax.tree.leaves(tree) for tree in (grads, updates, weights)]
         values = {
@@ -98,9 +98,9 @@ class GradientMonitor(Callback):
         self, trainer: Trainer, metrics: Any, batch_idx: int
     ) -> None:
         if trainer.global_step % trainer.log_every_n_steps == 0:
-            metrics.add(self._named(metrics))
+            metrics.add(self._name_values(metrics))
 
-    def _named(self, metrics: Mapping[str, Any]) -> dict[str, "_Later"]:
+    def _name_values(self, metrics: Mapping[str, Any]) -> dict[str, "_LazyNumber"]:
         def norm(row: int, leaves: Any) -> float:
             return float(np.sqrt(metrics[_SQUARES][row, leaves].sum(dtype=np.float64)))
 
@@ -111,8 +111,8 @@ class GradientMonitor(Callback):
         values = {}
         every = {"": slice(None)} | {f"/{k}": v for k, v in self._layers.items()}
         for suffix, leaves in every.items():
-            values["grad_norm" + suffix] = _Later(lambda at=leaves: norm(0, at))
-            values["update_ratio" + suffix] = _Later(lambda at=leaves: ratio(at))
+            values["grad_norm" + suffix] = _LazyNumber(lambda at=leaves: norm(0, at))
+            values["update_ratio" + suffix] = _LazyNumber(lambda at=leaves: ratio(at))
         return values
 
     def _check(self, row: LogRow) -> None:
@@ -139,7 +139,7 @@ class GradientMonitor(Callback):
                 warn(f"`GradientMonitor`: {what} {_REMEDY}")
 
 
-class _Later:
+class _LazyNumber:
     """A number that is worked out when it is read, for `Metrics.add`."""
 
     def __init__(self, function: Callable[[], float]):
@@ -150,7 +150,7 @@ class _Later:
         return np.asarray(self._function(), np.float32 if dtype is None else dtype)
 
 
-def layers(paths: list[Any], max_layers: int) -> dict[str, list[int]]:
+def group_by_layer(paths: list[Any], max_layers: int) -> dict[str, list[int]]:
     """Indices of leaves by the part of the model that they are in.
 
     Parts are as deep as possible, without the last key (`weight`, `bias`), such that

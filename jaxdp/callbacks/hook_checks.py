@@ -28,7 +28,7 @@ def check_hooks(callback: Callback) -> None:
     Warns of names that look like a slip of the pen.
     """
     others = INSTEAD["Callback"]
-    for name in _methods_of(callback):
+    for name in _list_methods(callback):
         where = f"`{type(callback).__name__}.{name}`"
         if name in _METHODS:
             if overrides(callback, name):
@@ -36,7 +36,7 @@ def check_hooks(callback: Callback) -> None:
         elif name in others and name.startswith("on_"):
             raise TypeError(
                 f"{where} is a hook of another library, which nothing calls here. Use"
-                f" `{_spelled(others[name])}`."
+                f" `{_format_signature(others[name])}`."
             )
         else:
             cutoff = 0.82 if name.startswith("on") else 0.9
@@ -45,11 +45,11 @@ def check_hooks(callback: Callback) -> None:
             if meant is not None:
                 warn(
                     f"{where} is no hook, so nothing calls it. If you mean a hook, use"
-                    f" `{_spelled(others.get(meant, meant))}`."
+                    f" `{_format_signature(others.get(meant, meant))}`."
                 )
 
 
-def _methods_of(callback: Callback) -> Iterator[str]:
+def _list_methods(callback: Callback) -> Iterator[str]:
     """Public names that a callback does not just inherit from the base."""
     owners = [callback, *(c for c in type(callback).__mro__ if c is not Callback)]
     for name in dict.fromkeys(name for owner in owners for name in vars(owner)):
@@ -60,7 +60,7 @@ def _methods_of(callback: Callback) -> Iterator[str]:
 
 def _check_arguments(where: str, name: str, method: Any) -> None:
     ours = _METHODS[name]
-    called = f"called with ({', '.join(ours)}); write `def {_spelled(name)}`"
+    called = f"called with ({', '.join(ours)}); write `def {_format_signature(name)}`"
     if not callable(method):
         raise TypeError(f"{where} is {method!r}, but it must be a method, {called}.")
     try:
@@ -82,5 +82,5 @@ def _check_arguments(where: str, name: str, method: Any) -> None:
             )
 
 
-def _spelled(name: str) -> str:
+def _format_signature(name: str) -> str:
     return f"{name}({', '.join(('self', *_METHODS[name]))})"

@@ -49,7 +49,7 @@ class LearningRateMonitor(Callback):
     def setup(self, trainer: Trainer) -> None:
         held = trainer.hyperparams if self.schedule is None else {}
         if self.schedule is None and not any(map(is_rate, held)):
-            raise no_rate(
+            raise make_no_rate_error(
                 trainer,
                 "LearningRateMonitor",
                 " Or pass the rate here, as `LearningRateMonitor(schedule=...)`: a"
@@ -90,7 +90,9 @@ class LearningRateMonitor(Callback):
             trainer.log(name, rate)
 
 
-def no_rate(trainer: Trainer, callback_name: str, remedy: str = "") -> ValueError:
+def make_no_rate_error(
+    trainer: Trainer, callback_name: str, remedy: str = ""
+) -> ValueError:
     """The error of a callback that finds no learning rate in the optimizer's state."""
     return ValueError(
         f"`{callback_name}()`: `optimizer` keeps no learning rate in its state: none of"

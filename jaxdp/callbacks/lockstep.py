@@ -89,16 +89,16 @@ class Lockstep(Callback):
             )
             watcher.start()
             self._watcher = watcher, end
-        facts = dict(_facts_of(trainer))
+        facts = dict(_list_facts(trainer))
         if not self._has_compared_model:
-            facts |= _facts_of_model(trainer.run.arguments["model"])
+            facts |= _describe_model(trainer.run.arguments["model"])
             self._has_compared_model = True
-        self._meet(trainer, f"the start of {trainer.run.doing}", facts)
+        self._wait_for_all(trainer, f"the start of {trainer.run.doing}", facts)
 
     def on_fit_start(self, trainer: Trainer) -> None:
         sizes, _ = trainer.run.compiled_facts()
         rows = {f"rows of a {kind} batch": str(n) for kind, n in sizes.items()}
-        self._meet(trainer, "the first step", rows)
+        self._wait_for_all(trainer, "the first step", rows)
 
     def on_train_batch_start(
         self, trainer: Trainer, batch: Any, batch_idx: int
@@ -109,17 +109,19 @@ class Lockstep(Callback):
         rows = {"a row of the batch": _shapes(batch, 1)}
         rows["rows before it"] = str(trainer.record.examples)
         where = f"step {trainer.global_step + 1} of epoch {trainer.current_epoch}"
-        self._note(trainer, where, rows)
+        self._note_facts(trainer, where, rows)
         meetings.here().step()
 
     def on_train_epoch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        self._meet(trainer, f"the end of epoch {trainer.current_epoch}")
+        self._wait_for_all(trainer, f"the end of epoch {trainer.current_epoch}")
 
     def on_validation_start(self, trainer: Trainer) -> None:
-        self._meet(trainer, f"validation after step {trainer.global_step}")
+        self._wait_for_all(trainer, f"validation after step {trainer.global_step}")
 
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        self._meet(trainer, f"the end of validation after step {trainer.global_step}")
+        self._wait_for_all(
+            trainer, f"the end of validation after step {trainer.global_step}"
+        )
 
     def on_exception(self, trainer: Trainer, exception: BaseException) -> None:
         self._has_failed = True
@@ -132,9 +134,11 @@ class Lockstep(Callback):
         self._watcher = None
         if self._has_failed:
             return
-        self._meet(trainer, f"the end of the fit after step {trainer.global_step}")
+        self._wait_for_all(
+            trainer, f"the end of the fit after step {trainer.global_step}"
+        )
 
-    def _meet(
+    def _wait_for_all(
         self, trainer: Trainer, where: str, facts: Mapping[str, str] | None = None
     ) -> None:
         if coordination.has_peers():
@@ -142,10 +146,12 @@ class Lockstep(Callback):
             here = meetings.here()
             here.timeout, here.warn_after = self.timeout, self.warn_after
             here.every = self.every_n_steps
-            self._note(trainer, where, facts or {})
+            self._note_facts(trainer, where, facts or {})
             here.meet()
 
-    def _note(self, trainer: Trainer, where: str, facts: Mapping[str, str]) -> None:
+    def _note_facts(
+        self, trainer: Trainer, where: str, facts: Mapping[str, str]
+    ) -> None:
         """What to compare, and the programs if there are others than before."""
         (_, programs), noted = trainer.run.compiled_facts(), dict(facts)
         if programs != self._programs:
@@ -160,10 +166,10 @@ class Lockstep(Callback):
         while not end.wait(patience / 2):
             late = time.monotonic() - here.since > patience
             if late and not here.is_waiting:
-                here.tell(_place_of(sys._current_frames().get(main)))
+                here.tell(_describe_place(sys._current_frames().get(main)))
 
 
-def _facts_of(trainer: Trainer) -> Iterator[tuple[str, str]]:
+def _list_facts(trainer: Trainer) -> Iterator[tuple[str, str]]:
     for name, version in get_versions().items():
         yield f"the version of {name}", version
     for name in _ARGUMENTS:
@@ -174,7 +180,7 @@ def _facts_of(trainer: Trainer) -> Iterator[tuple[str, str]]:
     yield "epochs done", str(trainer.current_epoch)
 
 
-def _facts_of_model(model: Any) -> dict[str, str]:
+def _describe_model(model: Any) -> dict[str, str]:
     """The arrays of a model: their shapes, and every bit of them."""
     named = jax.tree_util.tree_leaves_with_path(model)
     arrays = {
@@ -194,7 +200,7 @@ def _shapes(tree: Any, axis: int = 0) -> str:
     )
 
 
-def _place_of(frame: FrameType | None) -> str:
+def _describe_place(frame: FrameType | None) -> str:
     """Returns the user's line that a stack is at, or that led to it."""
     if frame is None:
         return "its end"

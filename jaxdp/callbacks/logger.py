@@ -9,11 +9,11 @@ from typing import Any
 
 from ..basics.arguments import check_is_local, checks_arguments
 from ..basics.console import warn
-from ..basics.files import absolute, naming
+from ..basics.files import add_path_to_errors, expand_path
 from ..record import LogRow, Number
 from .base import Callback, Trainer
 from .monitor import announce
-from .run_facts import Facts, run_facts
+from .run_metadata import Facts, collect_metadata
 
 
 class Logger(Callback):
@@ -84,7 +84,7 @@ class Logger(Callback):
     def on_fit_start(self, trainer: Trainer) -> None:
         self._error = None
         # In all processes: what looks at the state may run a program.
-        facts = run_facts(trainer, self.hyperparameters)
+        facts = collect_metadata(trainer, self.hyperparameters)
         facts["run_id"] = trainer.record.run_id
         if trainer.is_global_zero:
             self._trainer = trainer
@@ -157,7 +157,7 @@ def check_writable(folder: Path, callback_name: str) -> None:
         ) from error
 
 
-def check_no_folder(argument: str, path: Path) -> None:
+def check_is_no_folder(argument: str, path: Path) -> None:
     """Raises where a folder is where the file that an argument names is to be."""
     if path.is_dir():
         raise ValueError(

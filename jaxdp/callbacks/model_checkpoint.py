@@ -21,14 +21,14 @@ from ..distributed import Pulse, is_stop
 from ..history import rank
 from ..record import LogRow
 from .base import Trainer
-from .monitor import MeansReader, announce, check_monitor, checked_mode
-from .states import saved_state
+from .monitor import MetricCallback, announce, check_mode, check_monitor
+from .state_matching import match_state
 
 Scores = Mapping[int, float | None]
 """Of each step that is saved: what was measured on its weights, or None."""
 
 
-class ModelCheckpoint(MeansReader):
+class ModelCheckpoint(MetricCallback):
     """Saves the whole `TrainState`, one folder per saved step, named by the step.
 
     Without `monitor` the newest `save_top_k` are kept; with it, the best. A fit that
@@ -118,13 +118,13 @@ class ModelCheckpoint(MeansReader):
             check_name("dirpath", self.dirpath)
         self.monitor = monitor
         # Without a monitor the best is the newest.
-        self.mode = "max" if monitor is None else checked_mode(self, monitor, mode)
+        self.mode = "max" if monitor is None else check_mode(self, monitor, mode)
         self.save_top_k = save_top_k
         self.save_last = save_last
         self.every_n_train_steps = every_n_train_steps
         self.every_n_epochs = every_n_epochs
         self.train_time_interval = train_time_interval
-        self.needs_fit = not self._saves_by_steps
+        self.needs_fit = not self._saves_by_step
         self.save_on_exception = save_on_exception
         self.on_save_error = on_save_error
 
@@ -134,15 +134,17 @@ class ModelCheckpoint(MeansReader):
         self._row: tuple[int, Any] | None = None  # the last step, and its values
         self._measured: tuple[int, float] | None = None  # at which step, and what
         self._is_due = False
-        self._stays: int | None = None  # whatever its score, while it is the newest
+        self._pinned_step: int | None = (
+            None  # whatever its score, while it is the newest
+        )
         self._saving: tuple[int, checkpoint.Saving] | None = None
         self._saved_at = time.monotonic()
         self._error: BaseException | None = None  # that ended the fit
-        self._has_told = False
+        self._has_warned_unscored = False
 
     @property
     def best_model_path(self) -> str:
-        return self._path_of(self._best)
+        return self._make_path(self._best)
 
     @property
     def best_model_score(self) -> float | None:
@@ -151,11 +153,11 @@ class ModelCheckpoint(MeansReader):
 
     @property
     def last_model_path(self) -> str:
-        return self._path_of(max(self._scores, default=None))
+        return self._make_path(max(self._scores, default=None))
 
-    def path_at(self, step: int) -> str | None:
+    def find_path(self, step: int) -> str | None:
         """The checkpoint of a step of this run, if it is still there."""
-        path = self._path_of(step)
+        path = self._make_path(step)
         return path if step in self._scores and os.path.isdir(path) else None
 
     def folder(self, trainer: Trainer) -> CheckpointDir:
@@ -165,26 +167,26 @@ class ModelCheckpoint(MeansReader):
             self.dirpath = expand_path(root)
         return CheckpointDir(str(self.dirpath))
 
-    def ranked_in(self, state: dict[str, Any]) -> list[int]:
+    def rank_saved(self, state: dict[str, Any]) -> list[int]:
         """The steps that have a score in a saved state of this callback, best first."""
-        return _ranked(_from_json(state["scores"]), self.mode)
+        return _rank_steps(_from_json(state["scores"]), self.mode)
 
     @property
     def _best(self) -> int | None:
-        return next(iter(_ranked(self._scores, self.mode)), None)
+        return next(iter(_rank_steps(self._scores, self.mode)), None)
 
-    def _kept(self, scores: Scores) -> set[int]:
+    def _select_kept(self, scores: Scores) -> set[int]:
         """The steps that stay: the best, and the newest if it is wanted.
 
         What has no score stays while it is the newest of all.
         """
         if self.save_top_k == -1:
             return set(scores)
-        steps = set(_ranked(scores, self.mode)[: self.save_top_k])
+        steps = set(_rank_steps(scores, self.mode)[: self.save_top_k])
         newest = max(scores, default=None)
         if newest is not None and (
             self.save_last
-            or newest == self._stays
+            or newest == self._pinned_step
             or (self.save_top_k and scores[newest] is None)
         ):
             steps.add(newest)
@@ -199,12 +201,12 @@ class ModelCheckpoint(MeansReader):
         self._clock = Pulse(self._processes, "the time of a checkpoint")
         self._row = None
         self._processes.first("ModelCheckpoint: its folder", self._dir.open)
-        sort_out, what = lambda: self._sorted_out(trainer), "what is there"
+        sort_out, what = lambda: self._claim_checkpoints(trainer), "what is there"
         self._scores = dict(self._processes.first(f"ModelCheckpoint: {what}", sort_out))
         # What the run goes on from is kept until another one is on disk.
         step = trainer.global_step
-        self._stays = step if step in self._scores else None
-        self._remove_what_is_not_kept()
+        self._pinned_step = step if step in self._scores else None
+        self._remove_others()
         self._save_if_due(trainer)  # what a kill came before
 
     def on_fit_start(self, trainer: Trainer) -> None:
@@ -230,41 +232,41 @@ class ModelCheckpoint(MeansReader):
         is_end = row.kind == "epoch"
         if is_end and self.monitor is not None:
             check_monitor(trainer, self, self.monitor, row)
-        if is_end and (self.monitor is None or self._is_of_steps()):
-            self._is_due |= self._saves_in_epoch(trainer)
+        if is_end and (self.monitor is None or self._monitors_steps()):
+            self._is_due |= self._is_epoch_due(trainer)
         elif self.monitor is not None and self.monitor in row.values:
             self._measured = row.step, row.values[self.monitor]
-            self._is_due |= self.every_n_epochs is None or self._saves_in_epoch(trainer)
+            self._is_due |= self.every_n_epochs is None or self._is_epoch_due(trainer)
 
     def on_boundary(self, trainer: Trainer) -> None:
-        self._settle()
+        self._finish_save()
         self._save_if_due(trainer)
 
-    def _saves_in_epoch(self, trainer: Trainer) -> bool:
+    def _is_epoch_due(self, trainer: Trainer) -> bool:
         every = self.every_n_epochs
         return every is not None and (trainer.current_epoch + 1) % every == 0
 
     @property
-    def _saves_by_steps(self) -> bool:
+    def _saves_by_step(self) -> bool:
         return (self.every_n_train_steps or self.train_time_interval) is not None
 
-    def _is_of_steps(self) -> bool:
+    def _monitors_steps(self) -> bool:
         """Whether the values of single steps decide, because it saves by them."""
         row = self._row
-        return self._saves_by_steps and row is not None and self.monitor in (*row[1],)
+        return self._saves_by_step and row is not None and self.monitor in (*row[1],)
 
-    def _last_measured(self) -> tuple[int, float] | None:
+    def _find_last_measured(self) -> tuple[int, float] | None:
         """The step at which the monitor was measured last, and its value there."""
-        if self._row is None or self.monitor is None or not self._is_of_steps():
+        if self._row is None or self.monitor is None or not self._monitors_steps():
             return self._measured
         step, metrics = self._row
         return step, float(metrics[self.monitor])  # waits for the device
 
-    def _score_at(self, step: int) -> float | None:
+    def _find_score(self, step: int) -> float | None:
         """The score of the weights of a step, if they have one."""
         if self.monitor is None:
             return float(step)  # the best is the newest
-        at, value = self._last_measured() or (None, None)
+        at, value = self._find_last_measured() or (None, None)
         return value if at == step else None
 
     # What goes on at other times.
@@ -275,24 +277,24 @@ class ModelCheckpoint(MeansReader):
             return
         is_wanted = self.save_on_exception and self._processes.count == 1
         if is_wanted or is_stop(exception):
-            self._save_last(trainer)
+            self._save_last_step(trainer)
 
     def on_fit_end(self, trainer: Trainer) -> None:
         keeps_none = self.save_top_k == 0 and not self.save_last
         if self._error is None and self.save_last is not False and not keeps_none:
-            self._save_last(trainer)
-        self._settle(wait=True)
+            self._save_last_step(trainer)
+        self._finish_save(wait=True)
 
-    def _save_last(self, trainer: Trainer) -> None:
+    def _save_last_step(self, trainer: Trainer) -> None:
         """Saves the step that a fit ends with, which stays whatever its score."""
-        self._stays = trainer.global_step
+        self._pinned_step = trainer.global_step
         if trainer.global_step:
             self._save(trainer)
-            self._settle(wait=True)
+            self._finish_save(wait=True)
 
     def teardown(self, trainer: Trainer) -> None:
         try:
-            self._settle(wait=True)
+            self._finish_save(wait=True)
         finally:
             if self._dir is not None:  # else another callback's `setup` has failed
                 self._dir.close()
@@ -300,17 +302,17 @@ class ModelCheckpoint(MeansReader):
 
     def identity(self, trainer: Trainer) -> str:
         unit = f"{self.monitor}, {self.mode}" if self.monitor else "no monitor"
-        if self._saves_by_steps and not (self.monitor or "val_").startswith("val_"):
+        if self._saves_by_step and not (self.monitor or "val_").startswith("val_"):
             unit += ", of steps"  # and not of epochs
         return f"{self.folder(trainer).path}\n{unit}"
 
     def state_dict(self) -> dict[str, Any]:
-        measured = self._last_measured()
+        measured = self._find_last_measured()
         return {
-            "scores": _as_json(self._scores),
+            "scores": _to_json(self._scores),
             "measured": measured and [measured[0], str(measured[1])],
             "is_due": self._is_due,
-            "best_first": _ranked(self._scores, self.mode),  # for `load_model`
+            "best_first": _rank_steps(self._scores, self.mode),  # for `load_model`
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -331,21 +333,21 @@ class ModelCheckpoint(MeansReader):
 
     def _save(self, trainer: Trainer) -> None:
         """Begins to save the present step, if it is to be kept."""
-        self._settle(wait=True)
+        self._finish_save(wait=True)
         step = trainer.global_step
-        score = self._score_at(step)
+        score = self._find_score(step)
         if step not in self._scores:
-            if step in self._kept({**self._scores, step: score}):
-                self._tell_once(trainer, score)
-                self._begin(trainer, score)
+            if step in self._select_kept({**self._scores, step: score}):
+                self._announce_unscored(trainer, score)
+                self._start_saving(trainer, score)
         elif self._scores[step] is None:  # saved before it was measured
             self._scores[step] = score
-            self._remove_what_is_not_kept()
+            self._remove_others()
 
-    def _tell_once(self, trainer: Trainer, score: float | None) -> None:
-        if score is not None or self._has_told:
+    def _announce_unscored(self, trainer: Trainer, score: float | None) -> None:
+        if score is not None or self._has_warned_unscored:
             return
-        self._has_told = True
+        self._has_warned_unscored = True
         text = (
             f"step {trainer.global_step} is saved without a score, because"
             f" {self.monitor!r} was not measured on these weights. It is no candidate"
@@ -353,7 +355,7 @@ class ModelCheckpoint(MeansReader):
         )
         announce(trainer, "ModelCheckpoint", text)
 
-    def _begin(self, trainer: Trainer, score: float | None) -> None:
+    def _start_saving(self, trainer: Trainer, score: float | None) -> None:
         """Begins to save the present step."""
         assert self._dir is not None
         step = trainer.global_step
@@ -367,7 +369,7 @@ class ModelCheckpoint(MeansReader):
             del self._scores[step]
             raise
 
-    def _settle(self, *, wait: bool = False) -> None:
+    def _finish_save(self, *, wait: bool = False) -> None:
         """When a save is done: removes what it makes superfluous, or says it failed."""
         if self._saving is None:
             return
@@ -382,7 +384,7 @@ class ModelCheckpoint(MeansReader):
             self._fail(step, error)
             return
         self._saving = None
-        self._remove_what_is_not_kept()
+        self._remove_others()
 
     def _fail(self, step: int, error: Exception) -> None:
         del self._scores[step]
@@ -395,9 +397,9 @@ class ModelCheckpoint(MeansReader):
             raise error
         warn(f"{error} Training continues; the next one is tried when it is due.")
 
-    def _remove_what_is_not_kept(self) -> None:
+    def _remove_others(self) -> None:
         assert self._dir is not None
-        removed = sorted(set(self._scores) - self._kept(self._scores))
+        removed = sorted(set(self._scores) - self._select_kept(self._scores))
         for step in removed:
             del self._scores[step]
         if self._processes.index:
@@ -412,12 +414,12 @@ class ModelCheckpoint(MeansReader):
                 path = self._dir.path_of(step)
                 warn(f"the old checkpoint {path} could not be removed: {error}.")
 
-    def _sorted_out(self, trainer: Trainer) -> list[tuple[int, float | None]]:
+    def _claim_checkpoints(self, trainer: Trainer) -> list[tuple[int, float | None]]:
         """Finds out whose the checkpoints are that lie in the folder; our scores."""
         assert self._dir is not None
         now, scores, strangers = trainer.global_step, {}, self._dir.impostors()
         for step in self._dir.steps():
-            run_id, saved_scores = self._told_by(step, trainer)
+            run_id, saved_scores = self._read_owner(step, trainer)
             is_of_run = run_id == trainer.record.run_id
             if step in self._scores and (is_of_run or run_id is None):  # damaged
                 scores[step] = self._scores[step]
@@ -438,31 +440,31 @@ class ModelCheckpoint(MeansReader):
             announce(trainer, "ModelCheckpoint", text)
         return list(scores.items())
 
-    def _told_by(self, step: int, trainer: Trainer) -> tuple[str | None, Scores]:
+    def _read_owner(self, step: int, trainer: Trainer) -> tuple[str | None, Scores]:
         """Whose run saved a step, and the scores that this callback had then."""
         try:
-            meta = checkpoint.read_meta(self._path_of(step))
+            meta = checkpoint.read_meta(self._make_path(step))
         except (OSError, ValueError):
             return None, {}
-        state = saved_state(trainer, meta, self)
+        state = match_state(trainer, meta, self)
         return meta["run_id"], _from_json(state["scores"]) if state else {}
 
-    def _path_of(self, step: int | None) -> str:
+    def _make_path(self, step: int | None) -> str:
         """The folder of a step, "" of none."""
         return "" if step is None else CheckpointDir(str(self.dirpath)).path_of(step)
 
 
-def _as_json(scores: Scores) -> list[Any]:
+def _to_json(scores: Scores) -> list[Any]:
     """Rows for JSON, which lacks NaN and infinity: scores are texts."""
     return [[step, s if s is None else str(s)] for step, s in scores.items()]
 
 
 def _from_json(rows: list[Any]) -> dict[int, float | None]:
-    """The inverse of `_as_json`."""
+    """The inverse of `_to_json`."""
     return {step: s if s is None else float(s) for step, s in rows}
 
 
-def _ranked(scores: Scores, mode: str) -> list[int]:
+def _rank_steps(scores: Scores, mode: str) -> list[int]:
     """Steps with a score, the best first, NaN last; of equals the older first."""
     scored = [(rank(s, mode), step) for step, s in scores.items() if s is not None]
     return [step for _, step in sorted(scored)]

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..basics.arguments import check_choice, check_count, check_number, checks_arguments
-from ..basics.columns import best_mode, mode_of_name
-from ..basics.console import say, say_once, warn
+from ..basics.columns import infer_mode, resolve_mode
+from ..basics.console import log_info, log_info_once, warn
 from ..record import LogRow
 from .base import Callback, Trainer
 
@@ -44,7 +44,7 @@ def check_monitor(
     )
 
 
-def checked_mode(callback: Callback, monitor: Any, mode: Any) -> str:
+def check_mode(callback: Callback, monitor: Any, mode: Any) -> str:
     """`"min"` or `"max"`: what the argument `mode` of a callback means for `monitor`.
 
     Warns of a mode that contradicts the name. Says what a name that tells nothing is
@@ -79,7 +79,7 @@ def is_better(
     return value < best - min_delta if mode == "min" else value > best + min_delta
 
 
-class MeansReader(Callback):
+class MetricCallback(Callback):
     """Looks at the means of each validation and epoch of a fit, with all that callbacks
     have logged of them.
 
@@ -90,29 +90,29 @@ class MeansReader(Callback):
     skip_in_fast_dev_run = True
     only_in_training = True
 
-    _awaited = ""  # the kind of the row that comes next
+    _expected_kind = ""  # the kind of the row that comes next
 
     def look(self, trainer: Trainer, row: LogRow) -> None:
         """Acts on the values of a validation or an epoch, in a subclass."""
         raise NotImplementedError
 
     def setup(self, trainer: Trainer) -> None:
-        self._awaited = ""
-        trainer.record.read_means(functools.partial(self._look_if_awaited, trainer))
+        self._expected_kind = ""
+        trainer.record.read_means(functools.partial(self._forward_expected, trainer))
 
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        self._awaited = "val"
+        self._expected_kind = "val"
 
     def on_train_epoch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        self._awaited = "epoch"
+        self._expected_kind = "epoch"
 
-    def _look_if_awaited(self, trainer: Trainer, row: LogRow) -> None:
-        if row.kind == self._awaited:
-            self._awaited = ""
+    def _forward_expected(self, trainer: Trainer, row: LogRow) -> None:
+        if row.kind == self._expected_kind:
+            self._expected_kind = ""
             self.look(trainer, row)
 
 
-class MetricCheck(MeansReader):
+class MonitorCallback(MetricCallback):
     """Checks one value after every validation of a fit that has it, or else after every
     epoch that has; counts the checks without improvement."""
 
@@ -125,7 +125,7 @@ class MetricCheck(MeansReader):
         self.patience = int(patience)
         self.min_delta = float(min_delta)
         # None: somebody else knows.
-        self.mode = "min" if mode is None else checked_mode(self, monitor, mode)
+        self.mode = "min" if mode is None else check_mode(self, monitor, mode)
         self.wait_count = 0
         self.best_score: float | None = None
 
@@ -133,14 +133,14 @@ class MetricCheck(MeansReader):
         """Acts on the new values that came with that of `monitor`, in a subclass."""
         raise NotImplementedError
 
-    def improves(self, value: float) -> bool:
+    def update_best(self, value: float) -> bool:
         """Whether `value` is the best so far, which is then kept."""
         if not is_better(self.mode, value, self.best_score, self.min_delta):
             return False
         self.best_score, self.wait_count = value, 0
         return True
 
-    def not_improved(self) -> str:
+    def describe_wait(self) -> str:
         """What has happened, in words."""
         best = "none" if self.best_score is None else f"{self.best_score:.6g}"
         checks = "check" if self.wait_count == 1 else "checks"

@@ -96,7 +96,7 @@ class NanGuard(Callback):
         if is_scaled and self._in_a_row <= self.max_skips:
             return
         self.skipped_steps.append(row.step)
-        what = self._what(metrics)
+        what = self._describe_bad_values(metrics)
         place = f"epoch {row.epoch}, step {row.step} (batch_idx {row.batch_idx})"
         place = f"{place}: {what}"
         if self.action == "stop":
@@ -120,7 +120,7 @@ class NanGuard(Callback):
             )
         warn(f"`NanGuard`: {place}; skipped this update.")
 
-    def _what(self, metrics: Mapping[str, Any]) -> str:
+    def _describe_bad_values(self, metrics: Mapping[str, Any]) -> str:
         """What was not finite, by name."""
         bad = np.flatnonzero(metrics[_FLAGS])
         loss = f"the loss was {metrics['loss']:.6g}"

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from ..basics.arguments import check_number, checks_arguments
-from ..basics.console import Outlet, open_bar
-from ..basics.units import in_seconds, in_words
+from ..basics.console import SafeStream, open_bar
+from ..basics.units import format_number, format_seconds
 from ..record import LogRow
 from .base import Callback, Trainer
 from .monitor import in_notebook, is_fitting
@@ -60,7 +60,7 @@ class ProgressBar(Callback):
         self.refresh_per_second = refresh_per_second
         self.every_n_seconds = every_n_seconds
         self.file = file
-        self._out: Outlet | None = None  # in the process that shows anything
+        self._out: SafeStream | None = None  # in the process that shows anything
         self._is_live = False
         self._train: _Pass | None = None  # the pass over an epoch
         self._validation: _Pass | None = None
@@ -69,7 +69,7 @@ class ProgressBar(Callback):
     def setup(self, trainer: Trainer) -> None:
         # Notebooks show stderr on red ground, as if something had failed.
         file = self.file or (sys.stdout if in_notebook() else sys.stderr)
-        self._out = out = Outlet(file) if trainer.is_global_zero else None
+        self._out = out = SafeStream(file) if trainer.is_global_zero else None
         self._is_live = in_notebook() or out is not None and _can_draw_on(out)
         trainer.record.read_means(functools.partial(self._end_epoch, trainer))
 
@@ -122,7 +122,7 @@ class ProgressBar(Callback):
         means = {**row.values, **trainer.record.validation}
         facts = [f"{n} {mean:.4g}" for n, mean in means.items() if not n.endswith("]")]
         rates = epoch.rates(max(seconds - self._validation_seconds, 1e-9))
-        text = ", ".join([*facts, in_seconds(seconds), *rates])
+        text = ", ".join([*facts, format_seconds(seconds), *rates])
         _bar_class().write(f"{epoch.name}: {text}", file=epoch.out)
         epoch.out.flush()
 
@@ -131,7 +131,7 @@ class ProgressBar(Callback):
 class _Pass:
     """A pass over a loader, shown as a bar or as lines, once per interval."""
 
-    out: Outlet
+    out: SafeStream
     is_live: bool
     interval: float
     name: str
@@ -173,7 +173,7 @@ class _Pass:
         rate, examples = (self._n - self.done) / seconds, self.trainer.record.examples
         name, value = ("examples", examples / self._n) if examples else ("batches", 1)
         notes = [callback.bar_note() for callback in self.trainer.callbacks]
-        speed = [f"{in_words(rate * value)} {name}/s"] if rate else []
+        speed = [f"{format_number(rate * value)} {name}/s"] if rate else []
         return [*speed, *filter(None, notes)]
 
     def close(self) -> None:
@@ -198,7 +198,7 @@ def _bar_class() -> Any:
     return type("Bar", (tqdm,), {"monitor_interval": 0})  # no thread
 
 
-def _can_draw_on(out: Outlet) -> bool:
+def _can_draw_on(out: SafeStream) -> bool:
     with contextlib.suppress(AttributeError, OSError, ValueError):  # it is unknown
         if os.get_terminal_size(out.fileno()).columns == 0:
             return False

@@ -7,11 +7,11 @@ import numpy as np
 
 from ..basics.arguments import check_count, check_number, checks_arguments
 from .base import Trainer
-from .learning_rate_monitor import is_rate, no_rate
-from .monitor import MetricCheck, announce
+from .learning_rate_monitor import is_rate, make_no_rate_error
+from .monitor import MonitorCallback, announce
 
 
-class ReduceLROnPlateau(MetricCheck):
+class ReduceLROnPlateau(MonitorCallback):
     """Multiplies the learning rate by `factor` when a monitored value stops improving.
 
         optimizer = optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)
@@ -68,14 +68,14 @@ class ReduceLROnPlateau(MetricCheck):
         super().setup(trainer)
         rates = _rates(trainer)
         if not rates:
-            raise no_rate(trainer, "ReduceLROnPlateau")
+            raise make_no_rate_error(trainer, "ReduceLROnPlateau")
         trainer.set_hyperparams(**rates)  # to what they are: a schedule's raises
 
     def check(self, trainer: Trainer, values: Mapping[str, float]) -> None:
         if self.cooldown_count:
             self.cooldown_count -= 1
             self.wait_count = 0
-        if not self.improves(values[self.monitor]) and not self.cooldown_count:
+        if not self.update_best(values[self.monitor]) and not self.cooldown_count:
             self.wait_count += 1
             if self.wait_count >= self.patience:
                 self._reduce(trainer)
@@ -100,7 +100,7 @@ class ReduceLROnPlateau(MetricCheck):
         trainer.set_hyperparams(**lowered)
         if self.verbose:
             shown = ", ".join(f"{name} is {rate}" for name, rate in lowered.items())
-            text = f"{self.not_improved()}: {shown} from now on"
+            text = f"{self.describe_wait()}: {shown} from now on"
             announce(trainer, "ReduceLROnPlateau", text)
         self.cooldown_count, self.wait_count = self.cooldown, 0
 

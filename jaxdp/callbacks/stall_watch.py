@@ -51,18 +51,18 @@ class StallWatch(Callback):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("ab", buffering=0)
         self._armed = -math.inf
-        self._start_again()
+        self._restart_countdown()
 
     def on_train_batch_end(
         self, trainer: Trainer, metrics: Mapping[str, Any], batch_idx: int
     ) -> None:
-        self._start_again()
+        self._restart_countdown()
 
     def on_validation_batch_end(self, trainer: Trainer, batch_idx: int) -> None:
-        self._start_again()
+        self._restart_countdown()
 
     def on_train_epoch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        self._start_again()
+        self._restart_countdown()
 
     def on_fit_end(self, trainer: Trainer) -> None:
         self._armed = math.inf
@@ -71,7 +71,7 @@ class StallWatch(Callback):
             self._file.close()
         self._file = None
 
-    def _start_again(self) -> None:
+    def _restart_countdown(self) -> None:
         """Begins to count down anew. That starts a thread, so not at every step."""
         now = time.monotonic()
         if now - self._armed > self.timeout / 10:

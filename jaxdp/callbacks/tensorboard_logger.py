@@ -9,7 +9,7 @@ from ..basics.figures import to_png
 from ..record import Number
 from .base import Trainer
 from .logger import Logger
-from .run_facts import Facts, flat, markdown
+from .run_metadata import Facts, flat, markdown
 
 
 class TensorBoardLogger(Logger):

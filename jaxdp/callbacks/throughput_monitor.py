@@ -82,12 +82,12 @@ class ThroughputMonitor(Callback):
         self._flops: dict[Any, float] = {}  # per row, by the shapes of the batch
         self._peak: float | None = None
         self._stopwatch = NO_STOPWATCH
-        self._begin()
+        self._reset()
 
     def setup(self, trainer: Trainer) -> None:
         self._stopwatch = trainer.record.measure_phases()
         self._flops = {}
-        self._begin()
+        self._reset()
 
     def on_train_batch_start(
         self, trainer: Trainer, batch: Any, batch_idx: int
@@ -99,7 +99,7 @@ class ThroughputMonitor(Callback):
             peak = self.peak_flops_per_device or (profile and profile.flops)
             self._peak = peak and peak * len(devices)
             self._count_flops(trainer, shapes, batch)
-            self._begin()  # what was traced just now is no part of the run
+            self._reset()  # what was traced just now is no part of the run
         elif shapes not in self._flops:
             try:
                 self._count_flops(trainer, shapes, batch)
@@ -118,23 +118,23 @@ class ThroughputMonitor(Callback):
         self, trainer: Trainer, metrics: Any, batch_idx: int
     ) -> None:
         rows = trainer.record.examples - self._examples_before
-        self._done["steps"] += 1
-        self._done["examples"] += rows
-        self._done["operations"] += rows * self._flops_of_row
+        self._counts["steps"] += 1
+        self._counts["examples"] += rows
+        self._counts["operations"] += rows * self._flops_of_row
         if trainer.global_step % trainer.log_every_n_steps == 0:
-            start, self._last = self._last, self._totals()
-            values = self._rates_between(start, self._last)
+            start, self._last = self._last, self._read_totals()
+            values = self._compute_rates(start, self._last)
             metrics.add({f"throughput/{k}": np.float32(v) for k, v in values.items()})
 
     def on_fit_end(self, trainer: Trainer) -> None:
-        end = self._totals()
+        end = self._read_totals()
         if not end["steps"]:
             return
-        values = self._rates_between(self._start, end)
+        values = self._compute_rates(self._start, end)
         self.summary = {"steps": end["steps"], **values}
         last = {
             f"throughput/{name}": value
-            for name, value in self._rates_between(self._last, end).items()
+            for name, value in self._compute_rates(self._last, end).items()
             if name not in _RATES
         }
         trainer.record.put("fit", last)
@@ -151,29 +151,29 @@ class ThroughputMonitor(Callback):
         if "others" in values:
             text.append(f"waiting for other processes {values['others']:.0%}")
         announce(trainer, "ThroughputMonitor", ", ".join(text))
-        self._begin()  # the bar of a later pass has nothing of this fit
+        self._reset()  # the bar of a later pass has nothing of this fit
 
     def bar_note(self) -> str:
         """Returns what bounds the steps since the last logged one."""
-        now = self._totals()
+        now = self._read_totals()
         start = self._last if now["steps"] > self._last["steps"] else self._start
         if now["steps"] == start["steps"]:
             return ""
-        values = self._rates_between(start, now)
+        values = self._compute_rates(start, now)
         name = max(PHASES, key=lambda phase: values[phase])
         text = f"{PHASES[name][1]} {values[name]:.0%}"
         return f"MFU {values['mfu']:.0%}, {text}" if "mfu" in values else text
 
-    def _begin(self) -> None:
-        self._done = {"steps": 0, "examples": 0, "operations": 0.0}
-        self._start = self._last = self._totals()
+    def _reset(self) -> None:
+        self._counts = {"steps": 0, "examples": 0, "operations": 0.0}
+        self._start = self._last = self._read_totals()
 
-    def _totals(self) -> dict[str, float]:
+    def _read_totals(self) -> dict[str, float]:
         """Returns the work done and the seconds by phase, since the beginning."""
         waited = meetings.here().waited
-        return {**self._done, **self._stopwatch.read(), "waited": waited}
+        return {**self._counts, **self._stopwatch.read(), "waited": waited}
 
-    def _rates_between(
+    def _compute_rates(
         self, start: Mapping[str, float], end: Mapping[str, float]
     ) -> dict[str, float]:
         spent = {name: end[name] - start[name] for name in end}

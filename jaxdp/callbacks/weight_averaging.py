@@ -60,17 +60,17 @@ class WeightAveraging(Callback):
         """The `optimizer`, with the average of the weights in its state."""
         inner = optax.with_extra_args_support(optimizer)
 
-        def init(params: PyTree) -> Averaging:
+        def init(params: PyTree) -> AveragingState:
             def wide(leaf: Array) -> Array:  # or a thousandth of a step is lost
                 return jnp.array(leaf, jnp.promote_types(leaf.dtype, jnp.float32))
 
             average = jax.tree.map(wide, params)
             zero = jnp.zeros((), jnp.int32)
-            return Averaging(inner.init(params), average, zero, zero)
+            return AveragingState(inner.init(params), average, zero, zero)
 
         def update(
             updates: PyTree, state: Any, params: PyTree = None, **extra: Any
-        ) -> tuple[PyTree, Averaging]:
+        ) -> tuple[PyTree, AveragingState]:
             updates, inner_state = inner.update(updates, state.inner, params, **extra)
             return updates, state._replace(inner=inner_state)
 
@@ -79,21 +79,23 @@ class WeightAveraging(Callback):
     def after_step(self, state: Any) -> Any:
         """`state` with its weights in the average."""
 
-        def taken_in(averaging: Averaging) -> Averaging:
-            return self._take_in(state.params, averaging)
+        def update_average(averaging: AveragingState) -> AveragingState:
+            return self._update_average(state.params, averaging)
 
-        opt_state = map_nodes(Averaging, taken_in, state.opt_state)
+        opt_state = map_nodes(AveragingState, update_average, state.opt_state)
         return state._replace(opt_state=opt_state)
 
     def evaluated_state(self, state: Any) -> Any:
         """`state` with the weights that are to be evaluated as its `params`."""
-        return _with_average(state) if self.evaluate else state
+        return _replace_params(state) if self.evaluate else state
 
     def averaged_model(self, trainer: Trainer) -> PyTree:
         """The model with the average as its weights, live, on the default device."""
-        return trainer.run.model_of(_with_average(trainer.state))
+        return trainer.run.model_of(_replace_params(trainer.state))
 
-    def _take_in(self, params: PyTree, state: "Averaging") -> "Averaging":
+    def _update_average(
+        self, params: PyTree, state: "AveragingState"
+    ) -> "AveragingState":
         steps = state.steps + 1
         if self.decay is None:
             share = 1 / (state.taken + 1).astype(jnp.float32)
@@ -103,17 +105,17 @@ class WeightAveraging(Callback):
         due = (steps > self.start_step) & (steps % self.every_n_steps == 0)
 
         def mix(average: Array, leaf: Array) -> Array:
-            leaf = _rounded(leaf).astype(average.dtype)
+            leaf = _round_as_stored(leaf).astype(average.dtype)
             mixed = average + share.astype(average.dtype) * (leaf - average)
             return jnp.where(follows, leaf, jnp.where(due, mixed, average))
 
         average = jax.tree.map(mix, state.average, params)
-        return Averaging(
+        return AveragingState(
             state.inner, average, steps, state.taken + due.astype(jnp.int32)
         )
 
 
-class Averaging(NamedTuple):
+class AveragingState(NamedTuple):
     """The state of an optimizer that `WeightAveraging` has wrapped."""
 
     inner: Any
@@ -125,9 +127,9 @@ class Averaging(NamedTuple):
     """int32 `()`. How many of them the average is made of."""
 
 
-def _with_average(state: Any) -> Any:
+def _replace_params(state: Any) -> Any:
     def is_average(node: Any) -> bool:
-        return isinstance(node, Averaging)
+        return isinstance(node, AveragingState)
 
     nodes = jax.tree.leaves(state.opt_state, is_leaf=is_average)
     average = next(node for node in nodes if is_average(node)).average
@@ -139,7 +141,7 @@ def _with_average(state: Any) -> Any:
     return state._replace(params=jax.tree.map(like, state.params, average))
 
 
-def _rounded(leaf: Array) -> Array:
+def _round_as_stored(leaf: Array) -> Array:
     """An average as the step stores it; inside a fusion XLA would not round."""
     facts = jnp.finfo(leaf.dtype)
     if facts.bits >= 32:

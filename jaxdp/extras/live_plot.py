@@ -10,7 +10,7 @@ from ..basics.columns import EPOCH, VALIDATION
 from ..basics.figures import draw, metric_curves, to_png
 from ..basics.files import save_figure
 from ..callbacks.base import Trainer
-from ..callbacks.logger import Logger, check_no_folder
+from ..callbacks.logger import Logger, check_is_no_folder
 from ..callbacks.monitor import in_notebook
 from ..record import Number
 
@@ -45,7 +45,7 @@ class LivePlot(Logger):
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
         if trainer.is_global_zero:
-            check_no_folder("path", self._folder(trainer) / self._name)
+            check_is_no_folder("path", self._folder(trainer) / self._name)
             draw({}, "")  # Raises when matplotlib is missing, before anything is lost.
 
     def open(self, trainer: Trainer, folder: Path) -> None:

@@ -11,7 +11,7 @@ from ..basics.environment import import_extra
 from ..callbacks.base import Trainer
 from ..callbacks.logger import Logger
 from ..callbacks.monitor import announce
-from ..callbacks.run_facts import Facts, flat
+from ..callbacks.run_metadata import Facts, flat
 from ..record import Number
 
 

@@ -6,11 +6,11 @@ from typing import Any
 from ..basics.arguments import checks_arguments
 from ..basics.environment import import_extra
 from ..callbacks.base import Trainer
-from ..callbacks.monitor import MetricCheck, announce, check_monitor
+from ..callbacks.monitor import MonitorCallback, announce, check_monitor
 from ..distributed import find_processes
 
 
-class OptunaPruning(MetricCheck):
+class OptunaPruning(MonitorCallback):
     """Reports a value to an Optuna trial, and ends the fit of a trial to be pruned.
 
         def objective(trial):

@@ -12,7 +12,7 @@ from ..basics.environment import import_extra
 from ..basics.figures import to_png
 from ..callbacks.base import Trainer
 from ..callbacks.logger import Logger
-from ..callbacks.run_facts import Facts, flat
+from ..callbacks.run_metadata import Facts, flat
 from ..record import Number
 
 

@@ -403,7 +403,7 @@ def _own_loop(
     run = trainer.run
     run.renew_hooks(trainer.callbacks, to_train=True)
     if not run.has_looped:
-        run.hooks.warn_of_steps()
+        run.hooks.warn_about_steps()
     run.has_looped = True
     source = run.open(train_loader, "train_loader", "train")
     with (

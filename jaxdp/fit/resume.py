@@ -9,7 +9,7 @@ from ..basics.arguments import check_is_local
 from ..basics.console import log_info, warn
 from ..basics.files import expand_path
 from ..callbacks import ModelCheckpoint
-from ..callbacks.states import name_of, saved_state
+from ..callbacks.state_matching import find_name, match_state
 from ..checkpoint import CheckpointCorrupt
 
 if TYPE_CHECKING:
@@ -183,17 +183,17 @@ def _best_first(
 
     The newest may have been measured after it was saved.
     """
-    who, ranked = f"the callback {name_of(trainer, saver)}", None
+    who, ranked = f"the callback {find_name(trainer, saver)}", None
     for step, folder in found:
         path = folder.path_of(step)
         try:
-            state = saved_state(trainer, checkpoint.read_meta(path), saver)
+            state = match_state(trainer, checkpoint.read_meta(path), saver)
             if state is None:
                 raise ValueError(
                     f"`ckpt_path`='best': the checkpoint has no state of {who}, so it"
                     " is not known which is best; use 'last' or a path."
                 )
-            ranked = saver.ranked_in(state)
+            ranked = saver.rank_saved(state)
             break
         except (CheckpointCorrupt, FileNotFoundError) as error:
             warn(f"`ckpt_path`='best': {error} Skipped.")

@@ -15,7 +15,7 @@ from ..basics.console import log_info, warn
 from ..basics.process import enable_compilation_cache, keep_freed_memory
 from ..callbacks import Lockstep, ProgressBar
 from ..callbacks.base import Callback, Hooks
-from ..callbacks.states import take_over
+from ..callbacks.state_matching import reset_reused
 from ..data import (
     ALL,
     NO_LOADER,
@@ -299,9 +299,9 @@ class Run:
             to_train: whether their state is this trainer's from now on.
         """
         checks.check_callbacks(callbacks, self.hooks.callbacks)
-        self.hooks = self.hooks.renewed(callbacks)
+        self.hooks = self.hooks.with_callbacks(callbacks)
         if to_train:
-            take_over(callbacks, self._trainer_id)
+            reset_reused(callbacks, self._trainer_id)
 
     # For callbacks: see docs/callbacks.md.
 

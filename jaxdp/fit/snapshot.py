@@ -17,8 +17,13 @@ from ..basics.fingerprints import compute_fingerprints
 from ..basics.tree import leaf_path
 from ..callbacks import Callback
 from ..callbacks.base import overrides
-from ..callbacks.run_facts import function_text, optimizer_text, plain
-from ..callbacks.states import identities, misfits, named, saved_states
+from ..callbacks.run_metadata import describe_function, describe_optimizer, plain
+from ..callbacks.state_matching import (
+    find_unmatched,
+    list_identities,
+    match_states,
+    name_callbacks,
+)
 from ..step import trained_alone
 from ..strategies.base import adds_state
 
@@ -101,9 +106,9 @@ def all_but_arrays(trainer: "Trainer") -> dict[str, Any]:
         "history": trainer.history.state_dict(),
         "callbacks": {
             name: _check_json(name, callback.state_dict())
-            for name, callback in named(trainer.callbacks)
+            for name, callback in name_callbacks(trainer.callbacks)
         },
-        "identities": identities(trainer),
+        "identities": list_identities(trainer),
         "padded_rows": (run.loaded and run.loaded.padded_rows)
         or [
             run.record.limits and run.record.limits.steps_per_epoch,
@@ -146,7 +151,7 @@ def load(trainer: "Trainer", path: str | os.PathLike[str]) -> None:
         run.renew_hooks(trainer.callbacks, to_train=True)
         with checkpoint.all_or_none(run.processes, os.fspath(path)):
             _load_callbacks(trainer, path, meta)
-        without, left_behind = misfits(trainer, meta)
+        without, left_behind = find_unmatched(trainer, meta)
 
         run.engine.state = state
         run.engine.pad_as({})  # larger batches since then are none of that run's
@@ -179,8 +184,8 @@ def read_placed(run: "Run", path: str | os.PathLike[str]) -> tuple[Any, dict[str
 def _load_callbacks(
     trainer: "Trainer", path: str | os.PathLike[str], meta: dict[str, Any]
 ) -> None:
-    saved = saved_states(trainer, meta)
-    for name, callback in named(trainer.callbacks):
+    saved = match_states(trainer, meta)
+    for name, callback in name_callbacks(trainer.callbacks):
         if name not in saved:
             continue
         try:
@@ -241,9 +246,9 @@ def described(recipe: "Recipe", callbacks: Iterable[Callback]) -> dict[str, str]
 def _optimizer(recipe: "Recipe") -> str:
     parts = recipe.several or ()
     if not parts:
-        return optimizer_text(recipe.arguments["optimizer"])
+        return describe_optimizer(recipe.arguments["optimizer"])
     return "; ".join(
-        f"{p.name}, every={p.every}: {optimizer_text(p.optimizer)}" for p in parts
+        f"{p.name}, every={p.every}: {describe_optimizer(p.optimizer)}" for p in parts
     )
 
 
@@ -268,5 +273,5 @@ def _text_of(callback: Callback) -> str:
 
 def _text(value: Any) -> str:
     """Without addresses, which differ in every process."""
-    text = function_text(value) if inspect.isfunction(value) else str(plain(value))
+    text = describe_function(value) if inspect.isfunction(value) else str(plain(value))
     return re.sub(r" at 0x[0-9a-f]+", "", text)

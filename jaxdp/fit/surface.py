@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 import jax
 
 from ..basics.other_libraries import INSTEAD, find_near
-from ..callbacks.run_facts import plain
+from ..callbacks.run_metadata import plain
 from ..engine.state import hyperparam_values, leaves_to_set
 from ..step import InferenceModel
 

@@ -150,7 +150,7 @@ def test_which_of_two_renamed_folders_is_which_nobody_guesses(tmp_path):
 
 
 def test_identities_of_version_0_2_are_known(tmp_path):
-    from jaxdp.callbacks.states import saved_states
+    from jaxdp.callbacks.state_matching import match_states
 
     saver = ModelCheckpoint(tmp_path, "val_loss")
     trainer = trainer_with(EarlyStopping("val_area"), EarlyStopping("val_loss"), saver)
@@ -162,4 +162,4 @@ def test_identities_of_version_0_2_are_known(tmp_path):
             "ModelCheckpoint": str(tmp_path),
         },
     }
-    assert saved_states(trainer, meta) == {"EarlyStopping:1": 1, "ModelCheckpoint": 3}
+    assert match_states(trainer, meta) == {"EarlyStopping:1": 1, "ModelCheckpoint": 3}

@@ -13,7 +13,7 @@ from toys import batches, cross_entropy, on_one_device
 
 from jaxdp import Callback, LocalSGD, Pmap, Sharded, SingleDevice
 from jaxdp.callbacks import CSVLogger, GradientMonitor
-from jaxdp.callbacks.gradient_monitor import layers
+from jaxdp.callbacks.gradient_monitor import group_by_layer
 
 
 def make_trainer(*callbacks, **options):
@@ -81,19 +81,22 @@ def test_layers_are_as_deep_as_their_number_allows():
     model = Model([Block(jax.random.key(i)) for i in range(3)], jnp.ones(()))
     params = eqx.filter(model, eqx.is_inexact_array)
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    finest = layers(paths, 100)
+    finest = group_by_layer(paths, 100)
     assert list(finest)[:3] == [
         "blocks[0].attention",
         "blocks[0].mlp[0]",
         "blocks[0].mlp[1]",
     ]
     assert len(finest) == 10 and finest["scale"] == [18]
-    assert list(layers(paths, 7))[:2] == ["blocks[0].attention", "blocks[0].mlp"]
-    blocks = layers(paths, 6)
+    assert list(group_by_layer(paths, 7))[:2] == [
+        "blocks[0].attention",
+        "blocks[0].mlp",
+    ]
+    blocks = group_by_layer(paths, 6)
     assert list(blocks) == ["blocks[0]", "blocks[1]", "blocks[2]", "scale"]
     assert sorted(sum(blocks.values(), [])) == list(range(19))
-    assert list(layers(paths, 2)) == ["blocks", "scale"]
-    assert layers(paths, 1) == {} and layers([], 5) == {}
+    assert list(group_by_layer(paths, 2)) == ["blocks", "scale"]
+    assert group_by_layer(paths, 1) == {} and group_by_layer([], 5) == {}
 
 
 class Partly(eqx.Module):

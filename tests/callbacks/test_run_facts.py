@@ -2,7 +2,7 @@
 
 import optax
 
-from jaxdp.callbacks.run_facts import optimizer_text
+from jaxdp.callbacks.run_metadata import describe_optimizer
 
 
 def test_optimizers_are_described_by_their_stages():
@@ -32,4 +32,4 @@ def test_optimizers_are_described_by_their_stages():
             "test_optimizers_are_described_by_their_stages.<locals>.<lambda>",
         ),
     ]:
-        assert optimizer_text(optimizer).startswith(text)
+        assert describe_optimizer(optimizer).startswith(text)

@@ -13,7 +13,7 @@ from toys import on_one_device as make
 
 from jaxdp import Callback
 from jaxdp.callbacks import CSVLogger, EarlyStopping, ModelCheckpoint
-from jaxdp.callbacks.states import saved_states
+from jaxdp.callbacks.state_matching import match_states
 
 DATA = batches(16, 16, 5)
 VAL = batches(16, seed=1)
@@ -237,7 +237,7 @@ def test_states_of_nobodys_identity_are_found_by_their_places(tmp_path):
     states = {"ModelCheckpoint:1": 1, "ModelCheckpoint": 0, "Other": 2}
     meta = {"callbacks": states, "identities": {"Other": "loss"}}
     expected = {"ModelCheckpoint": 0, "ModelCheckpoint:1": 1}
-    assert saved_states(trainer, meta) == expected
+    assert match_states(trainer, meta) == expected
 
 
 def test_what_is_loaded_and_saved_pads_as_it_did(tmp_path):

@@ -36,7 +36,7 @@ def small_disk(tmp_path):
 
 def fill(folder, saver):
     """Leaves no byte on a small disk, once what is being saved is on it."""
-    saver._settle(wait=True)
+    saver._finish_save(wait=True)
     if os.path.ismount(folder):
         with open(folder / "ballast", "wb", buffering=0) as file:
             try:

@@ -12,7 +12,7 @@ from toys import Mlp, batches
 
 from jaxdp import LocalSGD, Part, Sharded, SingleDevice, Trainer
 from jaxdp.callbacks import LearningRateMonitor, WeightAveraging
-from jaxdp.callbacks.run_facts import optimizer_text
+from jaxdp.callbacks.run_metadata import describe_optimizer
 from jaxdp.checkpoint.restoring import changed_arguments
 
 DATA = batches(16, 16)
@@ -134,9 +134,9 @@ def test_what_fits_and_was_changed_is_said(saved, changes, names, caplog):
 ])  # fmt: skip
 def test_a_schedule_that_has_run_is_no_other_one(schedule):
     optimizer = optax.adam(schedule)
-    fresh = {"optimizer": optimizer_text(optimizer)}
+    fresh = {"optimizer": describe_optimizer(optimizer)}
     schedule(3)  # optax's cosine keeps its steps as a float from then on
-    used = {"arguments": {"optimizer": optimizer_text(optimizer)}}
+    used = {"arguments": {"optimizer": describe_optimizer(optimizer)}}
     assert changed_arguments(used, fresh) == []
 
 

@@ -10,7 +10,7 @@ import pytest
 from toys import Deep, batches, quiet
 
 from jaxdp import FSDP, Part, Pipeline, Pmap, Sharded, SingleDevice
-from jaxdp.callbacks.run_facts import run_facts
+from jaxdp.callbacks.run_metadata import collect_metadata
 from jaxdp.step import BY_DEFAULT, find_precision, float32_products, note_on_products
 
 DATA = batches(16, 16)
@@ -112,7 +112,7 @@ def test_what_the_default_is_and_how_to_change_it_is_said(device, name, bits):
 def test_loggers_are_told_and_a_cpu_says_nothing(precision, caplog):
     trainer = quiet(mlp(), strategy=SingleDevice(), precision=precision)
     trainer.fit(DATA)
-    facts = run_facts(trainer, None)["hyperparameters"]
+    facts = collect_metadata(trainer, None)["hyperparameters"]
     is_default = precision == "32-true"
     expected = "float32 (JAX's default)" if is_default else "float32"
     assert facts["float32_products"] == expected

@@ -23,7 +23,7 @@ from ...basics.files import check_fields, read_json, write_text_atomically
 from ...basics.stopwatch import PHASES
 from ...basics.units import format_number, format_percent, format_seconds
 from ...callbacks import CSVLogger
-from ...callbacks.run_facts import run_facts
+from ...callbacks.run_metadata import collect_metadata
 
 if TYPE_CHECKING:
     from jaxdp import Trainer
@@ -300,7 +300,7 @@ def report_trainer(
     """`Trainer.report`: the page from the table of a `CSVLogger`, if there is one, else
     from the history."""
     check_is_local("path", path)
-    record: dict[str, Any] = dict(run_facts(trainer, None))
+    record: dict[str, Any] = dict(collect_metadata(trainer, None))
     tables = [c.path for c in trainer.callbacks if isinstance(c, CSVLogger)]
     tables = [table for table in tables if table is not None and table.exists()]
     file = Path(path).expanduser()

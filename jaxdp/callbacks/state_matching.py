@@ -11,14 +11,14 @@ _USED_BY: Final = "_used_by"
 """Where a callback has the id of the trainer that uses it, and its first state."""
 
 
-def take_over(callbacks: Iterable[Callback], trainer_id: str) -> None:
+def reset_reused(callbacks: Iterable[Callback], trainer_id: str) -> None:
     """Gives callbacks that another trainer has used the state from before that."""
     for callback in callbacks:
         user, first = vars(callback).get(_USED_BY, (None, None))
         if user == trainer_id:
             continue
         if user is None:
-            first = _first_state(callback)
+            first = _read_first_state(callback)
         elif first is not None:
             try:
                 callback.load_state_dict(copy.deepcopy(first))
@@ -32,7 +32,7 @@ def take_over(callbacks: Iterable[Callback], trainer_id: str) -> None:
         vars(callback)[_USED_BY] = trainer_id, first
 
 
-def named(callbacks: Iterable[Callback]) -> Iterator[tuple[str, Callback]]:
+def name_callbacks(callbacks: Iterable[Callback]) -> Iterator[tuple[str, Callback]]:
     """Callbacks by class, the second of a class as `Name:1`, in any list."""
     counts: dict[str, int] = {}
     for callback in callbacks:
@@ -41,24 +41,24 @@ def named(callbacks: Iterable[Callback]) -> Iterator[tuple[str, Callback]]:
         yield f"{name}:{count}" if count else name, callback
 
 
-def identities(trainer: Trainer) -> dict[str, str]:
+def list_identities(trainer: Trainer) -> dict[str, str]:
     """What a checkpoint tells of each callback beside its state, by name."""
-    return {name: c.identity(trainer) for name, c in named(trainer.callbacks)}
+    return {name: c.identity(trainer) for name, c in name_callbacks(trainer.callbacks)}
 
 
-def saved_states(trainer: Trainer, meta: dict[str, Any]) -> dict[str, Any]:
+def match_states(trainer: Trainer, meta: dict[str, Any]) -> dict[str, Any]:
     """The states in a checkpoint, by the present names of callbacks they belong to."""
     saved = meta["callbacks"]
-    return {new: saved[old] for new, old in _pairs(trainer, meta).items()}
+    return {new: saved[old] for new, old in _match_names(trainer, meta).items()}
 
 
-def misfits(trainer: Trainer, meta: dict[str, Any]) -> tuple[str, str]:
+def find_unmatched(trainer: Trainer, meta: dict[str, Any]) -> tuple[str, str]:
     """Returns callbacks that find no state in a checkpoint, and those in it of classes
     that the trainer lacks, as texts; each "" if there are none."""
-    pairs, by_name = _pairs(trainer, meta), identities(trainer)
+    pairs, by_name = _match_names(trainer, meta), list_identities(trainer)
     without = {
         name: by_name[name]
-        for name, callback in named(trainer.callbacks)
+        for name, callback in name_callbacks(trainer.callbacks)
         if name not in pairs and callback.state_dict()
     }
     classes = set(map(_class, without))
@@ -67,16 +67,16 @@ def misfits(trainer: Trainer, meta: dict[str, Any]) -> tuple[str, str]:
         for name, state in meta["callbacks"].items()
         if state and name not in pairs.values() and _class(name) not in classes
     }
-    return _listed(without), _listed(lacking)
+    return _format_identities(without), _format_identities(lacking)
 
 
-def _pairs(trainer: Trainer, meta: dict[str, Any]) -> dict[str, str]:
+def _match_names(trainer: Trainer, meta: dict[str, Any]) -> dict[str, str]:
     """Maps the present name of each callback that has a saved state to its saved name.
 
     It is the one of its class and identity, else the only one of its class that lies in
     another folder.
     """
-    own, pairs = identities(trainer), dict[str, str]()
+    own, pairs = list_identities(trainer), dict[str, str]()
 
     def find(name: str, fits: Callable[[str, str | None], bool]) -> list[str]:
         return [
@@ -107,7 +107,7 @@ def _is_moved(identity: str, saved: str | None) -> bool:
     return os.path.isabs(folder) and str(saved).split("\n")[1:] in (unit, [])
 
 
-def _listed(identities: dict[str, str]) -> str:
+def _format_identities(identities: dict[str, str]) -> str:
     """Callbacks as they are told from each other: EarlyStopping (val_loss, min)."""
     shown = {name: ", ".join(its.split("\n")) for name, its in identities.items()}
     return " and ".join(
@@ -115,21 +115,23 @@ def _listed(identities: dict[str, str]) -> str:
     )
 
 
-def saved_state(trainer: Trainer, meta: dict[str, Any], callback: Callback) -> Any:
+def match_state(trainer: Trainer, meta: dict[str, Any], callback: Callback) -> Any:
     """The state of one callback in a checkpoint, or None."""
-    return saved_states(trainer, meta).get(name_of(trainer, callback))
+    return match_states(trainer, meta).get(find_name(trainer, callback))
 
 
-def name_of(trainer: Trainer, callback: Callback) -> str:
+def find_name(trainer: Trainer, callback: Callback) -> str:
     """What the trainer calls one of its callbacks."""
-    return next(name for name, other in named(trainer.callbacks) if other is callback)
+    return next(
+        name for name, other in name_callbacks(trainer.callbacks) if other is callback
+    )
 
 
 def _class(name: str) -> str:
     return name.partition(":")[0]
 
 
-def _first_state(callback: Callback) -> dict[str, Any] | None:
+def _read_first_state(callback: Callback) -> dict[str, Any] | None:
     if not overrides(callback, "state_dict"):
         return None
     try:

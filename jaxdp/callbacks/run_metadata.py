@@ -16,7 +16,9 @@ Facts = dict[str, Any]
 loggers are given a `"run_id"` too."""
 
 
-def run_facts(trainer: Trainer, hyperparameters: Mapping[str, Any] | None) -> Facts:
+def collect_metadata(
+    trainer: Trainer, hyperparameters: Mapping[str, Any] | None
+) -> Facts:
     """The arguments of the trainer and its fit, and what it runs on.
 
     Args:
@@ -26,7 +28,7 @@ def run_facts(trainer: Trainer, hyperparameters: Mapping[str, Any] | None) -> Fa
     given = {name: plain(value) for name, value in (hyperparameters or {}).items()}
     arguments = dict(trainer.run.arguments)
     settings = {name: plain(value) for name, value in arguments.items()}
-    settings["optimizer"] = optimizer_text(trainer.run.optimizer)
+    settings["optimizer"] = describe_optimizer(trainer.run.optimizer)
     for name in ("max_epochs", "max_steps", "num_training_batches"):
         if getattr(trainer, name) is not None:
             settings[name] = getattr(trainer, name)
@@ -79,14 +81,14 @@ def markdown(values: Mapping[str, Any]) -> str:
     return "\n".join(["| name | value |", "| --- | --- |", *rows])
 
 
-def optimizer_text(optimizer: Any) -> str:
+def describe_optimizer(optimizer: Any) -> str:
     """Returns the stages of an optax optimizer with their numbers, as far as its
     closures show them: `chain(scale_by_adam(b1=0.9, ...), scale(step_size=-0.001))`."""
     injected = [f"{name}={_text(value)}" for name, value in _injected(optimizer.init)]
-    return ", ".join([function_text(optimizer.update), *injected])
+    return ", ".join([describe_function(optimizer.update), *injected])
 
 
-def function_text(function: Any, depth: int = 0) -> str:
+def describe_function(function: Any, depth: int = 0) -> str:
     """Returns the name of a function, or of the one that has made it, with the values
     that it closes over."""
     function = inspect.unwrap(function)
@@ -111,7 +113,7 @@ def _text(value: Any, depth: int = 0) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(filter(None, (_text(item, depth) for item in value)))
     if inspect.isfunction(value):
-        text = function_text(value, depth)
+        text = describe_function(value, depth)
         return "" if "<" in text else text
     if getattr(value, "ndim", None) == 0:
         return str(np.asarray(value))  # waits for the device, if it is there
