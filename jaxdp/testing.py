@@ -67,7 +67,7 @@ def check_strategy(
         )
 
     # The same numbers, by one program.
-    _same("the loss of step", ours.losses, expected.losses)
+    _assert_close("the loss of step", ours.losses, expected.losses)
     assert ours.traces == expected.traces, (
         f"one compile: the step was traced {ours.traces} times, and"
         f" {expected.traces} on one device"
@@ -76,13 +76,13 @@ def check_strategy(
     # Several micro-batches, and a loss that is written for a batch.
     accumulated = (_train(s, given, batches, 2) for s in (strategy, SingleDevice()))
     losses = (run.losses for run in accumulated)
-    _same("with two micro-batches a step, the loss of step", *losses)
+    _assert_close("with two micro-batches a step, the loss of step", *losses)
     _check_batch_as_written(strategy, given, batches)
 
     # Validation and prediction.
     metrics = [run.trainer.validate(batches) for run in (ours, expected)]
     for name in metrics[1]:
-        _same(f"every row once: {name}", [metrics[0][name]], [metrics[1][name]])
+        _assert_close(f"every row once: {name}", [metrics[0][name]], [metrics[1][name]])
     predictions = [run.trainer.predict(batches) for run in (ours, expected)]
     assert predictions[0].shape == predictions[1].shape, (
         f"every row once: `predict` gave {predictions[0].shape} for"
@@ -92,7 +92,7 @@ def check_strategy(
     _check_checkpoints(strategy, given, ours.trainer)
 
 
-class _Run(Callback):
+class _TraceCounter(Callback):
     """A short training, its losses, and how often its step was traced."""
 
     def __init__(self) -> None:
@@ -144,11 +144,11 @@ def _check_batch_as_written(
     smallest, largest = (f(batches, key=lambda b: len(b[1])) for f in (min, max))
     losses = []
     for one in (strategy, SingleDevice()):
-        run = _Run()
+        run = _TraceCounter()
         trainer = _trainer(one, given, by_the_mean, callbacks=[run])
         trainer.fit([largest, smallest], max_epochs=1)
         losses.append(run.losses)
-    _same(
+    _assert_close(
         "where a loss is written for a batch (`compile` must give the step the whole"
         " batch unless `rows` is 'apart'), the loss of step",
         *losses,
@@ -157,8 +157,8 @@ def _check_batch_as_written(
 
 def _train(
     strategy: DataParallel, given: _Given, batches: Any, accumulate: int = 1
-) -> _Run:
-    run = _Run()
+) -> _TraceCounter:
+    run = _TraceCounter()
     run.trainer = _trainer(
         strategy, given, "cross_entropy", accumulate=accumulate, callbacks=[run]
     )
@@ -166,7 +166,7 @@ def _train(
     return run
 
 
-def _same(what: str, found: Sequence[Any], expected: Sequence[Any]) -> None:
+def _assert_close(what: str, found: Sequence[Any], expected: Sequence[Any]) -> None:
     assert len(found) == len(expected), f"{what}: {len(found)} values, {len(expected)}"
     for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         assert np.all(np.abs(ours - theirs) <= TOLERANCE * np.abs(theirs)), (
@@ -180,7 +180,7 @@ def _check_checkpoints(strategy: DataParallel, given: _Given, trainer: Trainer) 
     with tempfile.TemporaryDirectory() as folder:
         path = trainer.save(f"{folder}/saved")
         for other in (strategy, *[SingleDevice()] * (not adds_state(strategy))):
-            fresh = _trainer(other, given, "cross_entropy", callbacks=[_Run()])
+            fresh = _trainer(other, given, "cross_entropy", callbacks=[_TraceCounter()])
             fresh.load(path)
             restored = eqx.filter(fresh.model, eqx.is_array)
             assert eqx.tree_equal(trained, restored), (

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from ..basics.arguments import check_number, checks_arguments
 from ..basics.console import warn
-from ..strategies.placing import fetch
+from ..strategies.placement import fetch
 from .base import Trainer
 from .monitor import MonitorCallback, announce, is_better
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from ..basics.environment import describe_hardware, get_versions
-from ..step import closed_over, find_precision, float32_products
+from ..step import find_precision, float32_products, get_closure
 from .base import Callback, Trainer
 
 Facts = dict[str, Any]
@@ -95,7 +95,7 @@ def describe_function(function: Any, depth: int = 0) -> str:
     name = getattr(function, "__qualname__", type(function).__name__)
     if depth > 6:  # a function that refers to itself
         return name
-    inside = {k: _text(v, depth + 1) for k, v in closed_over(function).items()}
+    inside = {k: _text(v, depth + 1) for k, v in get_closure(function).items()}
     stages = [text for text in inside.values() if text.endswith(")")]
     numbers = [f"{k}={v}" for k, v in inside.items() if v and v not in stages]
     if len(stages) == 1 and not numbers:  # it adds nothing
@@ -123,7 +123,7 @@ def _text(value: Any, depth: int = 0) -> str:
 def _injected(init: Any) -> Iterator[tuple[str, Any]]:
     """Yields the numbers that `optax.inject_hyperparams` was given, which only the
     `init` of the optimizer knows."""
-    inside = closed_over(inspect.unwrap(init))
+    inside = get_closure(inspect.unwrap(init))
     yield from inside.get("numeric_hps", {}).items()
     for stage in inside.get("init_fns", ()):
         yield from _injected(stage)

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..basics.arguments import check_count, checks_arguments
 from ..basics.host_memory import use_auto_axes
-from ..step import Batch, as_given, map_rows, with_rows
+from ..step import Batch, find_batched_leaves, map_batched, to_user_batch
 from .batches import take_there
 from .conversion import as_numpy, fetch, to_host, with_key_data
 from .loader_state import Position
@@ -72,7 +72,7 @@ class Arrays:
         _check_devices(self._columns)
         # The first row tells what conversion makes of the tree.
         columns = iter(self._columns)
-        self._first = to_host(map_rows(lambda _: next(columns)[:1], tree))
+        self._first = to_host(map_batched(lambda _: next(columns)[:1], tree))
         is_tuple = type(self._first) is tuple
         self._is_flat = is_tuple and jax.tree_util.all_leaves(self._first)
         self._epoch = 0
@@ -91,7 +91,7 @@ class Arrays:
     def __iter__(self) -> Iterator[Any]:
         lists = self.lists(self.seed, self._epoch)
         self._epoch += 1
-        return map(as_given, self.batches(lists))
+        return map(to_user_batch, self.batches(lists))
 
     def __repr__(self) -> str:
         return f"Arrays({self.num_rows} rows, batch_size={self.batch_size})"
@@ -127,7 +127,7 @@ class Arrays:
         if self._is_flat:
             return columns
         rows = iter(columns)
-        return map_rows(lambda _: next(rows), self._first)
+        return map_batched(lambda _: next(rows), self._first)
 
 
 class ArraysSource(Source):
@@ -181,7 +181,7 @@ def _columns(tree: Any) -> tuple[list[Any], int]:
     """The leaves that have rows, over the same memory, and how many rows they have."""
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
     columns, shapes = [], []
-    for (path, leaf), has_rows in zip(paths, with_rows(treedef), strict=True):
+    for (path, leaf), has_rows in zip(paths, find_batched_leaves(treedef), strict=True):
         name = f"arrays{jax.tree_util.keystr(path)}"
         array = as_numpy(leaf)
         if isinstance(leaf, jax.Array):

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..distributed import RowBlocks
-from ..step import Batch, Rowless, as_given, with_rows
+from ..step import Batch, SingleRowBatch, find_batched_leaves, to_user_batch
 
 Key = tuple[Any, tuple[tuple[tuple[int, ...], np.dtype], ...]]
 """A form as it is compared: the structure, and each leaf's shape without its rows, and
@@ -44,7 +44,7 @@ def counts_of(batch: Batch) -> tuple[int, ...]:
     if isinstance(batch, Portion):
         return batch.counts
     leaves, treedef = jax.tree.flatten(batch)
-    return (len(leaves[with_rows(treedef).index(True)]),)
+    return (len(leaves[find_batched_leaves(treedef).index(True)]),)
 
 
 def own_of(batch: Batch) -> Batch:
@@ -56,10 +56,10 @@ def inputs_of(batch: Batch) -> Any:
     """What is predicted from: `x` of an `(x, y)` batch."""
     if isinstance(batch, Portion):
         return Portion(inputs_of(batch.own), batch.counts)
-    if isinstance(batch, Rowless):
+    if isinstance(batch, SingleRowBatch):
         batch = batch.batch
     x = batch[0] if isinstance(batch, tuple) else batch
-    has_rows = with_rows(jax.tree.structure(x))
+    has_rows = find_batched_leaves(jax.tree.structure(x))
     if has_rows and not any(has_rows):
         raise ValueError(
             f"predictions are made of {leaf_name(batch, 0)} of a tuple, which is a"
@@ -76,14 +76,14 @@ def read_only(batch: Batch) -> Batch:
     for view in views:
         if isinstance(view, np.ndarray):
             view.flags.writeable = False
-    return as_given(jax.tree.unflatten(treedef, views))
+    return to_user_batch(jax.tree.unflatten(treedef, views))
 
 
 def key_of(batch: Batch) -> Key:
     """The form of a batch, as it is compared."""
     leaves, treedef = jax.tree.flatten(batch)
     # A bool is the number of axes that rows have.
-    pairs = zip(leaves, with_rows(treedef), strict=True)
+    pairs = zip(leaves, find_batched_leaves(treedef), strict=True)
     return treedef, tuple([(leaf.shape[rows:], leaf.dtype) for leaf, rows in pairs])
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..basics.console import join_some
 from ..basics.tree import is_key
-from ..step import NOTHING, Batch, KeyData, Rowless, with_rows
+from ..step import NOTHING, Batch, KeyData, SingleRowBatch, find_batched_leaves
 from .batches import Portion, is_there, leaf_name, taken
 
 _NARROW = {
@@ -111,10 +111,10 @@ def to_host(batch: Any, *, copy: bool = False) -> Batch:
         raise TypeError(f"a batch has no arrays in it: {batch!r}.")
 
     # All of them: as many rows in each.
-    pairs = zip(arrays, with_rows(treedef), strict=True)
+    pairs = zip(arrays, find_batched_leaves(treedef), strict=True)
     counts = {len(array) if array.ndim else 0 for array, has_rows in pairs if has_rows}
     if not counts:
-        return Rowless(treedef.unflatten(arrays), NOTHING.row)
+        return SingleRowBatch(treedef.unflatten(arrays), NOTHING.row)
     if len(counts) != 1 or 0 in counts:
         named = [f"{leaf_name(batch, i)} {a.shape}" for i, a in enumerate(arrays)]
         remedy = (
@@ -339,7 +339,7 @@ def with_key_data(tree: Any) -> Any:
         return KeyData(jax.random.key_data(leaf), jax.random.key_impl(leaf))
 
     treedef = jax.tree.structure(tree)
-    has_rows = treedef.unflatten(with_rows(treedef))
+    has_rows = treedef.unflatten(find_batched_leaves(treedef))
     return jax.tree_util.tree_map_with_path(data, tree, has_rows)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..basics.console import join_some
 from ..distributed import RowBlocks
-from ..step import Batch, Group, Rowless, joined, with_rows
+from ..step import Batch, Group, SingleRowBatch, find_batched_leaves, merge_non_batched
 from .batches import (
     Key,
     Portion,
@@ -77,11 +77,11 @@ class Form:
         self.key = key
         self.text = _text(key)
         treedef, _ = key
-        has_rows = with_rows(treedef)
+        has_rows = find_batched_leaves(treedef)
         # Which leaves have none, and the structures of both kinds.
         self.wholes = [place for place, rows in enumerate(has_rows) if not rows]
         node = treedef.node_data()
-        self.is_rowless = node is not None and node[0] is Rowless
+        self.is_rowless = node is not None and node[0] is SingleRowBatch
         self.of_rows, self.of_whole = [
             jax.tree.structure(
                 treedef.unflatten([rows == kind or None for rows in has_rows])
@@ -188,7 +188,7 @@ class Forms:
             start += " differs from the first one in structure"
             return f"{start}: was {first}, is {treedef}."
 
-        triples = zip(expected, shapes, with_rows(treedef), strict=True)
+        triples = zip(expected, shapes, find_batched_leaves(treedef), strict=True)
         differing = [
             f"{leaf_name(batch, i)} was {_shown(*was, rows)}, is {_shown(*now, rows)}"
             for i, (was, now, rows) in enumerate(triples)
@@ -198,7 +198,7 @@ class Forms:
 
     def note(self, group: Group) -> str:
         """What may help where a step for batches like those of a group failed."""
-        stacked = joined(group.batch, group.whole)
+        stacked = merge_non_batched(group.batch, group.whole)
         batch = jax.tree.map(lambda leaf: leaf[0], stacked)
         if not (difference := self.difference(batch)):
             return ""

@@ -13,9 +13,9 @@ from ..basics.hardware import describe_mixed_kinds
 from ..data import Dispatch, leaf_name
 from ..step import (
     BY_DEFAULT,
-    Rowless,
+    SingleRowBatch,
     Steps,
-    joined,
+    merge_non_batched,
     note_on_products,
 )
 
@@ -94,7 +94,7 @@ class Compilations:
         batches = [group.batch for group in packed.groups]
         sizes = [jax.tree.leaves(batch)[0].shape[1] for batch in batches]
         rows = next((size for size in sizes if size % num_shards), None)
-        has_rows = not any(isinstance(batch, Rowless) for batch in batches)
+        has_rows = not any(isinstance(batch, SingleRowBatch) for batch in batches)
         # Processes may have different numbers of rows, and shards divide each.
         if packed.split or rows is None or not has_rows or self._has_told_of_whole:
             return
@@ -124,7 +124,7 @@ class Compilations:
 def _form(packed: Dispatch) -> _Form:
     groups = []
     for group in packed.groups:
-        batch = joined(group.batch, group.whole)
+        batch = merge_non_batched(group.batch, group.whole)
         shapes = {
             leaf_name(batch, place): leaf.shape[1:]
             for place, leaf in enumerate(jax.tree.leaves(batch))

@@ -25,7 +25,7 @@ from ..step import (
     products,
 )
 from ..strategies import DataParallel
-from ..strategies.base import rows_of_processes
+from ..strategies.base import make_row_blocks
 from .bodies import traced
 from .compiling import Compilations, debug_settings
 from .out_of_memory import check_memory
@@ -103,7 +103,7 @@ class Engine:
         self.tell = self._compilations.tell
         self._most_steps = self.steps_per_execution = steps_per_execution
         several = not abstract and jax.process_count() > 1
-        self._blocks = rows_of_processes(strategy) if several else RowBlocks()
+        self._blocks = make_row_blocks(strategy) if several else RowBlocks()
         self.steps: dict[Kind, Step] = {
             kind: Step(
                 kind,
@@ -275,7 +275,7 @@ class Engine:
     def epoch_means(self) -> dict[str, float]:
         """Means over the epoch's rows so far. Waits for the device."""
         facts = self.steps["train"].facts
-        return self.pure.means_of(self.held.fetch_totals(), facts)
+        return self.pure.compute_means(self.held.fetch_totals(), facts)
 
     def flops_per_row(self, window: Sequence[Batch]) -> float:
         """Operations of a train step over `window`, per row that is computed."""

@@ -20,11 +20,18 @@ from jaxtyping import Array, PyTree
 from ..basics.host_memory import clear_mesh, use_auto_axes
 from ..basics.tree import leaf_path
 from ..distributed import put
-from ..step import Steps, TrainState, as_own, as_stored, find_evaluated, first_state
+from ..step import (
+    Steps,
+    TrainState,
+    cast_for_storage,
+    cast_to_original,
+    first_state,
+    make_evaluated_view,
+)
 from ..strategies import DataParallel
 from ..strategies.base import adds_state, state_shardings
-from ..strategies.offload import optimizer_on_host
-from ..strategies.placing import fetch, gather_arrays, place_copy
+from ..strategies.offload import offload_optimizer
+from ..strategies.placement import fetch, gather_arrays, place_copy
 
 RATES: Final = ("learning_rate", "lr", "step_size")
 """How optimizers call their learning rate."""
@@ -77,7 +84,7 @@ class State:
             operator.itemgetter(*jax.tree.leaves(places.weights)),
             np.zeros(totals.shape, totals.dtype),
             isinstance(totals, jax.Array),
-            _first_of_views(model.view, find_evaluated(tree.opt_state)),
+            _first_of_views(model.view, make_evaluated_view(tree.opt_state)),
             model,
         )
         state = cls(leaves, kind)
@@ -204,7 +211,7 @@ class State:
     def _as_model(self, parts: tuple[PyTree, PyTree, PyTree]) -> tuple[PyTree, PyTree]:
         params, buffers, model_state = parts
         model = self.kind.model
-        params, buffers = as_own((params, buffers), model.own)
+        params, buffers = cast_to_original((params, buffers), model.own)
         return eqx.combine(params, buffers, model.static), model_state
 
     def shapes(self) -> TrainState:
@@ -262,7 +269,7 @@ def first_of(
     strategy: DataParallel,
 ) -> TrainState:
     """The state before the first step, to be placed."""
-    params, buffers, _ = as_stored(use_auto_axes(parts), steps.precision)
+    params, buffers, _ = cast_for_storage(use_auto_axes(parts), steps.precision)
     model = params, buffers, use_auto_axes(model_state)
     layout = None
     # Of a model that is split already, no device need have room for all of it; zeros
@@ -302,7 +309,7 @@ def placed_state(
 def _layout(strategy: DataParallel, state: TrainState, offloads: bool) -> TrainState:
     """The sharding of each leaf of a state."""
     shardings = state_shardings(strategy, state)
-    return optimizer_on_host(shardings, state) if offloads else shardings
+    return offload_optimizer(shardings, state) if offloads else shardings
 
 
 def shapes_of_first(
@@ -315,7 +322,7 @@ def shapes_of_first(
     """The first state as shapes and shardings; nothing is computed or moved."""
 
     def first(params: PyTree, buffers: PyTree, model_state: PyTree) -> TrainState:
-        params, buffers = as_stored((params, buffers), steps.precision)
+        params, buffers = cast_for_storage((params, buffers), steps.precision)
         return first_state(params, buffers, model_state, steps, seed=0)
 
     state = jax.eval_shape(first, parts[0], parts[1], model_state)

@@ -34,8 +34,8 @@ from ..step import (
 )
 from ..strategies import DataParallel
 from ..strategies.base import Rows
-from ..strategies.gathering import GATHERED_IN_BRANCH
-from ..strategies.placing import fetch
+from ..strategies.fsdp_units import GATHERED_IN_BRANCH
+from ..strategies.placement import fetch
 from .bodies import BODIES, Body, traced
 from .compiling import debug_settings
 from .xla_options import options_for
@@ -287,7 +287,7 @@ class Step:
 
         if self.facts.names:
             if before.names and self.programs:
-                before.joined(self.facts)  # which raises if it can't be
+                before.merge(self.facts)  # which raises if it can't be
             self._steps = steps
             is_named = isinstance(steps.objective, CriterionObjective)
             if is_named and (self.facts.num_classes or self.facts.weighted):

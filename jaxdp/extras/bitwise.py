@@ -23,12 +23,12 @@ from jaxtyping import Array, Int
 from ..basics.arguments import checks_arguments
 from ..basics.console import log_info
 from ..distributed import row_blocks
-from ..step import Collectives, Group, OnRows, PerExample, Results, repeated
-from ..strategies.base import DataParallel, Role, Rows, laid_out
-from ..strategies.meshes import without_mesh
-from ..strategies.offload import jitted
-from ..strategies.placing import put_rows
-from ..strategies.sharded import Pmap, Sharded, SingleDevice, shardings_of
+from ..step import Collectives, Group, OnRows, PerExample, Results, make_loop_scope
+from ..strategies.base import DataParallel, Role, Rows, make_shardings
+from ..strategies.meshes import clear_ambient_mesh
+from ..strategies.offload import jit_with_offload
+from ..strategies.placement import put_rows
+from ..strategies.sharded import Pmap, Sharded, SingleDevice, make_named_shardings
 
 SHARDS: Final = 8
 """Virtual shards of a batch; the device count must divide it."""
@@ -144,7 +144,7 @@ class Bitwise(DataParallel):
             arguments = *others, list(map(self._cut, groups))
 
         call = arguments, roles, results
-        in_specs, out_specs = laid_out(
+        in_specs, out_specs = make_shardings(
             *call,
             lambda role: by_rows if split and role == "rows" else whole,
             lambda _: group_spec,
@@ -152,7 +152,9 @@ class Bitwise(DataParallel):
         everywhere = NamedSharding(self.mesh, whole)
         if rows == "apart":
             mapped = jax.shard_map(
-                without_mesh(functools.partial(step, VirtualShards(self.mesh.size))),
+                clear_ambient_mesh(
+                    functools.partial(step, VirtualShards(self.mesh.size))
+                ),
                 mesh=self.mesh,
                 in_specs=in_specs,
                 out_specs=out_specs,
@@ -161,10 +163,10 @@ class Bitwise(DataParallel):
 
         def program(*arguments: Any) -> Any:
             if rows == "apart":  # results of rows are (turns, devices * rows, ...)
-                return _of_rows(_joined, mapped(*arguments), results)
+                return _map_row_results(_merge_turns, mapped(*arguments), results)
             if split:
                 *others, groups = arguments
-                groups = [_in_full(group, everywhere) for group in groups]
+                groups = [_gather_group(group, everywhere) for group in groups]
                 arguments = *others, groups
             return step(Collectives(), *arguments)
 
@@ -175,8 +177,12 @@ class Bitwise(DataParallel):
                 " no time saved by more devices"
             )
         out = everywhere if isinstance(results, str) else (everywhere,) * len(results)
-        made = jitted(program, *call, shardings_of(self.mesh, in_specs), out, donate)
-        return _Merged(made, arguments, _options_on(self.mesh.devices.flat[0]))
+        made = jit_with_offload(
+            program, *call, make_named_shardings(self.mesh, in_specs), out, donate
+        )
+        return _DeduplicatedStep(
+            made, arguments, _compiler_options_for(self.mesh.devices.flat[0])
+        )
 
     def _cut(self, group: Group, devices: int | None = None) -> Group:
         """Rows as (turns, devices, rows of a shard): no bytes are moved for it.
@@ -232,7 +238,7 @@ class VirtualShards(Collectives):
                 group._replace(batch=batch)
                 for batch, group in zip(picked, groups, strict=True)
             ]
-            return function(_OneShard(shards[turn]), inputs, mine)
+            return function(_VirtualShard(shards[turn]), inputs, mine)
 
         traced, shapes = jax.make_jaxpr(one_shard, return_shape=True)(jnp.int32(0))
         leaves, treedef = jax.tree.flatten(shapes)
@@ -243,10 +249,10 @@ class VirtualShards(Collectives):
             once = jaxpr_as_fun(traced)
             return _loop(1, turn, zero, lambda turn, _: once(turn), latest)
 
-        of_rows = _of_rows(lambda _: True, shapes, results, others=False)
+        of_rows = _map_row_results(lambda _: True, shapes, results, others=False)
         are_rows = jax.tree.leaves(of_rows)
         sums = [
-            _Kept(leaf, self.turns) if is_rows else _Sum(leaf, self.devices)
+            _RowBuffer(leaf, self.turns) if is_rows else _RunningSum(leaf, self.devices)
             for leaf, is_rows in zip(leaves, are_rows, strict=True)
         ]
 
@@ -274,7 +280,7 @@ class VirtualShards(Collectives):
         return treedef.unflatten(_loop(1, first, zero, gather, latest))
 
 
-class _OneShard(Collectives):
+class _VirtualShard(Collectives):
     """What the function of rows is given: one virtual shard of all there are."""
 
     num_shards = SHARDS
@@ -286,7 +292,7 @@ class _OneShard(Collectives):
         return self.shard * rows + jnp.arange(rows)
 
 
-class _Sum:
+class _RunningSum:
     """A running sum over shards, of one array: in the order of the shards.
 
     Of a large array every device sums its part of the elements, which moves no more
@@ -323,7 +329,7 @@ class _Sum:
         return parts[: self.size].reshape(self.like.shape)
 
 
-class _Kept:
+class _RowBuffer:
     """The rows of all shards of a device, of one array, in the place of their sum."""
 
     def __init__(self, like: Any, turns: int):
@@ -340,7 +346,7 @@ class _Kept:
         return total
 
 
-def _of_rows(
+def _map_row_results(
     function: Callable[[Any], Any], found: Any, results: Any, others: Any = None
 ) -> Any:
     """Results with a function applied to those that are values of rows.
@@ -358,11 +364,11 @@ def _of_rows(
     return tuple(map(one, found, results))
 
 
-def _joined(leaf: Array) -> Array:
+def _merge_turns(leaf: Array) -> Array:
     return leaf.reshape(-1, *leaf.shape[2:])
 
 
-def _in_full(group: Group, everywhere: NamedSharding) -> Group:
+def _gather_group(group: Group, everywhere: NamedSharding) -> Group:
     """Returns a group that was cut as it came, on every device."""
 
     def gather(leaf: Array) -> Array:
@@ -373,14 +379,14 @@ def _in_full(group: Group, everywhere: NamedSharding) -> Group:
     return group._replace(batch=jax.tree.map(gather, group.batch))
 
 
-def _options_on(device: Any) -> dict[str, Any]:
+def _compiler_options_for(device: Any) -> dict[str, Any]:
     """What XLA is told so that equal work has equal bits on a device."""
     return _OPTIONS | (
         {"xla_gpu_deterministic_ops": True} if device.platform == "gpu" else {}
     )
 
 
-class _Merged(NamedTuple):
+class _DeduplicatedStep(NamedTuple):
     """A jitted step whose equal operations are one before XLA is given it.
 
     What Shardy, which places the parts of programs for several devices, begins with. No
@@ -397,11 +403,11 @@ class _Merged(NamedTuple):
     def __call__(self, *arguments: Any) -> Any:
         return self.step(*arguments)
 
-    def trace(self, *_: Any) -> "_MergedTrace":
-        return _MergedTrace(self.step.trace(*self.arguments))
+    def trace(self, *_: Any) -> "_DeduplicatedTrace":
+        return _DeduplicatedTrace(self.step.trace(*self.arguments))
 
 
-class _MergedTrace(NamedTuple):
+class _DeduplicatedTrace(NamedTuple):
     traced: jax.stages.Traced
 
     @property
@@ -432,5 +438,5 @@ def _loop(
         return turn + 1, body(turn, value)
 
     stop = start + times + zero
-    with jax.named_scope(repeated(times)):  # for plans
+    with jax.named_scope(make_loop_scope(times)):  # for plans
         return jax.lax.while_loop(lambda c: c[0] < stop, run, (start, first))[1]

@@ -21,7 +21,7 @@ from ..fit import checks
 from ..fit.feed import windows
 from ..step import Batch
 from ..strategies import DataParallel, SingleDevice
-from ..strategies.placing import gather_arrays
+from ..strategies.placement import gather_arrays
 
 if TYPE_CHECKING:
     from jaxdp import Trainer

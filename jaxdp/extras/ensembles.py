@@ -26,17 +26,17 @@ from ..step import (
     Group,
     InferenceModel,
     Metrics,
+    MultiPartSteps,
     Steps,
-    StepsOfParts,
     TrainState,
     Weights,
 )
 from ..strategies.base import (
     DataParallel,
     adds_state,
-    changed,
+    replace_attributes,
 )
-from ..strategies.meshes import Devices, find_devices, mesh_on
+from ..strategies.meshes import Devices, find_devices, make_mesh
 from ..strategies.sharded import Sharded
 
 MEMBERS: Final = "members"
@@ -80,11 +80,11 @@ class Ensemble:
         self, optimizer: optax.GradientTransformation, params: PyTree
     ) -> PyTree:
         """Returns the states of all members' optimizers."""
-        return self._set_values(jax.vmap(optimizer.init)(params))
+        return self._set_member_values(jax.vmap(optimizer.init)(params))
 
     def wrap(self, steps: Steps, strategy: DataParallel) -> tuple[Steps, DataParallel]:
         """Returns the steps of one model and the strategy, for all members."""
-        return StepsOfMembers(*steps)._replace(extra=self), _EachAlike(strategy)
+        return EnsembleSteps(*steps)._replace(extra=self), _MemberwiseStrategy(strategy)
 
     def select_member(self, model: PyTree, index: int) -> PyTree:
         """Returns one member, an ordinary model."""
@@ -98,9 +98,9 @@ class Ensemble:
         arrays, static = eqx.partition(model, eqx.is_array)
         return eqx.combine(jax.tree.map(lambda leaf: leaf[index], arrays), static)
 
-    def shapes_of_one(self, tree: PyTree) -> PyTree:
+    def drop_member_axis(self, tree: PyTree) -> PyTree:
         """Returns the shapes of one member's arrays."""
-        return jax.tree.map(_shape_of_one, tree)
+        return jax.tree.map(_drop_member_axis, tree)
 
     def make_inference_model(self, model: PyTree, state: Any) -> InferenceModel:
         """Returns a model of one example that calls all members."""
@@ -112,17 +112,17 @@ class Ensemble:
         values = {name: [one[name] for one in of_members] for name in names}
         means = {name: float(np.mean(values[name])) for name in names}
         own = [value for name in names for value in values[name]]
-        return means | dict(zip(self._own_names(names), own, strict=True))
+        return means | dict(zip(self._make_member_names(names), own, strict=True))
 
     def name_facts(self, facts: Facts) -> Facts:
         """Returns the facts of a step of all members, given those of one."""
-        own = self._own_names(facts.names)
+        own = self._make_member_names(facts.names)
         return facts._replace(names=(*facts.names, *own))
 
-    def _own_names(self, names: Sequence[str]) -> list[str]:
+    def _make_member_names(self, names: Sequence[str]) -> list[str]:
         return [f"{name}[{member}]" for name in names for member in range(self.size)]
 
-    def _set_values(self, state: PyTree) -> PyTree:
+    def _set_member_values(self, state: PyTree) -> PyTree:
         """Sets the members' own hyperparameters in the state of an optimizer."""
         missing, held = set(self.values), set[str]()
 
@@ -182,12 +182,12 @@ def find_ensemble(arguments: Mapping[str, Any]) -> Ensemble:
     return ensemble
 
 
-class StepsOfMembers(Steps):
+class EnsembleSteps(Steps):
     """The steps of one model, mapped over all members; `extra` is the `Ensemble`."""
 
     @property
-    def _of_one(self) -> Steps:
-        return (StepsOfParts if self.parts else Steps)(*self)
+    def _single_steps(self) -> Steps:
+        return (MultiPartSteps if self.parts else Steps)(*self)
 
     def init_optimizer(self, params: PyTree) -> PyTree:
         return self.extra.init_optimizer(self.optimizer, params)
@@ -202,9 +202,9 @@ class StepsOfMembers(Steps):
         self, collectives: Collectives, state: TrainState, groups: Sequence[Group]
     ) -> tuple[TrainState, Metrics]:
         axes = TrainState(0, 0, 0, 0, key=0, step=None, totals=0, loss_scale=0)
-        train = functools.partial(self._of_one.train, collectives)
+        train = functools.partial(self._single_steps.train, collectives)
         mapped = jax.vmap(lambda own: train(own, groups), in_axes=(axes,))
-        new, metrics = mapped(state._replace(key=self._keys(state.key)))
+        new, metrics = mapped(state._replace(key=self._make_member_keys(state.key)))
         new = new._replace(key=state.key, step=state.step + 1)
         return new, self._name_metrics(metrics)
 
@@ -217,7 +217,9 @@ class StepsOfMembers(Steps):
         group: Group,
     ) -> tuple[Array, Metrics, PyTree]:
         def evaluate(own: Weights, totals: Array) -> Any:
-            return self._of_one.evaluate(collectives, own, totals, batch_idx, group)
+            return self._single_steps.evaluate(
+                collectives, own, totals, batch_idx, group
+            )
 
         mapped = jax.vmap(evaluate, in_axes=(_OF_WEIGHTS, 0), out_axes=(0, 0, 1))
         totals, metrics, outputs = mapped(self._with_keys(weights), totals)
@@ -226,14 +228,14 @@ class StepsOfMembers(Steps):
     def predict(
         self, collectives: Collectives, weights: Weights, group: Group
     ) -> PyTree:
-        predict = functools.partial(self._of_one.predict, collectives)
+        predict = functools.partial(self._single_steps.predict, collectives)
         mapped = jax.vmap(lambda own: predict(own, group), (_OF_WEIGHTS,), 1)
         return mapped(self._with_keys(weights))
 
-    def means_of(self, totals: np.ndarray, facts: Facts) -> dict[str, float]:
+    def compute_means(self, totals: np.ndarray, facts: Facts) -> dict[str, float]:
         names = facts.names[: len(facts.names) // (1 + self.extra.size)]
         own = facts._replace(names=names)
-        means = [self._of_one.means_of(each, own) for each in totals]
+        means = [self._single_steps.compute_means(each, own) for each in totals]
         return self.extra.name_values(means)
 
     def measure_outputs(
@@ -241,14 +243,14 @@ class StepsOfMembers(Steps):
     ) -> Mapping[str, float]:
         def of_one(member: int) -> Mapping[str, float]:
             own = jax.tree.map(lambda leaf: leaf[:, member], outputs)
-            return self._of_one.measure_outputs(function, own)
+            return self._single_steps.measure_outputs(function, own)
 
         return self.extra.name_values([*map(of_one, range(self.extra.size))])
 
     def _with_keys(self, weights: Weights) -> Weights:
-        return weights._replace(key=self._keys(weights.key))
+        return weights._replace(key=self._make_member_keys(weights.key))
 
-    def _keys(self, key_data: Array) -> Array:
+    def _make_member_keys(self, key_data: Array) -> Array:
         """Returns the data of a key for each member, of that of the run."""
         key, members = jax.random.wrap_key_data(key_data), self.extra.size
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(members))
@@ -291,7 +293,7 @@ class InferenceModels(InferenceModel):
         return jax.vmap(call)(arrays)
 
 
-class _EachAlike(DataParallel):
+class _MemberwiseStrategy(DataParallel):
     """Splits the arrays of each member as a strategy splits those of one model.
 
     Args:
@@ -304,7 +306,7 @@ class _EachAlike(DataParallel):
         self._members = MEMBERS if isinstance(inner, Members) else None
 
     def layouts(self, state: TrainState) -> dict[str, PartitionSpec]:
-        one = jax.tree.map(_shape_of_one, state)
+        one = jax.tree.map(_drop_member_axis, state)
         layouts = self.inner.layouts(one._replace(key=state.key, step=state.step))
         return {
             name: spec if name in _OF_ALL else PartitionSpec(self._members, *spec)
@@ -326,7 +328,7 @@ class _EachAlike(DataParallel):
         return repr(self.inner)
 
 
-def _shape_of_one(leaf: Any) -> jax.ShapeDtypeStruct:
+def _drop_member_axis(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
 
 
@@ -346,7 +348,7 @@ class Members(Sharded):
     @checks_arguments
     def __init__(self, devices: Devices = None):
         in_order = find_devices(devices)
-        self.mesh = mesh_on(in_order, {MEMBERS: len(in_order)})
+        self.mesh = make_mesh(in_order, {MEMBERS: len(in_order)})
         self.num_shards = 1
 
     def check(self, arguments: Mapping[str, Any]) -> None:
@@ -364,4 +366,6 @@ class Members(Sharded):
             )
 
     def on(self, devices: Sequence[Any]) -> "Members":
-        return changed(self, mesh=mesh_on(devices, {MEMBERS: len(devices)}))
+        return replace_attributes(
+            self, mesh=make_mesh(devices, {MEMBERS: len(devices)})
+        )

@@ -26,12 +26,12 @@ from ..step import (
     Results,
     TrainState,
     Weights,
+    call_update,
     evaluated_params,
-    update_with,
 )
 from ..strategies.base import Rows, state_name
-from ..strategies.by_rows import ByRows
-from ..strategies.meshes import Devices, without_mesh
+from ..strategies.meshes import Devices, clear_ambient_mesh
+from ..strategies.shard_map_collectives import ShardMapCollectives
 from ..strategies.sharded import Sharded
 
 _SPLIT: Final = PartitionSpec(DATA)
@@ -39,7 +39,7 @@ _STACK: Final = object()
 """Stands for a leaf that has one entry for each replica."""
 
 
-class LocalState(NamedTuple):
+class LocalSGDState(NamedTuple):
     """The state of an optimizer that `LocalSGD` has wrapped.
 
     Leaves of `replicas` and `inner` are `(replicas, ...)`; scalars of `inner` that are
@@ -128,27 +128,29 @@ class LocalSGD(Sharded):
     ) -> optax.GradientTransformationExtraArgs:
         inner = optax.with_extra_args_support(optimizer)
 
-        def init(params: PyTree) -> LocalState:
+        def init(params: PyTree) -> LocalSGDState:
             count = self.num_shards
             replicas = jax.tree.map(
                 lambda leaf: jnp.broadcast_to(leaf, (count, *leaf.shape)), params
             )
-            first, outer = _init_each(inner, replicas), self.outer.init(params)
-            return LocalState(replicas, first, outer, jnp.int32(0))
+            first, outer = _init_replicas(inner, replicas), self.outer.init(params)
+            return LocalSGDState(replicas, first, outer, jnp.int32(0))
 
         def update(
             updates: PyTree, state: Any, params: PyTree = None, **extra: Any
-        ) -> tuple[PyTree, LocalState]:
-            if _ndims(updates) == _ndims(params):  # of all rows: for each replica
-                updates = _for_each(updates, state.replicas)
+        ) -> tuple[PyTree, LocalSGDState]:
+            if _get_ndims(updates) == _get_ndims(
+                params
+            ):  # of all rows: for each replica
+                updates = _broadcast_to_replicas(updates, state.replicas)
             value = extra.get("value", jnp.zeros(()))
-            updates, inner_state = _update_each(inner, state.inner, value)(
+            updates, inner_state = _make_replica_update(inner, state.inner, value)(
                 updates, state.inner, state.replicas
             )
             replicas = eqx.apply_updates(state.replicas, updates)
 
             def meet(outer_state: PyTree) -> tuple[PyTree, PyTree]:
-                changes = jax.tree.map(_change, params, replicas)
+                changes = jax.tree.map(_compute_outer_gradient, params, replicas)
                 return self.outer.update(changes, outer_state, params)
 
             def go_on(outer_state: PyTree) -> tuple[PyTree, PyTree]:
@@ -164,7 +166,7 @@ class LocalSGD(Sharded):
             replicas = jax.tree.map(
                 lambda outer, own: jnp.where(is_due, outer[None], own), new, replicas
             )
-            return updates, LocalState(replicas, inner_state, outer_state, count)
+            return updates, LocalSGDState(replicas, inner_state, outer_state, count)
 
         return optax.GradientTransformationExtraArgs(init, update)
 
@@ -182,25 +184,30 @@ class LocalSGD(Sharded):
         return super().layouts(state) | replicas
 
     def collectives(self, groups: Sequence[Group], rows: Rows) -> Collectives:
-        given = self.mesh, self.row_axes, self._held, self._updated
-        return _ByReplica(self.every, *given, rows=rows)
+        given = (
+            self.mesh,
+            self.row_axes,
+            self._checked_param_spec,
+            self._checked_update_spec,
+        )
+        return _ReplicaCollectives(self.every, *given, rows=rows)
 
     def __repr__(self) -> str:
         return f"LocalSGD(every={self.every}, replicas={self.num_shards})"
 
 
-class _ByReplica(ByRows):
+class _ReplicaCollectives(ShardMapCollectives):
     """Gradients of each replica at its own weights, in a step over global arrays.
 
-    Validation and prediction are those of `ByRows`.
+    Validation and prediction are those of `ShardMapCollectives`.
     """
 
     def __init__(self, every: int, *given: Any, rows: Rows):
-        super().__init__(*given, apart=rows == "apart")
+        super().__init__(*given, is_apart=rows == "apart")
         self.every, self._is_split = every, rows != "whole"
 
     def weights(self, state: TrainState) -> Weights:
-        states = find_nodes(LocalState, state.opt_state)
+        states = find_nodes(LocalSGDState, state.opt_state)
         if not states:  # `Trainer.compare` takes that of the trainer's own strategy
             raise ValueError(
                 "`strategy`: LocalSGD needs a state with its replicas, and this one was"
@@ -214,9 +221,9 @@ class _ByReplica(ByRows):
 
     def after_update(self, change: Callable[..., Any], state: Any, key: Any) -> Any:
         """Changes the outer weights after an outer step, else each replica's."""
-        (local,) = find_nodes(LocalState, state.opt_state)
+        (local,) = find_nodes(LocalSGDState, state.opt_state)
 
-        def changed(params: PyTree, key: Any) -> PyTree:
+        def replace_attributes(params: PyTree, key: Any) -> PyTree:
             new, buffers = change(params, state.buffers, key)
             pairs = zip(*map(jax.tree.leaves, (state.buffers, buffers)), strict=True)
             if any(old is not new for old, new in pairs):
@@ -229,20 +236,20 @@ class _ByReplica(ByRows):
 
         has_met = local.count % self.every == 0
         keys = jax.random.split(key, self.mesh.shape[DATA])
-        replicas = jax.vmap(changed)(local.replicas, keys)
+        replicas = jax.vmap(replace_attributes)(local.replicas, keys)
         outer = jax.tree.map(
             lambda new, old: jnp.where(has_met, new, old),
-            changed(state.params, key),
+            replace_attributes(state.params, key),
             state.params,
         )
         replicas = jax.tree.map(
             lambda own, all_: jnp.where(has_met, all_[None], own), replicas, outer
         )
 
-        def with_replicas(local: LocalState) -> LocalState:
+        def with_replicas(local: LocalSGDState) -> LocalSGDState:
             return local._replace(replicas=replicas)
 
-        opt_state = map_nodes(LocalState, with_replicas, state.opt_state)
+        opt_state = map_nodes(LocalSGDState, with_replicas, state.opt_state)
         return state._replace(params=outer, opt_state=opt_state)
 
     def over_rows(
@@ -254,10 +261,14 @@ class _ByReplica(ByRows):
         whole, rows = PartitionSpec(), PartitionSpec(None, DATA)
 
         # If rows are not split, each replica is given all, and nothing is to be summed.
-        collectives = _Replica(DATA, num_shards) if self._is_split else Collectives()
+        collectives = (
+            _ReplicaAxisCollectives(DATA, num_shards)
+            if self._is_split
+            else Collectives()
+        )
 
         def on_one_device(inputs: Any, groups: Sequence[Group]) -> tuple[Any, ...]:
-            values = function(collectives, _own_params(inputs), groups)
+            values = function(collectives, _select_replica(inputs), groups)
             return tuple(
                 jax.tree.map(lambda leaf: leaf[None], part) if is_stack else part
                 for part, is_stack in zip(values, are_stacks, strict=True)
@@ -265,7 +276,7 @@ class _ByReplica(ByRows):
 
         are_stacks = [role == "gradients" for role in results]
         return jax.shard_map(
-            without_mesh(on_one_device),
+            clear_ambient_mesh(on_one_device),
             mesh=self.mesh,
             in_specs=(
                 _split_params(inputs),
@@ -276,7 +287,7 @@ class _ByReplica(ByRows):
         )(inputs, list(groups))
 
 
-class _Replica(AxisCollectives):
+class _ReplicaAxisCollectives(AxisCollectives):
     """What a device is given that trains a replica on its own rows."""
 
     def sum_gradients(self, gradients: PyTree) -> PyTree:
@@ -285,7 +296,7 @@ class _Replica(AxisCollectives):
         return jax.tree.map(lambda leaf: leaf * self.num_shards, gradients)
 
 
-def _init_each(inner: Any, replicas: PyTree) -> PyTree:
+def _init_replicas(inner: Any, replicas: PyTree) -> PyTree:
     """The state of the optimizer `inner` for each replica.
 
     Scalars that are like no parameter are taken to be the same for all, which learning
@@ -293,7 +304,7 @@ def _init_each(inner: Any, replicas: PyTree) -> PyTree:
     """
     states = jax.vmap(inner.init)(replicas)
     shared = _share_scalars(inner, states)
-    update = _update_each(inner, shared, jnp.zeros(()))
+    update = _make_replica_update(inner, shared, jnp.zeros(()))
     try:
         jax.eval_shape(update, replicas, shared, replicas)
     except _NeedsLosses:
@@ -317,7 +328,7 @@ def _share_scalars(inner: Any, each: PyTree) -> PyTree:
         return jax.tree.map(one, each)
 
 
-def _update_each(
+def _make_replica_update(
     inner: Any, state: PyTree, value: Array
 ) -> Callable[..., tuple[PyTree, PyTree]]:
     """`inner.update` for gradients, states like `state`, and weights of each replica.
@@ -329,7 +340,7 @@ def _update_each(
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         known = {"value": value, "grad": grads}
         known |= dict.fromkeys(["value_fn", "grad_fn"], _refuse)
-        return update_with(inner.update, grads, state, params, known)
+        return call_update(inner.update, grads, state, params, known)
 
     return jax.vmap(update, in_axes=(0, axes, 0), out_axes=(0, axes))
 
@@ -347,7 +358,7 @@ def _refuse(*_: Any) -> Any:
     )
 
 
-def _change(outer: Array, replicas: Array) -> Array:
+def _compute_outer_gradient(outer: Array, replicas: Array) -> Array:
     """What the outer optimizer takes for a gradient: the mean change, negated."""
     mean = _mean(replicas)
     return (outer.astype(mean.dtype) - mean).astype(outer.dtype)
@@ -358,12 +369,12 @@ def _mean(replicas: Array) -> Array:
     return replicas.mean(0, dtype=jnp.promote_types(replicas.dtype, jnp.float32))
 
 
-def _for_each(tree: PyTree, like: PyTree) -> PyTree:
+def _broadcast_to_replicas(tree: PyTree, like: PyTree) -> PyTree:
     """The same for each replica, in the shapes of `like`."""
     return jax.tree.map(lambda x, stack: jnp.broadcast_to(x, stack.shape), tree, like)
 
 
-def _ndims(tree: PyTree) -> list[int]:
+def _get_ndims(tree: PyTree) -> list[int]:
     return [leaf.ndim for leaf in jax.tree.leaves(tree)]
 
 
@@ -373,11 +384,11 @@ def _map_stacks(function: Callable[[Any], Any], state: TrainState) -> TrainState
     def of_stack(leaf: Any) -> Any:
         return function(leaf) if leaf.ndim else leaf
 
-    def mapped(local: LocalState) -> LocalState:
+    def mapped(local: LocalSGDState) -> LocalSGDState:
         replicas, inner = jax.tree.map(of_stack, (local.replicas, local.inner))
         return local._replace(replicas=replicas, inner=inner)
 
-    return state._replace(opt_state=map_nodes(LocalState, mapped, state.opt_state))
+    return state._replace(opt_state=map_nodes(LocalSGDState, mapped, state.opt_state))
 
 
 def _split_params(inputs: Any) -> Any:
@@ -388,7 +399,7 @@ def _split_params(inputs: Any) -> Any:
     return map_nodes(Weights, lambda _: by_replica, inputs, others=lambda _: whole)
 
 
-def _own_params(inputs: Any) -> Any:
+def _select_replica(inputs: Any) -> Any:
     """The inputs as a replica takes them, where a device is shown a stack of one."""
 
     def own(weights: Weights) -> Weights:

@@ -64,8 +64,8 @@ def muon(
     patterns = [adam] if isinstance(adam, str) else list(adam)
     optimizer = optax.chain(
         _momentum(beta, nesterov),
-        optax.stateless(lambda updates, _: _orthogonal(updates, ns_steps, eps)),
-        optax.stateless(lambda updates, _: _scaled(updates, consistent_rms)),
+        optax.stateless(lambda updates, _: _orthogonalize(updates, ns_steps, eps)),
+        optax.stateless(lambda updates, _: _scale_updates(updates, consistent_rms)),
         optax.add_decayed_weights(weight_decay),
         optax.scale_by_learning_rate(learning_rate),
     )
@@ -137,7 +137,7 @@ def _momentum(beta: float, nesterov: bool) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
-def _orthogonal(updates: PyTree, ns_steps: int, eps: float) -> PyTree:
+def _orthogonalize(updates: PyTree, ns_steps: int, eps: float) -> PyTree:
     """All matrices orthogonalized, those of one shape and dtype at once."""
     leaves, treedef = jax.tree.flatten(updates)
     alike = collections.defaultdict(list)
@@ -160,13 +160,13 @@ def _orthogonal(updates: PyTree, ns_steps: int, eps: float) -> PyTree:
 
     for (shape, _), places in alike.items():
         stacks = [leaves[place].reshape(-1, *shape) for place in places]
-        stacks = _on_all_devices(orthogonalize, stacks)
+        stacks = _distribute_over_devices(orthogonalize, stacks)
         for place, stack in zip(places, stacks, strict=True):
             leaves[place] = stack.reshape(leaves[place].shape)
     return treedef.unflatten(leaves)
 
 
-def _on_all_devices(
+def _distribute_over_devices(
     function: Callable[[Array], Array], stacks: Sequence[Array]
 ) -> list[Array]:
     """`function` of stacks of matrices `(number, m, n)`, each on one of the devices.
@@ -202,10 +202,10 @@ def _on_all_devices(
     @custom_vmap
     def divided(*stacks: Array) -> list[Array]:
         if axis is None:
-            on_its_own = _mapped(function, mesh, PartitionSpec(names))
+            on_its_own = _shard_map(function, mesh, PartitionSpec(names))
             return jnp.split(on_its_own(together(*stacks)), ends)[:-1]
         layout = PartitionSpec(*[None] * axis, names)
-        return _mapped(of_parts, mesh, layout)(*stacks)
+        return _shard_map(of_parts, mesh, layout)(*stacks)
 
     @divided.def_vmap
     def of_replicas(size: int, is_mapped: Sequence[bool], *stacks: Array) -> Any:
@@ -217,11 +217,11 @@ def _on_all_devices(
     return divided(*stacks)
 
 
-def _mapped(function: Any, mesh: Any, layout: PartitionSpec) -> Any:
+def _shard_map(function: Any, mesh: Any, layout: PartitionSpec) -> Any:
     return jax.shard_map(function, mesh=mesh, in_specs=layout, out_specs=layout)
 
 
-def _scaled(updates: PyTree, consistent_rms: float | None) -> PyTree:
+def _scale_updates(updates: PyTree, consistent_rms: float | None) -> PyTree:
     """Orthogonal matrices in the size of an update."""
 
     def scaled(leaf: Array) -> Array:

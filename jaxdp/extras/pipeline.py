@@ -15,9 +15,9 @@ from ..basics.tree import map_nodes
 from ..step import DATA, Collectives, Group, TrainState
 from ..strategies.base import Rows
 from ..strategies.fsdp import split_axis
-from ..strategies.meshes import Devices, find_devices, wired_mesh
+from ..strategies.meshes import Devices, find_devices, make_topology_mesh
 from ..strategies.sharded import Sharded
-from ..strategies.stack import Stack, in_turn, stacks_in
+from ..strategies.stack import Stack, apply_blocks, find_stacks
 
 _STAGE = "stage"
 
@@ -64,7 +64,7 @@ class Pipeline(Sharded):
                 " number that does, or pass `devices=...`."
             )
         shape = {DATA: len(in_order) // stages, _STAGE: stages}
-        super().__init__(mesh=wired_mesh(in_order, shape))
+        super().__init__(mesh=make_topology_mesh(in_order, shape))
         self.stages = stages
         self.microbatches = microbatches
         self.fsdp = fsdp
@@ -82,16 +82,16 @@ class Pipeline(Sharded):
     def param_spec(self, path: str, leaf: Array) -> PartitionSpec:
         if not path.startswith(self._stacks):
             return PartitionSpec()
-        return _spec_of_blocks(leaf, self._sharers)
+        return _make_block_spec(leaf, self._num_sharers)
 
     @property
-    def _sharers(self) -> int:
+    def _num_sharers(self) -> int:
         """How many devices share the blocks of a stage."""
         return self.mesh.shape[DATA] if self.fsdp else 1
 
     def layouts(self, state: TrainState) -> dict[str, PartitionSpec]:
         # The blocks' arrays may be trained, or frozen, or both.
-        blocks = stacks_in(eqx.combine(state.params, state.buffers))
+        blocks = find_stacks(eqx.combine(state.params, state.buffers))
         if not blocks:
             raise ValueError(
                 f"`strategy`: {self!r} splits the blocks of a jaxdp.Stack, but the"
@@ -108,7 +108,7 @@ class Pipeline(Sharded):
         return super().layouts(state)
 
     def collectives(self, groups: Sequence[Group], rows: Rows) -> Collectives:
-        return _Stages(self.mesh, self.microbatches, self._sharers)
+        return _PipelineCollectives(self.mesh, self.microbatches, self._num_sharers)
 
     def __repr__(self) -> str:
         fsdp = ", fsdp=True" if self.fsdp else ""
@@ -116,14 +116,14 @@ class Pipeline(Sharded):
         return f"Pipeline({self.stages}, {self.microbatches}{rows})"
 
 
-def _spec_of_blocks(leaf: Any, sharers: int) -> PartitionSpec:
+def _make_block_spec(leaf: Any, sharers: int) -> PartitionSpec:
     """How an array of blocks is split, over stages and the devices of each."""
     axis = split_axis(leaf, sharers, 1, PartitionSpec(_STAGE))
     between = [None] * ((axis or 1) - 1)
     return PartitionSpec(_STAGE, *between, *([] if axis is None else [DATA]))
 
 
-class _Stages(Collectives):
+class _PipelineCollectives(Collectives):
     """Global arrays, as `Sharded` has them, and stacks that run in stages."""
 
     def __init__(self, mesh: Mesh, microbatches: int, sharers: int):
@@ -132,13 +132,13 @@ class _Stages(Collectives):
         self.sharers = sharers
 
     def arrange(self, model: PyTree) -> PyTree:
-        def staged(stack: Stack) -> _Staged:
-            return _Staged(stack, self.mesh, self.microbatches, self.sharers)
+        def staged(stack: Stack) -> _PipelineStack:
+            return _PipelineStack(stack, self.mesh, self.microbatches, self.sharers)
 
         return map_nodes(Stack, staged, model)
 
 
-class _Staged(eqx.Module):
+class _PipelineStack(eqx.Module):
     """A stack that takes a whole batch through the stages, once vmapped over one."""
 
     stack: Stack
@@ -155,7 +155,7 @@ class _Staged(eqx.Module):
         training: bool | None = None,
     ) -> PyTree:
         arrays, rest = eqx.partition(self.stack.stacked, eqx.is_array)
-        blocks = functools.partial(in_turn, rest, training)
+        blocks = functools.partial(apply_blocks, rest, training)
         row = jax.custom_batching.custom_vmap(blocks)
 
         @row.def_vmap
@@ -168,22 +168,22 @@ class _Staged(eqx.Module):
                 values = jax.vmap(blocks, axes)(arrays, x, keys)
             else:
                 of_rows = jax.tree.map(repeated, (x, keys), tuple(batched[1:]))
-                values = self._in_stages(blocks, size, arrays, *of_rows)
+                values = self._run_stages(blocks, size, arrays, *of_rows)
             return values, jax.tree.map(lambda _: True, values)
 
         return row(arrays, x, self.stack.keys(key))
 
-    def _in_stages(
+    def _run_stages(
         self, blocks: Any, size: int, arrays: PyTree, x: PyTree, keys: Any
     ) -> PyTree:
         """What all blocks make of the rows of `x`; keys are `(rows, blocks)`."""
         data = None if size % self.mesh.shape[DATA] else DATA
-        specs = jax.tree.map(lambda leaf: _spec_of_blocks(leaf, self.sharers), arrays)
+        specs = jax.tree.map(lambda leaf: _make_block_spec(leaf, self.sharers), arrays)
 
         def stage(arrays: PyTree, x: PyTree, keys: Any) -> PyTree:
             with jax.named_scope("parameters"):
-                whole = jax.tree.map(_gathered, arrays, specs)
-            return self._stage(blocks, whole, x, keys)
+                whole = jax.tree.map(_all_gather_shards, arrays, specs)
+            return self._run_stage(blocks, whole, x, keys)
 
         in_stages = jax.shard_map(
             stage,
@@ -194,7 +194,7 @@ class _Staged(eqx.Module):
         )
         return in_stages(arrays, x, keys)
 
-    def _stage(self, blocks: Any, arrays: PyTree, x: PyTree, keys: Any) -> PyTree:
+    def _run_stage(self, blocks: Any, arrays: PyTree, x: PyTree, keys: Any) -> PyTree:
         """What one device does: its blocks, for one micro-batch after the other.
 
         Before the first arrives and after the last has left, it works on some rows all
@@ -234,7 +234,7 @@ class _Staged(eqx.Module):
         return jax.tree.map(whole, values)
 
 
-def _gathered(leaf: Array, spec: PartitionSpec) -> Array:
+def _all_gather_shards(leaf: Array, spec: PartitionSpec) -> Array:
     """What the devices of a stage have shards of."""
     if DATA not in spec:
         return leaf

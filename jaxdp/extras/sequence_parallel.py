@@ -12,8 +12,8 @@ from ..basics.arguments import checks_arguments
 from ..basics.tree import stored_path
 from ..step import DATA, Collectives, Group, OnRows, Results
 from ..strategies import FSDP
-from ..strategies.base import Role, Rows, changed, one_batch
-from ..strategies.meshes import Devices, check_sizes, find_devices, wired_mesh
+from ..strategies.base import Role, Rows, drop_micro_batch_axis, replace_attributes
+from ..strategies.meshes import Devices, check_sizes, find_devices, make_topology_mesh
 from .attention_in_blocks import SEQ
 
 
@@ -59,7 +59,9 @@ class SequenceParallel(FSDP):
             raise TypeError(f"`fsdp` must be True or False; got {fsdp!r}.")
         self.fsdp = fsdp
         self._lengths: frozenset[int] | None = None
-        mesh = wired_mesh(in_order, {name: mesh_shape[name] for name in (DATA, SEQ)})
+        mesh = make_topology_mesh(
+            in_order, {name: mesh_shape[name] for name in (DATA, SEQ)}
+        )
         gather = "auto" if fsdp else "once"
         super().__init__(mesh=mesh, min_size=min_size, gather=gather)
 
@@ -74,7 +76,7 @@ class SequenceParallel(FSDP):
         """
         if len(leaf.shape) < 2:
             return PartitionSpec(DATA)
-        lengths = self._lengths or {self._tokens([leaf])}
+        lengths = self._lengths or {self._find_num_tokens([leaf])}
         return PartitionSpec(DATA, SEQ if leaf.shape[1] in lengths else None)
 
     def batch_layouts(self, batch: PyTree) -> dict[str, PartitionSpec]:
@@ -89,12 +91,12 @@ class SequenceParallel(FSDP):
         Raises:
             ValueError: if `"seq"` does not divide the tokens, or there are none.
         """
-        knowing = self._for([self._tokens(batch)])
-        return {name: knowing.batch_spec(leaf) for name, leaf in _named(batch)}
+        bound = self._with_lengths([self._find_num_tokens(batch)])
+        return {name: bound.batch_spec(leaf) for name, leaf in _name_leaves(batch)}
 
     def place_batch(self, groups: Sequence[Group], *, split: bool) -> Sequence[Group]:
-        knowing = self._for(self._lengths_in(groups))
-        return super(SequenceParallel, knowing).place_batch(groups, split=split)
+        bound = self._with_lengths(self._find_lengths(groups))
+        return super(SequenceParallel, bound).place_batch(groups, split=split)
 
     def compile(
         self,
@@ -106,8 +108,8 @@ class SequenceParallel(FSDP):
         donate: tuple[int, ...] = (),
         rows: Rows = "apart",
     ) -> Any:
-        knowing = self._for(self._lengths_in(arguments[roles.index("groups")]))
-        return super(SequenceParallel, knowing).compile(
+        bound = self._with_lengths(self._find_lengths(arguments[roles.index("groups")]))
+        return super(SequenceParallel, bound).compile(
             step, arguments, roles, results, donate=donate, rows=rows
         )
 
@@ -120,11 +122,11 @@ class SequenceParallel(FSDP):
         inner = Collectives()
         if self.fsdp:
             axes, size = (DATA, SEQ), self.mesh.size
-            over_all = changed(self, row_axes=axes, num_shards=size)
+            over_all = replace_attributes(self, row_axes=axes, num_shards=size)
             inner = super(SequenceParallel, over_all).collectives(groups, rows)
         by_rows = None if rows == "whole" else DATA
         split = functools.partial(self._split_tokens, by_rows)
-        return _OfTokens(inner, split, self.mesh.abstract_mesh)
+        return _SequenceCollectives(inner, split, self.mesh.abstract_mesh)
 
     def _split_tokens(self, rows: str | None, group: Group) -> Group:
         """The group with its tokens split.
@@ -133,7 +135,7 @@ class SequenceParallel(FSDP):
             rows: the axis that rows are split over, if they are.
             group: of which leaves are `(micro_batches, rows, ...)`.
         """
-        tokens = self._tokens(jax.tree.map(one_batch, group.batch))
+        tokens = self._find_num_tokens(jax.tree.map(drop_micro_batch_axis, group.batch))
 
         def split(leaf: Array) -> Array:
             if leaf.shape[2:3] != (tokens,):
@@ -145,18 +147,18 @@ class SequenceParallel(FSDP):
 
         return group._replace(batch=jax.tree.map(split, group.batch))
 
-    def _for(self, lengths: Iterable[int]) -> "SequenceParallel":
+    def _with_lengths(self, lengths: Iterable[int]) -> "SequenceParallel":
         """This, for batches whose rows have so many tokens."""
-        return changed(self, _lengths=frozenset(lengths))
+        return replace_attributes(self, _lengths=frozenset(lengths))
 
-    def _lengths_in(self, groups: Sequence[Group]) -> set[int]:
+    def _find_lengths(self, groups: Sequence[Group]) -> set[int]:
         """How many tokens the rows of each group have."""
-        batches = [jax.tree.map(one_batch, group.batch) for group in groups]
-        return {self._tokens(batch) for batch in batches}
+        batches = [jax.tree.map(drop_micro_batch_axis, group.batch) for group in groups]
+        return {self._find_num_tokens(batch) for batch in batches}
 
-    def _tokens(self, batch: PyTree) -> int:
+    def _find_num_tokens(self, batch: PyTree) -> int:
         """How many tokens the rows of a batch have: its longest axis 1."""
-        leaves = _named(batch)
+        leaves = _name_leaves(batch)
         lengths = {name: leaf.shape[1] for name, leaf in leaves if len(leaf.shape) > 1}
         if not lengths:
             shapes = ", ".join(f"{name} {leaf.shape}" for name, leaf in leaves)
@@ -186,7 +188,7 @@ class SequenceParallel(FSDP):
         return f"SequenceParallel({dict(self.mesh.shape)}{fsdp})"
 
 
-class _OfTokens(Collectives):
+class _SequenceCollectives(Collectives):
     """The collectives of a strategy, for a step whose tokens are split.
 
     Args:
@@ -215,7 +217,7 @@ class _OfTokens(Collectives):
         return self._inner.like_gradients(params)
 
 
-def _named(batch: PyTree) -> list[tuple[str, Any]]:
+def _name_leaves(batch: PyTree) -> list[tuple[str, Any]]:
     """The leaves of a batch as a user writes them: `batch[0]`, `batch['tokens']`."""
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     return [(f"batch{stored_path(path)}", leaf) for path, leaf in leaves]

@@ -22,24 +22,24 @@ from ..data import own_of, to_host
 from ..distributed import find_processes
 from ..step import (
     CriterionObjective,
-    FoundPart,
     LossFnObjective,
     Objective,
     Part,
     PerExample,
     Recomputed,
+    ResolvedPart,
     Whole,
     check_is_told,
+    find_keywords,
     find_parts,
-    find_recomputed,
-    mask_of,
-    named_by,
+    make_leaf_mask,
+    resolve_remat,
     split_batch,
     trained_alone,
 )
 from ..strategies import DataParallel, Sharded
-from ..strategies.base import adds_state, check_offload, rows_of_processes
-from ..strategies.stack import stacks_in
+from ..strategies.base import adds_state, check_offload, make_row_blocks
+from ..strategies.stack import find_stacks
 from .pass_metrics import split_metrics
 
 _PRECISIONS: Final = {
@@ -158,11 +158,11 @@ def check_parts(arguments: Mapping[str, Any]) -> None:
 
 def find_recomputed_in(model: PyTree, remat: Any) -> Recomputed:
     """Returns what `remat` means for a model; raises for what it can't mean."""
-    blocks = [f"{name}.stacked".lstrip(".") for name in stacks_in(model)]
-    return find_recomputed(remat, model, blocks)
+    blocks = [f"{name}.stacked".lstrip(".") for name in find_stacks(model)]
+    return resolve_remat(remat, model, blocks)
 
 
-def parts_of(arguments: Mapping[str, Any]) -> tuple[FoundPart, ...]:
+def parts_of(arguments: Mapping[str, Any]) -> tuple[ResolvedPart, ...]:
     """The parts in the place of the optimizer; none if it is one."""
     optimizer = arguments["optimizer"]
     if not is_several(optimizer):
@@ -297,7 +297,7 @@ def check_processes(strategy: DataParallel, data: str) -> None:
     processes = find_processes()
     if processes.count == 1:
         return
-    blocks = rows_of_processes(strategy)
+    blocks = make_row_blocks(strategy)
     if data == "global":
         return
     if blocks.count != processes.count or blocks.own != (processes.index,):
@@ -341,7 +341,7 @@ def split_model(
         alone = trained_alone(model)
         filter_spec = True if alone is None else alone  # of shapes, too
     elif {type(leaf) for leaf in jax.tree.leaves(filter_spec)} == {str}:
-        filter_spec = mask_of(filter_spec, model, "`filter_spec`")
+        filter_spec = make_leaf_mask(filter_spec, model, "`filter_spec`")
     try:
         params, frozen = eqx.partition(inexact, filter_spec)
     except Exception as error:
@@ -467,7 +467,7 @@ def choose_objective(arguments: Mapping[str, Any]) -> Objective | None:
             "`state` was given, but `loss_fn` has no parameter named `state`; add one,"
             " and return the new state last: (loss, state)."
         )
-    if callable(model := arguments["model"]) and "training" in named_by(model):
+    if callable(model := arguments["model"]) and "training" in find_keywords(model):
         if "training" not in objective.names:
             log_info_once(
                 "the model's `__call__` names `training`, and `loss_fn`, which calls"

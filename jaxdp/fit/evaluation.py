@@ -17,7 +17,7 @@ from ..callbacks.base import Hooks
 from ..data import Dispatch, Packer, Source, inputs_of, own_of, real_rows
 from ..engine import Kind, Program
 from ..step import IN_FLIGHT, Batch, Whole
-from ..strategies.placing import replicated
+from ..strategies.placement import replicate
 from .around import doing, noting
 from .pass_metrics import add_pass_values
 from .progress import capped
@@ -115,7 +115,7 @@ class Evaluation:
         metrics, facts = {}, run.engine.steps["evaluate"].facts
         pure = run.engine.pure
         for prefix, sums in zip(self._sources, totals, strict=True):
-            means = pure.means_of(np.asarray(sums), facts)  # waits for the device
+            means = pure.compute_means(np.asarray(sums), facts)  # waits for the device
             if of_passes := run.recipe.pass_metrics:
                 rows = self._outputs[prefix].rows()
                 add_pass_values(means, of_passes, rows, pure.measure_outputs)
@@ -324,7 +324,7 @@ class _Fetching:
 
     def add(self, values: PyTree, batch: Batch) -> None:
         """Takes the values of the rows of `batch`, padding included, on the device."""
-        self._waiting.append((replicated(values) if self._gather else values, batch))
+        self._waiting.append((replicate(values) if self._gather else values, batch))
         if len(self._waiting) > IN_FLIGHT:
             self._fetch()
 

@@ -35,14 +35,14 @@ from ..step import (
     AfterUpdate,
     Batch,
     CriterionObjective,
+    MultiPartSteps,
     Objective,
     Steps,
-    StepsOfParts,
+    add_clipping,
+    combine_optimizers,
     find_precision,
-    optimizer_of,
     split_batch,
-    trained_by,
-    with_clipping,
+    union_masks,
 )
 from ..strategies import DataParallel
 from . import checks
@@ -77,7 +77,7 @@ class Recipe:
         self.steps_per_execution = arguments["steps_per_execution"]
 
         several = self.several = checks.parts_of(arguments)
-        trained = trained_by(several) if several else arguments["filter_spec"]
+        trained = union_masks(several) if several else arguments["filter_spec"]
         self.parts = checks.split_model(self.model, trained)
         if self.ensemble is not None:
             self.ensemble.check_values(self._own_optimizer(), self.parts[0])
@@ -94,7 +94,7 @@ class Recipe:
     ) -> Engine:
         """Another engine, with the state of a trainer that has not been trained."""
         objectives = self._objectives()
-        steps = (StepsOfParts if self.several else Steps)(
+        steps = (MultiPartSteps if self.several else Steps)(
             self.parts[2],
             self._objective,
             self.optimizer_for(strategy, hooks),
@@ -163,9 +163,9 @@ class Recipe:
     def _own_optimizer(self) -> optax.GradientTransformation:
         """The optimizer as the arguments describe it."""
         if self.several:
-            return optimizer_of(self.several)
+            return combine_optimizers(self.several)
         given = self.arguments
-        return with_clipping(given["optimizer"], given["gradient_clip_val"])
+        return add_clipping(given["optimizer"], given["gradient_clip_val"])
 
     def _checked_after_update(self) -> AfterUpdate | None:
         """What changes weights after each update, if it keeps shapes and dtypes."""
@@ -174,7 +174,7 @@ class Recipe:
         *arrays, static = self.parts
         change = AfterUpdate(function, static)
         if self.ensemble is not None:
-            arrays = self.ensemble.shapes_of_one(arrays)
+            arrays = self.ensemble.drop_member_axis(arrays)
         jax.eval_shape(change, *arrays, jax.random.key(0), jax.numpy.int32(1))
         return change
 

@@ -1,5 +1,7 @@
 """The pure computation of a step: no devices, no jit."""
 
+from .after_update import AfterUpdate
+from .call_override import override_call, remove_call_override
 from .collectives import (
     DATA,
     AxisCollectives,
@@ -7,7 +9,7 @@ from .collectives import (
     OnRows,
     Results,
 )
-from .evaluated import evaluated_params, find_evaluated
+from .evaluated import evaluated_params, make_evaluated_view
 from .jaxprs import (
     BY_DEFAULT,
     OWN_LOOP,
@@ -17,11 +19,11 @@ from .jaxprs import (
     gathers_in_branches,
     has_convolutions,
     has_own_loop,
-    opened,
+    make_loop_scope,
     products,
     programs_in,
-    repeated,
-    times_of,
+    read_num_runs,
+    strip_constants,
 )
 from .metrics import (
     IN_FLIGHT,
@@ -29,24 +31,23 @@ from .metrics import (
     Facts,
     Metrics,
 )
-from .model_call import InferenceModel, check_is_told, named_by, takes_by_name
+from .model_call import InferenceModel, accepts_keyword, check_is_told, find_keywords
 from .objective import CriterionObjective, LossFnObjective, Objective, split_batch
-from .own_call import with_call, without_call
 from .parts import (
-    FoundPart,
+    MultiPartSteps,
     Part,
-    StepsOfParts,
+    ResolvedPart,
+    add_clipping,
+    combine_optimizers,
     find_parts,
-    mask_of,
-    optimizer_of,
+    make_leaf_mask,
     trained_alone,
-    trained_by,
-    with_clipping,
+    union_masks,
 )
 from .per_example import PerExample, per_example
 from .precision import (
-    as_own,
-    as_stored,
+    cast_for_storage,
+    cast_to_original,
     find_precision,
     float32_products,
     note_on_products,
@@ -54,21 +55,20 @@ from .precision import (
 from .remat import (
     Recomputed,
     Remat,
-    find_recomputed,
-    outermost_matching,
-    recomputes,
+    find_outermost_modules,
+    get_remat_call,
+    resolve_remat,
 )
-from .returned import AfterUpdate
 from .state import Batch, Group, TrainState, Weights, first_state
 from .steps import Steps
-from .value_fn import closed_over, update_with
+from .value_fn import call_update, get_closure
 from .whole import (
     NOTHING,
     KeyData,
-    Rowless,
+    SingleRowBatch,
     Whole,
-    as_given,
-    joined,
-    map_rows,
-    with_rows,
+    find_batched_leaves,
+    map_batched,
+    merge_non_batched,
+    to_user_batch,
 )

@@ -23,7 +23,7 @@ class KeepsWeights(Protocol):
         ...
 
 
-def find_evaluated(opt_state: PyTree) -> Callable[[TrainState], TrainState] | None:
+def make_evaluated_view(opt_state: PyTree) -> Callable[[TrainState], TrainState] | None:
     """Returns what makes a state of the weights to evaluate; None if it trains those.
 
     Args:
@@ -32,33 +32,33 @@ def find_evaluated(opt_state: PyTree) -> Callable[[TrainState], TrainState] | No
     Raises:
         ValueError: for `optax.lookahead`.
     """
-    nodes = jax.tree.leaves(opt_state, is_leaf=_keeps_weights)
+    nodes = jax.tree.leaves(opt_state, is_leaf=_has_eval_weights)
     if find_nodes(LookaheadState, opt_state):
         raise ValueError(
             "`optimizer`: optax.lookahead trains pairs of fast and slow weights, which"
             " are no model to call. jaxdp.callbacks.WeightAveraging() averages weights."
         )
-    return _evaluated if any(map(_keeps_weights, nodes)) else None
+    return _replace_params if any(map(_has_eval_weights, nodes)) else None
 
 
-def _keeps_weights(node: Any) -> bool:
+def _has_eval_weights(node: Any) -> bool:
     return isinstance(node, ScheduleFreeState | SAMState | KeepsWeights)
 
 
-def _evaluated(state: TrainState) -> TrainState:
+def _replace_params(state: TrainState) -> TrainState:
     if not isinstance(jax.tree.leaves(state)[0], jax.Array):  # of a plan: shapes
         return state
     layouts = jax.tree.map(lambda leaf: leaf.sharding, state.params)
     evaluate = jax.jit(evaluated_params, out_shardings=layouts)
-    nodes = jax.tree.leaves(state.opt_state, is_leaf=_keeps_weights)
-    nodes = move_to_device([node for node in nodes if _keeps_weights(node)])
+    nodes = jax.tree.leaves(state.opt_state, is_leaf=_has_eval_weights)
+    nodes = move_to_device([node for node in nodes if _has_eval_weights(node)])
     return state._replace(params=evaluate(state.params, nodes))
 
 
 def evaluated_params(params: PyTree, opt_state: PyTree) -> PyTree:
     """Returns the weights to evaluate of an optimizer that has trained `params`."""
-    nodes = jax.tree.leaves(opt_state, is_leaf=_keeps_weights)
-    for node in filter(_keeps_weights, nodes):
+    nodes = jax.tree.leaves(opt_state, is_leaf=_has_eval_weights)
+    for node in filter(_has_eval_weights, nodes):
         if isinstance(node, ScheduleFreeState | SAMState):
             other = node.z if isinstance(node, ScheduleFreeState) else node.cache
             if other is not None:  # SAM in its opaque mode trains the outer weights
@@ -68,7 +68,7 @@ def evaluated_params(params: PyTree, opt_state: PyTree) -> PyTree:
     return params
 
 
-def _from_schedule_free(state: Any) -> Callable[[Array, Any], Array]:
+def _make_schedule_free_average(state: Any) -> Callable[[Array, Any], Array]:
     """The average `x` of arXiv:2405.15682, whose `y = b1 x + (1 - b1) z` is trained.
 
     It is what `optax.contrib.schedule_free_eval_params` returns.
@@ -77,27 +77,32 @@ def _from_schedule_free(state: Any) -> Callable[[Array, Any], Array]:
     def average(y: Array, z: Any) -> Array:
         if z is None or isinstance(z, MaskedNode):
             return y
-        b1 = _like(state.b1, y)
+        b1 = _broadcast_to_leaf(state.b1, y)
         return ((y - (1 - b1) * z) / b1).astype(y.dtype)
 
     return average
 
 
-def _from_sam(state: Any) -> Callable[[Array, Any], Array]:
+def _make_sam_restore(state: Any) -> Callable[[Array, Any], Array]:
     """The weights before the adversarial steps that were taken since."""
 
     def before(params: Array, cache: Any) -> Array:
         if cache is None or isinstance(cache, MaskedNode):
             return params
-        return jnp.where(_like(state.steps_since_sync, params) == 0, params, cache)
+        return jnp.where(
+            _broadcast_to_leaf(state.steps_since_sync, params) == 0, params, cache
+        )
 
     return before
 
 
-_FROM: Final = {ScheduleFreeState: _from_schedule_free, SAMState: _from_sam}
+_FROM: Final = {
+    ScheduleFreeState: _make_schedule_free_average,
+    SAMState: _make_sam_restore,
+}
 
 
-def _like(number: Any, leaf: Array) -> Array:
+def _broadcast_to_leaf(number: Any, leaf: Array) -> Array:
     """Returns a number, or one for each member of an ensemble, shaped for a leaf."""
     number = jnp.asarray(number)
     return number.reshape(number.shape + (1,) * (leaf.ndim - number.ndim))

@@ -21,10 +21,11 @@ def products(jaxpr: Any) -> Products:
 
     Counted in what `jax.make_jaxpr` gave, so the same on every backend, with the bodies
     of scans as often as they run. Of a `cond` the costlier branch counts, of a
-    `while_loop` one turn, unless its scope says how many there are; see `repeated`.
+    `while_loop` one turn, unless its scope says how
+    many there are; see `make_loop_scope`.
     """
     total: Products = collections.Counter()
-    for equation in opened(jaxpr).eqns:
+    for equation in strip_constants(jaxpr).eqns:
         total.update(_products(equation))
     return total
 
@@ -74,7 +75,7 @@ def has_own_loop(jaxpr: Any) -> bool:
     )
 
 
-def repeated(times: int) -> str:
+def make_loop_scope(times: int) -> str:
     """The name for the scope (`jax.named_scope`) of a loop that runs `times` times.
 
     For a `jax.lax.while_loop`, whose length the program does not contain.
@@ -82,20 +83,20 @@ def repeated(times: int) -> str:
     return f"runs_{times}_times"
 
 
-def times_of(path: str) -> int | None:
-    """How often a loop runs, if its innermost scope has a name by `repeated`."""
+def read_num_runs(path: str) -> int | None:
+    """How often a loop runs, if its innermost scope has a name by `make_loop_scope`."""
     match = re.search(r"\bruns_(\d+)_times\)*(?:/while)?$", path)
     return int(match[1]) if match else None
 
 
-def opened(jaxpr: Any) -> Any:
+def strip_constants(jaxpr: Any) -> Any:
     """A program without its constants: itself, if it has none."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def equations_in(jaxpr: Any) -> Iterator[Any]:
     """The operations of a program, and of the programs in them."""
-    for equation in opened(jaxpr).eqns:
+    for equation in strip_constants(jaxpr).eqns:
         yield equation
         for inside in programs_in(equation):
             yield from equations_in(inside)
@@ -106,7 +107,7 @@ def programs_in(equation: Any) -> list[Any]:
     programs = []
     for value in equation.params.values():
         values = value if isinstance(value, tuple | list) else (value,)
-        programs += [one for one in values if hasattr(opened(one), "eqns")]
+        programs += [one for one in values if hasattr(strip_constants(one), "eqns")]
     return programs
 
 
@@ -128,7 +129,7 @@ def _products(equation: Any) -> Products:
     if name == "scan":
         times = params["length"]
     elif name == "while":
-        times = times_of(str(equation.source_info.name_stack)) or 1
+        times = read_num_runs(str(equation.source_info.name_stack)) or 1
     elif name == "shard_map":
         # Its body is what one device does of these axes, and all do of the others. A
         # KeyError says that JAX has renamed them, as after 0.10.0; no other reading

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from .objective import Values
+from .objective import ObjectiveOutput
 from .state import Group
 
 IN_FLIGHT: Final = 8
@@ -34,7 +34,7 @@ class Facts(NamedTuple):
     weighted: tuple[str, ...] = ()
     """Which of the values have weights: others count every row once."""
 
-    def joined(self, other: "Facts") -> "Facts":
+    def merge(self, other: "Facts") -> "Facts":
         """What is so of both, of batches of other shapes.
 
         Raises:
@@ -135,16 +135,16 @@ class Sums:
 
     def __add__(self, other: "Sums") -> "Sums":
         """Sums over the rows of both, whose batches may be of other shapes."""
-        facts = self.facts.joined(other.facts)
+        facts = self.facts.merge(other.facts)
         ours = dataclasses.replace(self, facts=facts)
         return jax.tree.map(jnp.add, ours, dataclasses.replace(other, facts=facts))
 
-    def in_order(self) -> Array:
+    def to_vector(self) -> Array:
         """Sums of values in the order of the names, then those of the weights."""
-        sums = vector(self.sums, self.facts.names)
+        sums = stack_values(self.sums, self.facts.names)
         if not self.facts.weighted:
             return sums
-        return jnp.concatenate([sums, vector(self.weights, self.facts.weighted)])
+        return jnp.concatenate([sums, stack_values(self.weights, self.facts.weighted)])
 
     def means(self, total: Array) -> Array:
         """The mean of each value, in the order of the names.
@@ -155,17 +155,17 @@ class Sums:
             total: how many real rows there are.
         """
         names = self.facts.names
-        sums = vector(self.sums, names)
+        sums = stack_values(self.sums, names)
         if not self.facts.weighted:
             # One by one: XLA turns a vector's division by a number into a product with
             # the reciprocal in some programs, which rounds otherwise.
             return jnp.stack([weighted / total for weighted in sums])
-        weights = vector({n: self.weights.get(n, total) for n in names}, names)
+        weights = stack_values({n: self.weights.get(n, total) for n in names}, names)
         return jnp.stack(
             [_ratio(*weighted) for weighted in zip(sums, weights, strict=True)]
         )
 
-    def weigh_gradients(self, grads: PyTree, groups: Sequence[Group]) -> PyTree:
+    def scale_gradients(self, grads: PyTree, groups: Sequence[Group]) -> PyTree:
         """Gradients of the sum of losses over rows, as those of the mean loss."""
         weight = self.weights.get("loss")
         if weight is None:
@@ -184,19 +184,19 @@ def count_rows(groups: Sequence[Group]) -> Float[Array, ""]:
     return total.astype(sum_dtype())
 
 
-def sums_of(found: Values, mask: Array) -> Sums:
+def sum_values(found: ObjectiveOutput, mask: Array) -> Sums:
     """Sums over the real rows of a micro-batch, of its loss and of each metric."""
     sums, weights = {}, {}
     for name, one in found.by_name.items():
-        sums[name] = _over_rows(one.values, mask)
+        sums[name] = _sum_over_rows(one.values, mask)
         if one.weights is not None:
-            weights[name] = _over_rows(one.weights, mask)
+            weights[name] = _sum_over_rows(one.weights, mask)
     facts = Facts(tuple(sums), found.num_classes, found.notes, tuple(weights))
-    check_count(facts.names + facts.weighted)
+    check_num_values(facts.names + facts.weighted)
     return Sums(sums, weights, facts)
 
 
-def _over_rows(value: Array, mask: Array) -> Array:
+def _sum_over_rows(value: Array, mask: Array) -> Array:
     """Sum over real rows, in float32 or wider; a scalar counts for each of them."""
     value = value.astype(jnp.promote_types(value.dtype, jnp.float32))
     if value.ndim == 0:
@@ -204,7 +204,7 @@ def _over_rows(value: Array, mask: Array) -> Array:
     return jnp.where(mask, value, 0).sum()
 
 
-def seen_inside(
+def run_step_hooks(
     hooks: Sequence[Callable[..., Any]], given: tuple[Any, ...], facts: Facts
 ) -> dict[str, Array]:
     """What the `inside_step` of callbacks make of a step, by names that are new."""
@@ -217,11 +217,11 @@ def seen_inside(
                 f"{owner}.inside_step returned a {type(values).__name__}; it must"
                 " return a dict of named arrays."
             )
-        inside = with_names(inside, values, facts)
+        inside = add_values(inside, values, facts)
     return inside
 
 
-def with_names(
+def add_values(
     inside: dict[str, Array], more: dict[str, Array], facts: Facts
 ) -> dict[str, Array]:
     """The values inside a step and some more, whose names must be new."""
@@ -234,7 +234,7 @@ def with_names(
     return inside | more
 
 
-def means_of(totals: np.ndarray, facts: Facts) -> dict[str, float]:
+def compute_means(totals: np.ndarray, facts: Facts) -> dict[str, float]:
     """Exact means over real rows, from fetched totals."""
     count = 1 + len(facts.names) + len(facts.weighted)
     summed, lost = totals[:, :count].tolist()  # Python's floats are exact enough
@@ -248,7 +248,7 @@ def means_of(totals: np.ndarray, facts: Facts) -> dict[str, float]:
     }
 
 
-def check_count(names: Sequence[str]) -> None:
+def check_num_values(names: Sequence[str]) -> None:
     """Raises if there are more values and weights of values than are kept."""
     if len(names) > MAX_METRICS:
         raise ValueError(
@@ -257,7 +257,7 @@ def check_count(names: Sequence[str]) -> None:
         )
 
 
-def vector(sums: Mapping[str, Array], names: Sequence[str]) -> Array:
+def stack_values(sums: Mapping[str, Array], names: Sequence[str]) -> Array:
     """The values in the order of `names`, which a dict loses on its way through JAX."""
     return jnp.stack([sums[name].astype(sum_dtype()) for name in names])
 

@@ -18,7 +18,7 @@ from jaxtyping import PRNGKeyArray, PyTree
 from ..basics.tracebacks import NoteOnError
 from ..basics.tree import find_nodes, map_nodes
 from .state import MaskAndKeys
-from .whole import is_whole, plain
+from .whole import is_whole, unwrap_whole
 
 
 def call_model(
@@ -33,13 +33,13 @@ def call_model(
     `__call__` has a `key`, and told of `training` where it has that. The axis is named
     as its BatchNorm layers want it.
     """
-    row_axis, *others = axis_names(model) or (None,)
+    row_axis, *others = find_axis_names(model) or (None,)
     given_state = copy_state(model_state)
-    offers = offered_to(model, training=rows.training)
+    offers = make_keyword_getter(model, training=rows.training)
 
     def one_row(row: PyTree, key: PRNGKeyArray) -> Any:
         keywords = offers(key)
-        row = plain(row)
+        row = unwrap_whole(row)
         shapes = jax.tree.map(jnp.shape, row)
         with NoteOnError(f"the model was called on one example, of shape {shapes}"):
             if model_state is None:
@@ -51,7 +51,7 @@ def call_model(
         batched = jax.vmap(one_row, in_axes, out_axes=(0, None), axis_name=row_axis)
         return batched(x, rows.keys)
 
-    prediction, new_state = with_axes(others, all_rows)()
+    prediction, new_state = bind_axes(others, all_rows)()
     return prediction, new_state
 
 
@@ -63,7 +63,7 @@ def row_axes(batch: PyTree) -> PyTree:
 
 
 @contextlib.contextmanager
-def told_of_dicts(x: PyTree) -> Iterator[None]:
+def note_dict_input(x: PyTree) -> Iterator[None]:
     """What the model was called on is said, if it is a dict and the model fails."""
     try:
         yield
@@ -77,7 +77,7 @@ def told_of_dicts(x: PyTree) -> Iterator[None]:
         ) from error
 
 
-def with_axes(names: list[str], call: Callable[[], Any]) -> Callable[[], Any]:
+def bind_axes(names: list[str], call: Callable[[], Any]) -> Callable[[], Any]:
     """`call`, where each of the names is that of an axis of one.
 
     So a model that reduces over ("batch", "data") runs where there is no "data" axis.
@@ -94,7 +94,7 @@ def with_axes(names: list[str], call: Callable[[], Any]) -> Callable[[], Any]:
     return call
 
 
-def axis_names(model: PyTree) -> tuple[str, ...]:
+def find_axis_names(model: PyTree) -> tuple[str, ...]:
     """Names of batch axes that the model's layers reduce over (BatchNorm), in order."""
     names: dict[str, None] = {}
     for norm in find_nodes(eqx.nn.BatchNorm, model):
@@ -103,7 +103,7 @@ def axis_names(model: PyTree) -> tuple[str, ...]:
     return tuple(names)
 
 
-def offered_to(
+def make_keyword_getter(
     model: Any, *, training: bool
 ) -> Callable[[PRNGKeyArray | None], dict[str, Any]]:
     """From a key to the keyword arguments that the model's call names, of ours.
@@ -112,7 +112,7 @@ def offered_to(
         TypeError: see `check_is_told`.
     """
     check_is_told(model, training)
-    named = named_by(model)
+    named = find_keywords(model)
 
     def offers(key: PRNGKeyArray | None) -> dict[str, Any]:
         offered = {"key": key, "training": training}
@@ -140,7 +140,7 @@ def check_is_told(model: Any, *passes: bool) -> None:
         model: what is called.
         passes: whether that is in training; for each kind of call there will be.
     """
-    named = named_by(model)
+    named = find_keywords(model)
     for name in _OTHER_NAMES.keys() & named.keys():
         default, while_training = named[name].default, _OTHER_NAMES[name]
         if default is inspect.Parameter.empty:
@@ -161,7 +161,7 @@ def check_is_told(model: Any, *passes: bool) -> None:
         )
 
 
-def named_by(model: Any) -> Mapping[str, inspect.Parameter]:
+def find_keywords(model: Any) -> Mapping[str, inspect.Parameter]:
     """What the model's call takes by name, but for what a partial has filled."""
 
     def as_partial(call: Any) -> Any:
@@ -179,9 +179,9 @@ def named_by(model: Any) -> Mapping[str, inspect.Parameter]:
     return {name: p for name, p in parameters.items() if name not in filled}
 
 
-def takes_by_name(model: Any, name: str) -> bool:
+def accepts_keyword(model: Any, name: str) -> bool:
     """Whether the model's call takes an argument of that name."""
-    named = named_by(model)
+    named = find_keywords(model)
     kinds = {parameter.kind for parameter in named.values()}
     return name in named or inspect.Parameter.VAR_KEYWORD in kinds
 
@@ -215,7 +215,7 @@ class InferenceModel(eqx.Module):
 
     def __call__(self, x: PyTree, *, key: PRNGKeyArray | None = None) -> PyTree:
         """The prediction for one example; `key` is for models that draw here, too."""
-        keywords = offered_to(self.model, training=False)(key)
+        keywords = make_keyword_getter(self.model, training=False)(key)
         if self.state is None:
             return self.model(x, **keywords)
         return self.model(x, copy_state(self.state), **keywords)[0]

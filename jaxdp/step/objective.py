@@ -17,25 +17,25 @@ from jaxtyping import Array, PyTree
 from .. import losses
 from ..basics.tree import find_nodes, is_key
 from .collectives import DATA
-from .model_call import axis_names, call_model, copy_state, with_axes
-from .per_example import Arguments, PerExample
-from .returned import (
+from .loss_output import (
     UNWRAPPED,
-    Returned,
-    checked,
+    LossOutput,
+    check_loss_output,
     describe,
     is_pair,
-    notes_on,
-    without_ignored,
+    make_notes,
+    zero_ignored_rows,
 )
+from .model_call import bind_axes, call_model, copy_state, find_axis_names
+from .per_example import Arguments, PerExample
 from .state import MaskAndKeys
-from .whole import KeyData, as_given, is_whole, plain
+from .whole import KeyData, is_whole, to_user_batch, unwrap_whole
 
 
-class Values(NamedTuple):
+class ObjectiveOutput(NamedTuple):
     """What an objective makes of one batch."""
 
-    by_name: dict[str, Returned]
+    by_name: dict[str, LossOutput]
     """`"loss"` first; values are `(rows,)`, or `()` for a mean over the batch."""
     model_state: PyTree
     num_classes: int | None
@@ -79,13 +79,13 @@ class CriterionObjective:
         model_state: PyTree,
         batch: PyTree,
         rows: MaskAndKeys,
-    ) -> Values:
+    ) -> ObjectiveOutput:
         x, given, weight = split_batch(batch)
-        target = plain(given)
+        target = unwrap_whole(given)
         prediction, model_state = call_model(model, model_state, x, rows)
 
         by_name = {
-            name: _of_criterion(
+            name: _evaluate_criterion(
                 name, criterion, prediction, target, weight, len(rows.mask)
             )
             for name, criterion in self.criteria.items()
@@ -94,7 +94,7 @@ class CriterionObjective:
             name: one._replace(values=losses.per_row(one.values))
             for name, one in by_name.items()
         }
-        notes = notes_on("`metrics`", by_name, scalars=True)
+        notes = make_notes("`metrics`", by_name, scalars=True)
         if weight is not None:
             note = "batches are (x, y, weight): the loss and metrics are weighted means"
             notes = note, *notes
@@ -102,8 +102,8 @@ class CriterionObjective:
         num_classes = losses.num_classes(self.criteria, prediction, target)
         outputs = None
         if self.keeps_outputs:
-            outputs = _checked_outputs((prediction, given), len(rows.mask))
-        return Values(by_name, model_state, num_classes, notes, outputs)
+            outputs = _check_outputs((prediction, given), len(rows.mask))
+        return ObjectiveOutput(by_name, model_state, num_classes, notes, outputs)
 
 
 class LossFnObjective:
@@ -139,9 +139,9 @@ class LossFnObjective:
         model_state: PyTree,
         batch: PyTree,
         rows: MaskAndKeys,
-    ) -> Values:
+    ) -> ObjectiveOutput:
         # `per_example` vmaps the rows, and so it must know which leaves have none.
-        batch = batch if self.is_per_example else plain(batch)
+        batch = batch if self.is_per_example else unwrap_whole(batch)
         elements = batch if isinstance(batch, tuple) else (batch,)
 
         def bound(state: PyTree) -> Callable[[], Any]:
@@ -180,16 +180,18 @@ class LossFnObjective:
         num_rows, outputs = len(rows.mask), None
         is_other_part = self.is_part and not {*_OUTPUTS} & {*metrics}
         if self.keeps_outputs and not is_other_part:
-            metrics, outputs = _outputs_in(metrics)
-            outputs = _checked_outputs(outputs, num_rows)
-        by_name = {"loss": checked("`loss_fn`: the loss", "loss", loss, num_rows)}
+            metrics, outputs = _split_outputs(metrics)
+            outputs = _check_outputs(outputs, num_rows)
+        by_name = {
+            "loss": check_loss_output("`loss_fn`: the loss", "loss", loss, num_rows)
+        }
         for name, value in metrics.items():
             losses.check_metric_name("`loss_fn`", name)
             argument = f"`loss_fn`: metric {name!r}"
-            by_name[name] = checked(argument, name, value, num_rows)
+            by_name[name] = check_loss_output(argument, name, value, num_rows)
         # Of one row, which may be a batch without rows, scalars are no means.
-        notes = notes_on("`loss_fn`: metric", by_name, scalars=num_rows > 1)
-        return Values(by_name, model_state, None, notes, outputs)
+        notes = make_notes("`loss_fn`: metric", by_name, scalars=num_rows > 1)
+        return ObjectiveOutput(by_name, model_state, None, notes, outputs)
 
     def knows_padding(self, batch: PyTree) -> bool:
         """Returns True if the loss is given `mask` beside this batch."""
@@ -208,15 +210,15 @@ def call_loss_fn(
     axes are bound; and "data" is if the loss asks for it, which a loss that was written
     for `jax.pmap` may do.
     """
-    names = axis_names(model)
+    names = find_axis_names(model)
     unbound = [*names] if len(names) > 1 else []
     try:
-        return with_axes(unbound, bound(copy_state(model_state)))()
+        return bind_axes(unbound, bound(copy_state(model_state)))()
     except NameError:  # what JAX raises for an axis that is not bound
         if DATA not in unbound:
             with contextlib.suppress(NameError):
                 call = bound(copy_state(model_state))
-                return with_axes([*unbound, DATA], call)()
+                return bind_axes([*unbound, DATA], call)()
         raise
 
 
@@ -230,7 +232,7 @@ def split_batch(batch: PyTree) -> tuple[PyTree, PyTree, PyTree]:
         given = "*batch" if isinstance(batch, tuple) else "batch"
         raise TypeError(
             "`loss` and `metrics` need batches (x, y), or (x, y, weight); got"
-            f" {describe(as_given(batch))}. {instead}; or, instead of `loss`, pass"
+            f" {describe(to_user_batch(batch))}. {instead}; or, instead of `loss`, pass"
             f" `loss_fn(model, {given})`, which is given the whole batch."
         )
 
@@ -266,14 +268,14 @@ def _loss_and_metrics(result: Any) -> tuple[Any, Mapping[str, Any]]:
     return result
 
 
-def _of_criterion(
+def _evaluate_criterion(
     name: str,
     criterion: losses.Criterion,
     prediction: Any,
     target: Any,
     weight: Array | None,
     rows: int,
-) -> Returned:
+) -> LossOutput:
     """What a criterion gives, weighted if the batch is."""
     argument = "`loss`" if name == "loss" else f"`metrics`: {name!r}"
     if criterion not in losses.LOSSES.values():
@@ -289,7 +291,7 @@ def _of_criterion(
     is_per_row = losses.is_per_row(criterion)
     if weight is not None and is_per_row:
         # The gradient of NaN is NaN, also of one that nothing selects.
-        prediction, target = without_ignored(weight, prediction, target)
+        prediction, target = zero_ignored_rows(weight, prediction, target)
     try:
         value = criterion(prediction, target)
     except Exception as exception:
@@ -299,17 +301,19 @@ def _of_criterion(
         )
         raise
 
-    if not is_per_row and _is_for_one_row(criterion, prediction, target, value):
+    if not is_per_row and _is_written_for_one_row(criterion, prediction, target, value):
         raise ValueError(
             f"{argument}: it gave an array of shape {value.shape} for targets of shape"
             f" {target.shape}: the targets picked rows of the predictions, of shape"
             f" {prediction.shape}. It is called with a whole batch; if it is written"
             " for one example, wrap it in jax.vmap."
         )
-    return checked(argument, name, value, rows, weight=weight, is_criterion=True)
+    return check_loss_output(
+        argument, name, value, rows, weight=weight, is_criterion=True
+    )
 
 
-def _is_for_one_row(
+def _is_written_for_one_row(
     criterion: losses.Criterion, prediction: Any, target: Any, value: Any
 ) -> bool:
     """Whether integer targets have picked whole rows of predictions: `p[y]`."""
@@ -329,7 +333,7 @@ def _is_for_one_row(
 _OUTPUTS = "predictions", "targets"
 
 
-def _outputs_in(metrics: Mapping[str, Any]) -> tuple[dict[str, Any], PyTree]:
+def _split_outputs(metrics: Mapping[str, Any]) -> tuple[dict[str, Any], PyTree]:
     """The metrics of a `loss_fn` without its predictions and targets, and these."""
     if missing := [name for name in _OUTPUTS if name not in metrics]:
         raise ValueError(
@@ -341,7 +345,7 @@ def _outputs_in(metrics: Mapping[str, Any]) -> tuple[dict[str, Any], PyTree]:
     return others, tuple(metrics[name] for name in _OUTPUTS)
 
 
-def _checked_outputs(outputs: PyTree, rows: int) -> PyTree:
+def _check_outputs(outputs: PyTree, rows: int) -> PyTree:
     """Predictions and targets, all of whose leaves have the rows."""
     for name, output in zip(_OUTPUTS, outputs, strict=True):
         for leaf in jax.tree.leaves(output, is_leaf=is_whole):

@@ -22,10 +22,10 @@ from .. import losses
 from ..basics.tracebacks import NoteOnError
 from ..basics.tree import get_node, leaf_path, matches
 from .collectives import Collectives
-from .metrics import Facts, Metrics, Sums, check_count, count_rows
+from .metrics import Facts, Metrics, Sums, check_num_values, count_rows
 from .objective import LossFnObjective
-from .state import Group, TrainState, Weights, as_before
-from .steps import Steps, Taken
+from .state import Group, TrainState, Weights, match_dtypes
+from .steps import Steps, UpdateResult
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -65,7 +65,7 @@ class Part:
     gradient_clip_val: float | None = None
 
 
-def with_clipping(
+def add_clipping(
     optimizer: optax.GradientTransformation, norm: float | None
 ) -> optax.GradientTransformation:
     """The optimizer, after what clips the gradients if that is wanted."""
@@ -75,7 +75,7 @@ def with_clipping(
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class FoundPart:
+class ResolvedPart:
     """A part of the model at hand."""
 
     name: str
@@ -95,17 +95,17 @@ def find_parts(
     model: PyTree,
     *,
     keeps_outputs: bool = False,
-) -> tuple[FoundPart, ...]:
+) -> tuple[ResolvedPart, ...]:
     """The leaves of `model` that each of `parts` trains.
 
     Raises:
         ValueError: if one has no leaves, or two have the same; or for their names.
     """
-    known: list[FoundPart] = []
+    known: list[ResolvedPart] = []
     owners: dict[str, str] = {}
     for part in parts:
         # Its name.
-        mask = mask_of(part.params, model, "`Part`: `params`")
+        mask = make_leaf_mask(part.params, model, "`Part`: `params`")
         name = part.name
         if name is None:
             path = part.params if isinstance(part.params, str) else ""
@@ -139,9 +139,9 @@ def find_parts(
         objective = LossFnObjective(
             part.loss_fn, keeps_outputs=keeps_outputs, is_part=True
         )
-        optimizer = with_clipping(part.optimizer, part.gradient_clip_val)
+        optimizer = add_clipping(part.optimizer, part.gradient_clip_val)
         optimizer = optax.with_extra_args_support(optimizer)
-        known.append(FoundPart(name, mask, int(part.every), objective, optimizer))
+        known.append(ResolvedPart(name, mask, int(part.every), objective, optimizer))
     return tuple(known)
 
 
@@ -156,7 +156,7 @@ _NO_MASK: Final = (
 )
 
 
-def mask_of(params: PyTree, model: PyTree, argument: str) -> PyTree:
+def make_leaf_mask(params: PyTree, model: PyTree, argument: str) -> PyTree:
     """Bools in the structure of `model`, for patterns or bools that `argument` has."""
     patterns = [params] if isinstance(params, str) else params
     kinds = {type(leaf) for leaf in jax.tree.leaves(params)}
@@ -207,15 +207,17 @@ def trained_alone(model: PyTree) -> PyTree | None:
     return named if any(jax.tree.leaves(named)) else None
 
 
-def trained_by(parts: Sequence[FoundPart]) -> PyTree:
+def union_masks(parts: Sequence[ResolvedPart]) -> PyTree:
     """Which leaves of the model any part trains."""
     return jax.tree.map(lambda *each: any(each), *(part.mask for part in parts))
 
 
-def optimizer_of(parts: Sequence[FoundPart]) -> optax.GradientTransformationExtraArgs:
+def combine_optimizers(
+    parts: Sequence[ResolvedPart],
+) -> optax.GradientTransformationExtraArgs:
     """What has the states of the parts' optimizers, by name, as its own.
 
-    `StepsOfParts` gives it what these have made of the gradients.
+    `MultiPartSteps` gives it what these have made of the gradients.
     """
     optimizers = {part.name: part.optimizer for part in parts}
 
@@ -230,7 +232,7 @@ def optimizer_of(parts: Sequence[FoundPart]) -> optax.GradientTransformationExtr
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-class StepsOfParts(Steps):
+class MultiPartSteps(Steps):
     """The steps of a trainer with several parts, which run in their order."""
 
     def train(
@@ -253,41 +255,48 @@ class StepsOfParts(Steps):
                     model_state=model_state,
                     opt_state=states[part.name],
                 )
-                steps = self._of(part)
+                steps = self._steps_of(part)
 
                 def take(
                     seen: TrainState, steps: Steps = steps, name: str = part.name
-                ) -> Taken:
+                ) -> UpdateResult:
                     with NoteOnError(f"in the Part {name!r}"):
-                        taken = steps.taken(collectives, seen, groups)
-                    return taken._replace(
-                        opt_state=as_before(
-                            seen.opt_state, taken.opt_state, "optimizer state"
+                        compute_update = steps.compute_update(collectives, seen, groups)
+                    return compute_update._replace(
+                        opt_state=match_dtypes(
+                            seen.opt_state, compute_update.opt_state, "optimizer state"
                         ),
-                        model_state=as_before(
-                            seen.model_state, taken.model_state, "model state"
+                        model_state=match_dtypes(
+                            seen.model_state, compute_update.model_state, "model state"
                         ),
                     )
 
-                due, taken = _when_due(take, seen, part.every)
+                due, compute_update = _run_if_due(take, seen, part.every)
                 params = eqx.combine(
                     eqx.apply_updates(
-                        collectives.like_gradients(trained), taken.updates
+                        collectives.like_gradients(trained), compute_update.updates
                     ),
                     others,
                 )
-                model_state, states[part.name] = taken.model_state, taken.opt_state
-                grads = eqx.combine(grads, taken.grads)
-                updates = eqx.combine(updates, taken.updates)
+                model_state, states[part.name] = (
+                    compute_update.model_state,
+                    compute_update.opt_state,
+                )
+                grads = eqx.combine(grads, compute_update.grads)
+                updates = eqx.combine(updates, compute_update.updates)
                 ran.append(due)
-                summed.append(taken.summed)
+                summed.append(compute_update.summed)
 
-            joined, due = self._joined(ran, summed, total)
+            joined, due = self._merge_sums(ran, summed, total)
             updates, opt_state = self.optimizer.update(
                 updates, state.opt_state, state.params, states=states
             )
-            taken = Taken(grads, updates, opt_state, model_state, joined)
-            state, metrics = self.finished(collectives, state, groups, taken)
+            compute_update = UpdateResult(
+                grads, updates, opt_state, model_state, joined
+            )
+            state, metrics = self.apply_update(
+                collectives, state, groups, compute_update
+            )
             config: Any = jax.config  # debug_nans would raise for the NaN set below
             if any(part.every > 1 for part in self.parts) and not config.jax_debug_nans:
                 means = metrics.means
@@ -297,7 +306,7 @@ class StepsOfParts(Steps):
                 metrics = Metrics(metrics.facts, means, metrics.inside)
             return state, metrics
 
-    def evaluated(
+    def sum_batch(
         self,
         collectives: Collectives,
         weights: Weights,
@@ -308,7 +317,7 @@ class StepsOfParts(Steps):
         for part in self.parts:
             of = collectives, weights, batch_idx, group
             with NoteOnError(f"in the Part {part.name!r}"):
-                sums, predictions = self._of(part).evaluated(*of)
+                sums, predictions = self._steps_of(part).sum_batch(*of)
             summed.append(sums)
             if predictions is not None:
                 outputs[part.name] = predictions
@@ -318,9 +327,9 @@ class StepsOfParts(Steps):
                 " (loss, {'predictions': ..., 'targets': ...}), with whatever else."
             )
         always = [jnp.array(True)] * len(self.parts)
-        return self._joined(always, summed, count_rows([group]))[0], outputs or None
+        return self._merge_sums(always, summed, count_rows([group]))[0], outputs or None
 
-    def _joined(
+    def _merge_sums(
         self,
         ran: Sequence[Bool[Array, ""]],
         summed: Sequence[Sums],
@@ -351,16 +360,16 @@ class StepsOfParts(Steps):
         facts = [part_sums.facts for part_sums in summed]
         notes = dict.fromkeys(note for part_sums in facts for note in part_sums.notes)
         joined = Facts(tuple(sums), None, tuple(notes), tuple(weights))
-        check_count(joined.names + joined.weighted)
+        check_num_values(joined.names + joined.weighted)
         return Sums(sums, weights, joined), jnp.stack(due)
 
-    def _of(self, part: FoundPart) -> Steps:
+    def _steps_of(self, part: ResolvedPart) -> Steps:
         """The plain steps of a part."""
         fields = self._replace(objective=part.objective, optimizer=part.optimizer)
         return Steps(*fields)
 
     def _states(self, opt_state: PyTree) -> dict[str, Any]:
-        """What `optimizer_of` keeps, wherever callbacks have put it."""
+        """What `combine_optimizers` keeps, wherever callbacks have put it."""
         names = {part.name for part in self.parts}
 
         def is_ours(node: Any) -> bool:
@@ -370,9 +379,9 @@ class StepsOfParts(Steps):
         return next(node for node in nodes if is_ours(node))
 
 
-def _when_due(
-    take: Callable[[TrainState], Taken], state: TrainState, every: int
-) -> tuple[Bool[Array, ""], Taken]:
+def _run_if_due(
+    take: Callable[[TrainState], UpdateResult], state: TrainState, every: int
+) -> tuple[Bool[Array, ""], UpdateResult]:
     """Whether a step divisible by `every` comes, and what `take` gives then.
 
     In others there are no updates, and the state stays as it is.

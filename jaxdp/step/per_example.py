@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, PRNGKeyArray, PyTree
 
 from ..basics.tracebacks import NoteOnError
+from .loss_output import describe, is_pair
 from .model_call import row_axes
-from .returned import describe, is_pair
-from .whole import plain
+from .whole import unwrap_whole
 
 _OFFERED: Final = "key", "training", "step"
 """Names that a loss of one example may take."""
@@ -165,7 +165,7 @@ class PerExample:
 
         def call(key: PRNGKeyArray | None, *example: PyTree) -> Any:
             offered = {"key": key, "training": training, "step": step}
-            example = plain(example)
+            example = unwrap_whole(example)
             arguments, keywords = self._arguments.bind(example, offered)
             shapes = jax.tree.map(jnp.shape, example)
             with NoteOnError(

@@ -21,7 +21,7 @@ from jaxtyping import Array, PyTree
 
 from ..basics.arguments import check_choice
 from ..basics.hardware import get_product_precision
-from .own_call import with_call
+from .call_override import override_call
 
 
 class Precision(NamedTuple):
@@ -96,15 +96,15 @@ def _global() -> str | None:
     return jax.config.jax_default_matmul_precision  # pyright: ignore
 
 
-def as_stored(tree: PyTree, precision: Precision) -> PyTree:
+def cast_for_storage(tree: PyTree, precision: Precision) -> PyTree:
     """A model's leaves as they are kept between steps."""
     if precision.stored is None:
         return tree
     return _cast_model(tree, precision.stored, is_stored=True)
 
 
-def as_own(tree: PyTree, like: PyTree) -> PyTree:
-    """The inverse of `as_stored`: leaves in the dtypes of those of `like`."""
+def cast_to_original(tree: PyTree, like: PyTree) -> PyTree:
+    """The inverse of `cast_for_storage`: leaves in the dtypes of those of `like`."""
     return jax.tree.map(
         lambda leaf, own: leaf if leaf.dtype == own.dtype else leaf.astype(own.dtype),
         tree,
@@ -112,7 +112,7 @@ def as_own(tree: PyTree, like: PyTree) -> PyTree:
     )
 
 
-def computing(model: PyTree, precision: Precision) -> PyTree:
+def cast_calls(model: PyTree, precision: Precision) -> PyTree:
     """`model` with its calls in the dtype of `precision`.
 
     What can't be called, a dict of arrays say, is cast itself; see `cast_batch`.
@@ -120,7 +120,7 @@ def computing(model: PyTree, precision: Precision) -> PyTree:
     if precision.computed is None:
         return model
     if _has_calls(model):
-        return _Computing(model, precision.computed)
+        return _MixedPrecisionModel(model, precision.computed)
     return _cast_model(model, precision.computed)
 
 
@@ -131,7 +131,7 @@ def cast_batch(model: PyTree, batch: PyTree, precision: Precision) -> PyTree:
     return _cast(batch, precision.computed)
 
 
-def widen(tree: PyTree) -> PyTree:
+def promote_to_float32(tree: PyTree) -> PyTree:
     """Floating leaves in float32 at least, as sums need them."""
 
     def wide(leaf: Any) -> Any:
@@ -160,14 +160,14 @@ LARGEST_SCALE: Final = 2.0**24
 GROWTH_INTERVAL: Final = 2000
 
 
-def first_scale(precision: Precision) -> LossScale | None:
+def make_loss_scale(precision: Precision) -> LossScale | None:
     """The scale to start with, or None where none is needed."""
     if not precision.scales_loss:
         return None
     return LossScale(jnp.float32(FIRST_SCALE), jnp.int32(0))
 
 
-def next_scale(scale: LossScale, finite: Array) -> LossScale:
+def update_loss_scale(scale: LossScale, finite: Array) -> LossScale:
     """The scale after a step whose gradients were `finite` or not."""
     good_steps = scale.good_steps + 1
     grows = good_steps == GROWTH_INTERVAL
@@ -178,7 +178,7 @@ def next_scale(scale: LossScale, finite: Array) -> LossScale:
     )
 
 
-class _Computing(eqx.Module):
+class _MixedPrecisionModel(eqx.Module):
     """A model whose calls and methods compute in `dtype`; otherwise like the model.
 
     What a loss reads from it, `model.layer.weight` say, has its own dtype.
@@ -189,7 +189,7 @@ class _Computing(eqx.Module):
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         model = _cast_model(self.wrapped, self.dtype)
-        return self._computed(model)(*arguments, **keywords)
+        return self._cast_call(model)(*arguments, **keywords)
 
     @property
     def __wrapped__(self) -> Any:  # what inspect.signature looks at
@@ -200,14 +200,14 @@ class _Computing(eqx.Module):
             raise AttributeError(name)
         value = getattr(self.wrapped, name)
         if isinstance(value, types.MethodType) and value.__self__ is self.wrapped:
-            return self._computed(getattr(_cast_model(self.wrapped, self.dtype), name))
-        return self._in_turn(value)
+            return self._cast_call(getattr(_cast_model(self.wrapped, self.dtype), name))
+        return self._wrap_modules(value)
 
     def __getitem__(self, place: Any) -> Any:
-        return self._in_turn(self.wrapped[place])
+        return self._wrap_modules(self.wrapped[place])
 
     def __iter__(self) -> Iterator[Any]:
-        return map(self._in_turn, self.wrapped)
+        return map(self._wrap_modules, self.wrapped)
 
     def __len__(self) -> int:
         return len(self.wrapped)
@@ -215,16 +215,16 @@ class _Computing(eqx.Module):
     def __bool__(self) -> bool:
         return bool(self.wrapped)
 
-    def _in_turn(self, value: Any) -> Any:
+    def _wrap_modules(self, value: Any) -> Any:
         """What belongs to the model, its modules computing in `dtype`, too."""
 
         def in_turn(node: Any) -> Any:
             wrapped = _is_module(node) and not isinstance(node, eqx.nn.StateIndex)
-            return _Computing(node, self.dtype) if wrapped else node
+            return _MixedPrecisionModel(node, self.dtype) if wrapped else node
 
         return jax.tree.map(in_turn, value, is_leaf=_is_module)
 
-    def _computed(self, function: Any) -> Any:
+    def _cast_call(self, function: Any) -> Any:
         def call(*arguments: Any, **keywords: Any) -> Any:
             arguments, keywords = _cast((arguments, keywords), self.dtype)
             result = function(*arguments, **keywords)
@@ -253,9 +253,9 @@ def _cast_model(model: PyTree, dtype: Any, *, is_stored: bool = False) -> PyTree
 
     def cast(node: Any) -> Any:
         if not is_stored and isinstance(node, eqx.nn.BatchNorm):
-            return with_call(node, _norm_in_float32)
+            return override_call(node, _norm_in_float32)
         if not is_stored and isinstance(node, eqx.nn.Embedding):
-            return with_call(_cast(node, dtype), _look_up_in_float32)
+            return override_call(_cast(node, dtype), _look_up_in_float32)
         return node if isinstance(node, _NORMS) else _cast(node, dtype)
 
     return jax.tree.map(cast, model, is_leaf=lambda node: isinstance(node, kinds))

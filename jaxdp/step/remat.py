@@ -8,7 +8,7 @@ import jax
 from jaxtyping import PyTree
 
 from ..basics.tree import get_node, leaf_path, matches
-from .own_call import own_call, with_call
+from .call_override import get_call_override, override_call
 
 Remat = bool | Callable[..., Any] | str | Sequence[str]
 """What users pass: True, for each block of every `Stack`; a policy of
@@ -27,15 +27,15 @@ class Recomputed(NamedTuple):
         """Returns the model with calls of the outermost of them that recompute."""
         if not self.patterns:
             return model
-        paths = outermost_matching(model, self.patterns, "remat").values()
+        paths = find_outermost_modules(model, self.patterns, "remat").values()
         return eqx.tree_at(
             lambda tree: [get_node(tree, path) for path in paths],
             model,
-            replace_fn=lambda module: with_call(module, _Recompute(self.policy)),
+            replace_fn=lambda module: override_call(module, _Recompute(self.policy)),
         )
 
 
-def find_recomputed(remat: Any, model: PyTree, blocks: Sequence[str]) -> Recomputed:
+def resolve_remat(remat: Any, model: PyTree, blocks: Sequence[str]) -> Recomputed:
     """Returns what `Trainer(remat=...)` means for a model.
 
     Args:
@@ -64,7 +64,7 @@ def find_recomputed(remat: Any, model: PyTree, blocks: Sequence[str]) -> Recompu
         return Recomputed(tuple(blocks), None if remat is True else remat)
     if isinstance(remat, Sequence) and all(isinstance(part, str) for part in remat):
         found = Recomputed(tuple(remat))
-        outermost_matching(model, found.patterns, "remat")
+        find_outermost_modules(model, found.patterns, "remat")
         return found
     raise TypeError(
         "`remat` must be a bool, a policy of jax.checkpoint_policies, or path patterns"
@@ -72,7 +72,7 @@ def find_recomputed(remat: Any, model: PyTree, blocks: Sequence[str]) -> Recompu
     )
 
 
-def outermost_matching(
+def find_outermost_modules(
     model: PyTree, patterns: Iterable[str], argument: str
 ) -> dict[str, tuple[Any, ...]]:
     """The submodules that match a pattern, and are in no other that does.
@@ -116,7 +116,7 @@ def _modules_in(model: PyTree) -> dict[str, tuple[Any, ...]]:
 
 
 class _Recompute(NamedTuple):
-    """A call of a module that recomputes; see `with_call`."""
+    """A call of a module that recomputes; see `override_call`."""
 
     policy: Callable[..., Any] | None
 
@@ -125,7 +125,7 @@ class _Recompute(NamedTuple):
         return call(*arguments, **keywords)
 
 
-def recomputes(module: Any) -> _Recompute | None:
+def get_remat_call(module: Any) -> _Recompute | None:
     """Returns the call that `Recomputed.apply` gave a module, if it did."""
-    call = own_call(module)
+    call = get_call_override(module)
     return call if isinstance(call, _Recompute) else None

@@ -9,7 +9,7 @@ from jaxtyping import Array, Int, PRNGKeyArray, PyTree
 
 from ..basics.tree import describe_difference, leaf_path
 from .collectives import Collectives
-from .precision import next_scale
+from .precision import update_loss_scale
 
 if TYPE_CHECKING:
     from .steps import Steps
@@ -73,7 +73,7 @@ class Group(NamedTuple):
     then its padding."""
     whole: PyTree = None
     """What has no rows, leaves `(micro_batches, ...)`; None in `batch`, where it goes.
-    See `whole.joined`."""
+    See `whole.merge_non_batched`."""
 
 
 class MicroBatch(NamedTuple):
@@ -194,7 +194,7 @@ def first_state(
     )
 
 
-def as_before(old: PyTree, new: PyTree, what: str) -> PyTree:
+def match_dtypes(old: PyTree, new: PyTree, what: str) -> PyTree:
     """`new` with the dtypes of `old`, so that the second step is the first's shape."""
     paths, treedef = jax.tree_util.tree_flatten_with_path(old)
     leaves, new_treedef = jax.tree.flatten(new)
@@ -212,7 +212,7 @@ def as_before(old: PyTree, new: PyTree, what: str) -> PyTree:
     return jax.tree.map(lambda o, n: jnp.asarray(n).astype(o.dtype), old, new)
 
 
-def unless_nonfinite(
+def keep_old_if_nonfinite(
     old: TrainState, new: TrainState, means: Array, finite: Array
 ) -> tuple[TrainState, dict[str, Array]]:
     """The new state, or if the step is not `finite` the old one, which has skipped it.
@@ -224,7 +224,7 @@ def unless_nonfinite(
         # An overflow in the gradients alone leaves a loss that counts.
         is_loss = jnp.isfinite(means).all()
         totals = jnp.where(is_loss, new.totals, old.totals)
-        scale = next_scale(old.loss_scale, finite)
+        scale = update_loss_scale(old.loss_scale, finite)
         new, kept = (
             state._replace(totals=totals, loss_scale=scale) for state in (new, kept)
         )

@@ -16,34 +16,35 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int, PyTree
 
+from .after_update import AfterUpdate
 from .collectives import Collectives
 from .jaxprs import OWN_LOOP, has_convolutions
+from .loss_output import check_constant, check_depends
 from .metrics import (
     MAX_METRICS,
     Facts,
     Metrics,
     Sums,
     add_to_totals,
+    add_values,
+    compute_means,
     count_rows,
-    means_of,
-    seen_inside,
+    run_step_hooks,
     sum_dtype,
-    sums_of,
-    with_names,
+    sum_values,
 )
-from .model_call import call_model, told_of_dicts
+from .model_call import call_model, note_dict_input
 from .objective import Objective
 from .precision import (
     PRECISIONS,
     LossScale,
     Precision,
     cast_batch,
-    computing,
-    first_scale,
-    widen,
+    cast_calls,
+    make_loss_scale,
+    promote_to_float32,
 )
 from .remat import Recomputed
-from .returned import AfterUpdate, check_constant, check_depends
 from .state import (
     Batch,
     Group,
@@ -51,18 +52,18 @@ from .state import (
     TrainState,
     Weights,
     all_finite,
-    as_before,
+    keep_old_if_nonfinite,
     key_after_update,
     key_outside_training,
     mask_and_keys,
+    match_dtypes,
     only_micro_batch,
-    unless_nonfinite,
 )
-from .value_fn import notes_on_complex, updated
-from .whole import as_given, joined
+from .value_fn import make_complex_notes, run_optimizer
+from .whole import merge_non_batched, to_user_batch
 
 
-class Taken(NamedTuple):
+class UpdateResult(NamedTuple):
     """What an optimizer has made of the batches of a step."""
 
     grads: PyTree
@@ -98,7 +99,7 @@ class Steps(NamedTuple):
     conjugate_complex: bool = True
     """Whether optimizers are given the conjugates of complex gradients."""
     parts: tuple[Any, ...] = ()
-    """What `parts.StepsOfParts` takes one after the other."""
+    """What `parts.MultiPartSteps` takes one after the other."""
     extra: Any = None
     """What a subclass that an extra adds needs besides."""
 
@@ -133,11 +134,11 @@ class Steps(NamedTuple):
 
     def new_loss_scale(self) -> LossScale | None:
         """The `TrainState.loss_scale` of a run."""
-        return first_scale(self.precision)
+        return make_loss_scale(self.precision)
 
-    def means_of(self, totals: np.ndarray, facts: Facts) -> dict[str, float]:
+    def compute_means(self, totals: np.ndarray, facts: Facts) -> dict[str, float]:
         """Returns exact means over real rows, from fetched totals."""
-        return means_of(totals, facts)
+        return compute_means(totals, facts)
 
     def measure_outputs(
         self, function: Callable[[PyTree], Mapping[str, float]], outputs: PyTree
@@ -159,12 +160,12 @@ class Steps(NamedTuple):
         split into micro-batches and over devices.
         """
         with self.precision.of_products():
-            taken = self.taken(collectives, state, groups)
-            return self.finished(collectives, state, groups, taken)
+            compute_update = self.compute_update(collectives, state, groups)
+            return self.apply_update(collectives, state, groups, compute_update)
 
-    def taken(
+    def compute_update(
         self, collectives: Collectives, state: TrainState, groups: Sequence[Group]
-    ) -> Taken:
+    ) -> UpdateResult:
         """The gradients of a step, and what the optimizer makes of them."""
         grads, model_state, summed = self._mean_gradients(collectives, state, groups)
         total = count_rows(groups)
@@ -177,32 +178,32 @@ class Steps(NamedTuple):
                 grads, _, summed = self._mean_gradients(collectives, there, groups)
                 return summed.means(total)[0], grads
 
-            updates, opt_state = updated(
+            updates, opt_state = run_optimizer(
                 self.optimizer, grads, state, loss, evaluate, self.conjugate_complex
             )
-        return Taken(grads, updates, opt_state, model_state, summed)
+        return UpdateResult(grads, updates, opt_state, model_state, summed)
 
-    def finished(
+    def apply_update(
         self,
         collectives: Collectives,
         state: TrainState,
         groups: Sequence[Group],
-        taken: Taken,
+        compute_update: UpdateResult,
     ) -> tuple[TrainState, Metrics]:
         """The state after a step and its metrics, with what callbacks see inside."""
-        grads, updates, opt_state, model_state, summed = taken
+        grads, updates, opt_state, model_state, summed = compute_update
         total = count_rows(groups)
         means = summed.means(total)
-        sums = summed.in_order() if summed.facts.weighted else means * total
+        sums = summed.to_vector() if summed.facts.weighted else means * total
 
         state = state._replace(params=collectives.like_gradients(state.params))
         with jax.named_scope("update"):
             params = eqx.apply_updates(state.params, updates)
         new = TrainState(
-            params=as_before(state.params, params, "params"),
+            params=match_dtypes(state.params, params, "params"),
             buffers=state.buffers,
-            model_state=as_before(state.model_state, model_state, "model state"),
-            opt_state=as_before(state.opt_state, opt_state, "optimizer state"),
+            model_state=match_dtypes(state.model_state, model_state, "model state"),
+            opt_state=match_dtypes(state.opt_state, opt_state, "optimizer state"),
             key=state.key,
             step=state.step + 1,
             totals=add_to_totals(state.totals, total, sums),
@@ -213,12 +214,12 @@ class Steps(NamedTuple):
             new = self._after_update(collectives, state, new)
 
         seen = collectives.mean_gradients(grads)
-        inside = seen_inside(self.inside, (seen, updates, new), summed.facts)
+        inside = run_step_hooks(self.inside, (seen, updates, new), summed.facts)
 
         if self.skip_nonfinite or state.loss_scale is not None:
             finite = all_finite((means[0], grads))
-            new, named = unless_nonfinite(state, new, means, finite)
-            inside = with_names(inside, named, summed.facts)
+            new, named = keep_old_if_nonfinite(state, new, means, finite)
+            inside = add_values(inside, named, summed.facts)
         return new, Metrics(summed.facts, means, inside)
 
     def _after_update(
@@ -249,13 +250,13 @@ class Steps(NamedTuple):
         Beside them the predictions and targets of its rows, if the objective keeps
         them, padding included.
         """
-        summed, outputs = self.evaluated(collectives, weights, batch_idx, group)
+        summed, outputs = self.sum_batch(collectives, weights, batch_idx, group)
         total = count_rows([group])
-        sums, facts = summed.in_order(), summed.facts
+        sums, facts = summed.to_vector(), summed.facts
         means = summed.means(total) if facts.weighted else sums / total
         return add_to_totals(totals, total, sums), Metrics(facts, means, {}), outputs
 
-    def evaluated(
+    def sum_batch(
         self,
         collectives: Collectives,
         weights: Weights,
@@ -265,7 +266,9 @@ class Steps(NamedTuple):
         """The sums of one batch, in inference mode, and what is kept of its rows."""
         given = (weights, batch_idx), [group]
         with self.precision.of_products():
-            return collectives.over_rows(self._sums, *given, ("replicated", "rows"))
+            return collectives.over_rows(
+                self._evaluate_rows, *given, ("replicated", "rows")
+            )
 
     def predict(
         self, collectives: Collectives, weights: Weights, group: Group
@@ -284,7 +287,7 @@ class Steps(NamedTuple):
             groups,
             ("gradients", "replicated", "replicated"),
         )
-        grads = summed.weigh_gradients(grads, groups)
+        grads = summed.scale_gradients(grads, groups)
         if state.loss_scale is not None:
             unscale = 1 / state.loss_scale.scale  # a power of two: exact
             grads = jax.tree.map(lambda grad: grad * unscale, grads)
@@ -320,7 +323,7 @@ class Steps(NamedTuple):
                 model = self.remat.apply(self._model(params, buffers))
                 model = collectives.arrange(model)
                 batch = self._batch(model, micro)
-                model = computing(model, self.precision)
+                model = cast_calls(model, self.precision)
                 rows = mask_and_keys(
                     collectives, step_key, micro, weights.step, training=True
                 )
@@ -329,9 +332,9 @@ class Steps(NamedTuple):
                 check_depends(returned.values, params)
                 check_constant(returned.own, params)
                 if self.conjugate_complex:
-                    notes = *result.notes, *notes_on_complex(params)
+                    notes = *result.notes, *make_complex_notes(params)
                     result = result._replace(notes=notes)
-                summed = sums_of(result, rows.mask)
+                summed = sum_values(result, rows.mask)
 
                 # The share of these rows in the mean over all.
                 loss = summed.sums["loss"]
@@ -340,9 +343,9 @@ class Steps(NamedTuple):
                 return loss, (result.model_state, summed)
 
             grads, aux = jax.grad(mean_loss, has_aux=True)(whole)
-            return widen(grads), *aux
+            return promote_to_float32(grads), *aux
 
-        grads, model_state, summed = _over_micro_batches(
+        grads, model_state, summed = _accumulate_gradients(
             gradients,
             whole,
             weights.model_state,
@@ -355,7 +358,7 @@ class Steps(NamedTuple):
             summed = collectives.sum(summed)
         return grads, model_state, summed
 
-    def _sums(
+    def _evaluate_rows(
         self,
         collectives: Collectives,
         inputs: tuple[Weights, Int[Array, ""]],
@@ -370,10 +373,10 @@ class Steps(NamedTuple):
         key = jax.random.fold_in(key, batch_idx)
         rows = mask_and_keys(collectives, key, micro, weights.step, training=False)
 
-        model = self._whole_model(collectives, weights)
+        model = self._gather_model(collectives, weights)
         batch = self._batch(model, micro)
         result = objective(self._inference(model), weights.model_state, batch, rows)
-        summed = sums_of(result, rows.mask)
+        summed = sum_values(result, rows.mask)
         return collectives.sum(summed), result.outputs
 
     def _predictions(
@@ -381,32 +384,32 @@ class Steps(NamedTuple):
     ) -> PyTree:
         """Predictions for the rows of a batch that are seen here."""
         micro = only_micro_batch(groups[0])
-        model = self._whole_model(collectives, weights)
+        model = self._gather_model(collectives, weights)
         key = key_outside_training(weights)
         rows = mask_and_keys(collectives, key, micro, weights.step, training=False)
-        x = as_given(joined(micro.batch, micro.whole))
+        x = to_user_batch(merge_non_batched(micro.batch, micro.whole))
         given = self._inference(model), weights.model_state, x, rows
-        with told_of_dicts(x):
+        with note_dict_input(x):
             return call_model(*given)[0]
 
     def _batch(self, model: PyTree, micro: MicroBatch) -> PyTree:
         """Returns what the objective is called with."""
-        batch = as_given(joined(micro.batch, micro.whole))
+        batch = to_user_batch(merge_non_batched(micro.batch, micro.whole))
         return cast_batch(model, batch, self.precision)
 
     def _model(self, params: PyTree, buffers: PyTree) -> PyTree:
         return eqx.combine(params, buffers, self.static)
 
-    def _whole_model(self, collectives: Collectives, weights: Weights) -> PyTree:
+    def _gather_model(self, collectives: Collectives, weights: Weights) -> PyTree:
         params = collectives.gather(weights.params)
         buffers = collectives.gather(weights.buffers)
         return collectives.arrange(self._model(params, buffers))
 
     def _inference(self, model: PyTree) -> PyTree:
-        return computing(eqx.nn.inference_mode(model), self.precision)
+        return cast_calls(eqx.nn.inference_mode(model), self.precision)
 
 
-def _over_micro_batches(
+def _accumulate_gradients(
     gradients: Callable[[PyTree, MicroBatch], tuple[PyTree, PyTree, Sums]],
     params: PyTree,
     model_state: PyTree,
@@ -437,7 +440,7 @@ def _over_micro_batches(
             micro = jax.tree.map(lambda x: x[0], micros)
             grads, model_state, summed = gradients(model_state, micro)
         else:
-            zeros = widen(jax.tree.map(jnp.zeros_like, params))
+            zeros = promote_to_float32(jax.tree.map(jnp.zeros_like, params))
             given = (zeros, model_state), micros
             with jax.named_scope(OWN_LOOP):
                 loop = functools.partial(jax.lax.scan, body)

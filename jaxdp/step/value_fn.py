@@ -23,12 +23,12 @@ _ON_COMPLEX: Final = (
 )
 
 
-def notes_on_complex(params: PyTree) -> tuple[str, ...]:
+def make_complex_notes(params: PyTree) -> tuple[str, ...]:
     """What the user is told of complex parameters, if there are some."""
     return (_ON_COMPLEX,) if any(map(jnp.iscomplexobj, jax.tree.leaves(params))) else ()
 
 
-def conjugated(grads: PyTree) -> PyTree:
+def conjugate_leaves(grads: PyTree) -> PyTree:
     """Gradients as directions in which the loss grows: of complex leaves, JAX's
     gradient is the conjugate of that."""
     return jax.tree.map(
@@ -36,7 +36,7 @@ def conjugated(grads: PyTree) -> PyTree:
     )
 
 
-def updated(
+def run_optimizer(
     optimizer: optax.GradientTransformationExtraArgs,
     grads: PyTree,
     state: TrainState,
@@ -70,18 +70,18 @@ def updated(
         return value, total.astype(value.dtype)
 
     def grad_fn(params: PyTree, *_: Any) -> PyTree:
-        return turned(evaluate(params)[1])
+        return to_ascent(evaluate(params)[1])
 
-    turned = conjugated if conjugate else lambda grads: grads
-    uphill = turned(grads)
+    to_ascent = conjugate_leaves if conjugate else lambda grads: grads
+    uphill = to_ascent(grads)
     known = {"value": loss, "value_fn": value_fn, "grad": uphill, "grad_fn": grad_fn}
-    if _searches_back(state.opt_state):
+    if _has_backtracking_search(state.opt_state):
         # It takes the slope from JAX's gradient, unlike optax's zoom search, which
         # takes it from the conjugate.
         known["grad"] = grads
     given = uphill, state.opt_state, state.params
     try:
-        return update_with(optimizer.update, *given, known)
+        return call_update(optimizer.update, *given, known)
     except (AttributeError, TypeError) as error:
         error.add_note(
             "in `optimizer.update`, which is given gradients, the model's trained"
@@ -93,7 +93,7 @@ def updated(
         raise
 
 
-def update_with(
+def call_update(
     update: Callable[..., Any],
     grads: PyTree,
     state: PyTree,
@@ -118,14 +118,14 @@ def update_with(
     return update(grads, state, params, **named | {"grad_fn": known["grad_fn"]})
 
 
-def _searches_back(opt_state: PyTree) -> bool:
+def _has_backtracking_search(opt_state: PyTree) -> bool:
     def is_search(node: Any) -> bool:
         return isinstance(node, optax.ScaleByBacktrackingLinesearchState)
 
     return any(map(is_search, jax.tree.leaves(opt_state, is_leaf=is_search)))
 
 
-def closed_over(function: Any) -> Mapping[str, Any]:
+def get_closure(function: Any) -> Mapping[str, Any]:
     """What a function that was made by another, or a method, knows besides."""
     if inspect.ismethod(function):
         return getattr(function.__self__, "__dict__", {})

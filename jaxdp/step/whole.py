@@ -36,7 +36,7 @@ class KeyData(eqx.Module):
     impl: Any = eqx.field(static=True)
 
 
-class Rowless(eqx.Module):
+class SingleRowBatch(eqx.Module):
     """A batch that has a `Whole` and nothing else, or nothing at all: one row."""
 
     batch: PyTree
@@ -44,19 +44,19 @@ class Rowless(eqx.Module):
     """`(1,)`, what is counted."""
 
 
-NOTHING = Rowless((), np.zeros(1, bool))
+NOTHING = SingleRowBatch((), np.zeros(1, bool))
 """The batch of a loss that takes none."""
 
 
-def as_given(batch: PyTree) -> PyTree:
+def to_user_batch(batch: PyTree) -> PyTree:
     """A batch as its loader gave it, arrays apart: what a step and callbacks see."""
 
     def is_ours(node: Any) -> bool:
-        return isinstance(node, KeyData | Rowless)
+        return isinstance(node, KeyData | SingleRowBatch)
 
     def given(node: Any) -> Any:
-        if isinstance(node, Rowless):
-            return as_given(node.batch)
+        if isinstance(node, SingleRowBatch):
+            return to_user_batch(node.batch)
         if isinstance(node, KeyData):
             return jax.random.wrap_key_data(node.data, impl=node.impl)
         return node
@@ -69,14 +69,14 @@ def is_whole(node: Any) -> bool:
     return isinstance(node, Whole)
 
 
-def plain(tree: PyTree) -> PyTree:
+def unwrap_whole(tree: PyTree) -> PyTree:
     """A batch, or part of one, with arrays in the place of each `Whole`."""
     return jax.tree.map(
         lambda node: node.array if is_whole(node) else node, tree, is_leaf=is_whole
     )
 
 
-def map_rows(function: Callable[[Any], Any], batch: PyTree) -> PyTree:
+def map_batched(function: Callable[[Any], Any], batch: PyTree) -> PyTree:
     """`function` of each leaf that has rows; each `Whole` stays as it is."""
     return jax.tree.map(
         lambda node: node if is_whole(node) else function(node), batch, is_leaf=is_whole
@@ -84,14 +84,14 @@ def map_rows(function: Callable[[Any], Any], batch: PyTree) -> PyTree:
 
 
 @functools.lru_cache
-def with_rows(treedef: Any) -> tuple[bool, ...]:
+def find_batched_leaves(treedef: Any) -> tuple[bool, ...]:
     """Which leaves have rows, of batches so structured."""
     places = treedef.unflatten(range(treedef.num_leaves))
-    without = {*jax.tree.leaves(map_rows(lambda _: None, places))}
+    without = {*jax.tree.leaves(map_batched(lambda _: None, places))}
     return tuple([place not in without for place in range(treedef.num_leaves)])
 
 
-def joined(batch: PyTree, whole: PyTree) -> PyTree:
+def merge_non_batched(batch: PyTree, whole: PyTree) -> PyTree:
     """The inverse of what a `Group` has done: one tree of leaves with and without rows.
 
     Args:

@@ -15,9 +15,9 @@ from jaxtyping import Array
 from ..basics.tree import leaf_path
 from ..distributed import RowBlocks, row_blocks
 from ..step import DATA, Collectives, Group, TrainState
-from .meshes import names_of
-from .offload import jitted
-from .placing import place_copy, put_rows
+from .meshes import get_axis_names
+from .offload import jit_with_offload
+from .placement import place_copy, put_rows
 
 Role = Literal["state", "groups", "rows", "replicated"]
 """What an argument or a result of a step is.
@@ -139,10 +139,10 @@ class DataParallel:
         params: dict[tuple[Any, ...], tuple[tuple[int, ...], PartitionSpec]] = {}
 
         def own(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
-            return self._held(leaf_path(path), leaf)
+            return self._checked_param_spec(leaf_path(path), leaf)
 
         def updated(path: tuple[Any, ...], leaf: Any) -> None:
-            spec = self._updated(leaf_path(path), leaf)
+            spec = self._checked_update_spec(leaf_path(path), leaf)
             params[tuple(map(str, path))] = leaf.shape, spec
 
         def inherited(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
@@ -155,7 +155,7 @@ class DataParallel:
                 stacked = leaf.ndim - len(shape)
                 if stacked >= 0 and leaf.shape[stacked:] == shape:
                     return PartitionSpec(*[None] * stacked, *spec)
-            return self._like_no_parameter(leaf)
+            return self._spec_without_parameter(leaf)
 
         # Parameters first: the others follow them.
         with_path = jax.tree_util.tree_map_with_path
@@ -188,7 +188,7 @@ class DataParallel:
         if jax.process_count() == 1 or not self.mesh.is_multi_process:
             return groups
         shardings = functools.partial(self._group_shardings, split=split)
-        return put_rows(groups, rows_of_processes(self), shardings, split=split)
+        return put_rows(groups, make_row_blocks(self), shardings, split=split)
 
     def compile(
         self,
@@ -228,10 +228,10 @@ class DataParallel:
         }
         of_group = functools.partial(self._group_shardings, split=rows != "whole")
         call = arguments, roles, results
-        shardings = laid_out(*call, layouts.__getitem__, of_group)
+        shardings = make_shardings(*call, layouts.__getitem__, of_group)
         groups = arguments[roles.index("groups")]
         program = functools.partial(step, self.collectives(groups, rows))
-        return jitted(program, *call, *shardings, donate)
+        return jit_with_offload(program, *call, *shardings, donate)
 
     @property
     def _replicated(self) -> NamedSharding:
@@ -241,20 +241,20 @@ class DataParallel:
         def leaf_sharding(leaf: Any) -> NamedSharding:
             if not split:
                 return self._replicated
-            spec = PartitionSpec(None, *self.batch_spec(one_batch(leaf)))
+            spec = PartitionSpec(None, *self.batch_spec(drop_micro_batch_axis(leaf)))
             return NamedSharding(self.mesh, spec)
 
         batch = jax.tree.map(leaf_sharding, group.batch)
         return Group(batch, self._replicated, self._replicated)
 
-    def _held(self, path: str, leaf: Any) -> PartitionSpec:
+    def _checked_param_spec(self, path: str, leaf: Any) -> PartitionSpec:
         return self._check_spec("`param_spec`", self.param_spec(path, leaf), path, leaf)
 
-    def _updated(self, path: str, leaf: Any) -> PartitionSpec:
+    def _checked_update_spec(self, path: str, leaf: Any) -> PartitionSpec:
         spec = self.update_spec(path, leaf)
         return self._check_spec("`update_spec`", spec, path, leaf)
 
-    def _like_no_parameter(self, leaf: Any) -> PartitionSpec:
+    def _spec_without_parameter(self, leaf: Any) -> PartitionSpec:
         """How optimizer state is split that belongs to no parameter."""
         return PartitionSpec()
 
@@ -266,13 +266,13 @@ class DataParallel:
         if len(spec) > leaf.ndim:
             raise ValueError(f"{what}: more entries than the array has axes.")
         for axis, entry in enumerate(spec):
-            for name in names_of(entry):
+            for name in get_axis_names(entry):
                 if name not in self.mesh.shape:
                     raise ValueError(
                         f"{what}: the mesh has no axis {name!r}, only"
                         f" {self.mesh.axis_names}."
                     )
-            parts = math.prod(self.mesh.shape[name] for name in names_of(entry))
+            parts = math.prod(self.mesh.shape[name] for name in get_axis_names(entry))
             if leaf.shape[axis] % parts:
                 raise ValueError(
                     f"{what}: axis {axis} of size {leaf.shape[axis]} is not divisible"
@@ -308,7 +308,7 @@ def state_name(path: Sequence[Any]) -> str:
     return f"{field.name}: {leaf_path(rest)}".removesuffix(": ")
 
 
-def rows_of_processes(strategy: DataParallel) -> RowBlocks:
+def make_row_blocks(strategy: DataParallel) -> RowBlocks:
     """Which rows of a batch this process loads, if there are several processes."""
     if jax.process_count() == 1:
         return RowBlocks()
@@ -332,14 +332,14 @@ def check_offload(strategy: DataParallel) -> None:
         )
 
 
-def changed(strategy: Strategy, **attributes: Any) -> Strategy:
+def replace_attributes(strategy: Strategy, **attributes: Any) -> Strategy:
     """A copy of a strategy with some attributes replaced."""
     other = copy.copy(strategy)
     vars(other).update(attributes)
     return other
 
 
-def draws_by_row() -> bool:
+def is_rng_row_independent() -> bool:
     """Whether the keys of rows draw the same however many rows are drawn for at once.
 
     The default generator, threefry, does; what others draw depends on it.
@@ -347,7 +347,7 @@ def draws_by_row() -> bool:
     return jax.config.jax_default_prng_impl == "threefry2x32"  # pyright: ignore
 
 
-def laid_out(
+def make_shardings(
     arguments: Sequence[Any],
     roles: Sequence[Role],
     results: Role | tuple[Role, ...],
@@ -377,6 +377,6 @@ def _row_blocks(mesh: Mesh, row_axes: tuple[str, ...], num_shards: int) -> RowBl
     return row_blocks(shards, num_shards)
 
 
-def one_batch(leaf: Any) -> jax.ShapeDtypeStruct:
+def drop_micro_batch_axis(leaf: Any) -> jax.ShapeDtypeStruct:
     """A leaf of one micro-batch, of those stacked in a group."""
     return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)

@@ -11,12 +11,12 @@ from jaxtyping import Array, PyTree
 
 from ..basics.arguments import check_count, checks_arguments
 from ..basics.tree import get_node
-from ..step import DATA, TrainState, outermost_matching
-from .by_rows import NO_GATHERERS
-from .gathering import Gatherers
-from .meshes import Devices, find_devices, mesh_on
+from ..step import DATA, TrainState, find_outermost_modules
+from .fsdp_units import FSDPUnits
+from .meshes import Devices, find_devices, make_mesh
+from .shard_map_collectives import NO_UNITS
 from .sharded import Sharded
-from .stack import Stack, stacks_in
+from .stack import Stack, find_stacks
 
 _WHOLE: Final = PartitionSpec()
 _BLOCKS: Final = "blocks"
@@ -24,7 +24,7 @@ _GROUP: Final = "group"
 _GATHER: Final = "auto", "blocks", "once"
 
 
-class _Split(Sharded):
+class _AxisShardedStrategy(Sharded):
     """What both have: which axis of a leaf is split over the devices of the rows."""
 
     def __init__(self, devices: Devices, mesh: Mesh | None, min_size: int):
@@ -38,21 +38,23 @@ class _Split(Sharded):
         """The axes of the mesh that leaves are split over."""
         return self.row_axes
 
-    def _like_no_parameter(self, leaf: Any) -> PartitionSpec:
+    def _spec_without_parameter(self, leaf: Any) -> PartitionSpec:
         return self._split(leaf)
 
     def _split(self, leaf: Any, blocks: PartitionSpec = _WHOLE) -> PartitionSpec:
         """How a leaf is split, if it can be along none of the axes of `blocks`."""
         given = leaf, self._parts, self.min_size
         axis = split_axis(*given, blocks)
-        return along(split_axis(*given) if axis is None else axis, self.split_axes)
+        return make_axis_spec(
+            split_axis(*given) if axis is None else axis, self.split_axes
+        )
 
     @property
     def _parts(self) -> int:
         return math.prod(self.mesh.shape[name] for name in self.split_axes)
 
 
-class ZeRO(_Split):
+class ZeRO(_AxisShardedStrategy):
     """`Sharded`, with the optimizer state split over the devices.
 
     Each device receives the summed gradient of its shard (part) of every parameter and
@@ -90,7 +92,7 @@ class ZeRO(_Split):
         return self._split(leaf)
 
 
-class Gathering(Sharded):
+class FSDPUnitStrategy(Sharded):
     """What strategies have in common whose modules gather their own parameters."""
 
     @property
@@ -98,32 +100,32 @@ class Gathering(Sharded):
         """The axes of the mesh that they are gathered over."""
         return self.row_axes
 
-    def gather_by(self, gather: Any) -> None:
+    def set_gather(self, gather: Any) -> None:
         """Sets which do: `gather` of `FSDP`."""
-        self._gather = _checked(gather)
-        self.gatherers = NO_GATHERERS
+        self._gather = _check_gather(gather)
+        self.units = NO_UNITS
 
     def blocks(self, path: str) -> PartitionSpec:
         """The axes of a leaf that are blocks, of which its module gathers one."""
-        owner = self.gatherers.owner(path)
-        stacked = 0 if owner is None else self.gatherers.stacked[owner]
+        find_owner = self.units.owner(path)
+        stacked = 0 if find_owner is None else self.units.stacked[find_owner]
         return PartitionSpec(*[_BLOCKS] * stacked)
 
     def layouts(self, state: TrainState) -> dict[str, PartitionSpec]:
         # The arrays may be trained, or frozen, or both.
-        self.find_gatherers(eqx.combine(state.params, state.buffers))
+        self.find_units(eqx.combine(state.params, state.buffers))
         return super().layouts(state)
 
-    def find_gatherers(self, model: PyTree) -> Gatherers:
+    def find_units(self, model: PyTree) -> FSDPUnits:
         """Finds the submodules that gather their own parameters, and keeps them."""
-        self.gatherers = self._gatherers(model)
-        return self.gatherers
+        self.units = self._find_units(model)
+        return self.units
 
-    def _gatherers(self, model: PyTree) -> Gatherers:
+    def _find_units(self, model: PyTree) -> FSDPUnits:
         if self._gather == "once":
-            return NO_GATHERERS
+            return NO_UNITS
         if isinstance(self._gather, str):
-            stacks = {name: path for name, (path, _) in stacks_in(model).items()}
+            stacks = {name: path for name, (path, _) in find_stacks(model).items()}
             paths = {
                 f"{name}.stacked".lstrip("."): (*path, GetAttrKey("stacked"))
                 for name, path in stacks.items()
@@ -137,16 +139,18 @@ class Gathering(Sharded):
                     " gather=['layers[*]']."
                 )
         else:
-            paths = outermost_matching(model, self._gather, "gather")
-        stacked = {name: _stacks_on(path, model) for name, path in paths.items()}
-        return Gatherers(paths, stacked)
+            paths = find_outermost_modules(model, self._gather, "gather")
+        stacked = {
+            name: _count_stacks_above(path, model) for name, path in paths.items()
+        }
+        return FSDPUnits(paths, stacked)
 
     def __repr__(self) -> str:
         how = "" if self._gather == "auto" else f", gather={self._gather!r}"
         return f"{super().__repr__().removesuffix(')')}{how})"
 
 
-class FSDP(Gathering, _Split):
+class FSDP(FSDPUnitStrategy, _AxisShardedStrategy):
     """`Sharded`, with parameters, gradients and optimizer state split over the devices.
 
     This layout, known as ZeRO-3 or fully sharded data parallelism, needs 1/devices of
@@ -192,10 +196,10 @@ class FSDP(Gathering, _Split):
     ):
         check_count("groups", groups)
         if groups > 1:
-            mesh, devices = _in_groups(devices, mesh, groups), None
+            mesh, devices = _make_group_mesh(devices, mesh, groups), None
             self.row_axes = (_GROUP, DATA)
         super().__init__(devices, mesh, min_size)
-        self.gather_by(gather)
+        self.set_gather(gather)
 
     @property
     def split_axes(self) -> tuple[str, ...]:
@@ -206,13 +210,13 @@ class FSDP(Gathering, _Split):
         return self._split(leaf, self.blocks(path))
 
 
-def _stacks_on(path: tuple[Any, ...], model: PyTree) -> int:
+def _count_stacks_above(path: tuple[Any, ...], model: PyTree) -> int:
     """How many stacks, one inside the other, hold the node at `path`."""
     nodes = (get_node(model, path[:length]) for length in range(len(path)))
     return sum(isinstance(node, Stack) for node in nodes)
 
 
-def _in_groups(devices: Devices, mesh: Mesh | None, groups: int) -> Mesh:
+def _make_group_mesh(devices: Devices, mesh: Mesh | None, groups: int) -> Mesh:
     if mesh is not None:
         raise ValueError(
             "`groups` and `mesh` were both given; groups are made of `devices`, in"
@@ -224,10 +228,10 @@ def _in_groups(devices: Devices, mesh: Mesh | None, groups: int) -> Mesh:
             f"`groups`: the {len(in_order)} devices can't be divided into {groups}"
             " groups of equal size; take a number that divides them."
         )
-    return mesh_on(in_order, {_GROUP: groups, DATA: len(in_order) // groups})
+    return make_mesh(in_order, {_GROUP: groups, DATA: len(in_order) // groups})
 
 
-def _checked(gather: Any) -> str | tuple[str, ...]:
+def _check_gather(gather: Any) -> str | tuple[str, ...]:
     if isinstance(gather, str):
         if gather in _GATHER:
             return gather
@@ -257,7 +261,7 @@ def split_axis(
     return None
 
 
-def along(axis: int | None, names: tuple[str, ...]) -> PartitionSpec:
+def make_axis_spec(axis: int | None, names: tuple[str, ...]) -> PartitionSpec:
     """Split along one axis, or whole."""
     if axis is None:
         return PartitionSpec()

@@ -39,7 +39,7 @@ def find_devices(devices: Devices) -> list[Any]:
     return devices
 
 
-def mesh_on(devices: Sequence[Any], shape: Mapping[str, int]) -> Mesh:
+def make_mesh(devices: Sequence[Any], shape: Mapping[str, int]) -> Mesh:
     """A mesh over devices, by the sizes of its axes.
 
     Axes are Auto: under Explicit ones (the default of `jax.make_mesh`) embeddings,
@@ -51,7 +51,7 @@ def mesh_on(devices: Sequence[Any], shape: Mapping[str, int]) -> Mesh:
     return Mesh(array, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
 
 
-def wired_mesh(devices: Sequence[Any], shape: Mapping[str, int]) -> Mesh:
+def make_topology_mesh(devices: Sequence[Any], shape: Mapping[str, int]) -> Mesh:
     """The same, in the order in which the devices are wired, where JAX knows it."""
     auto = (AxisType.Auto,) * len(shape)
     return jax.make_mesh(tuple(shape.values()), tuple(shape), auto, devices=devices)
@@ -71,7 +71,7 @@ def check_sizes(mesh_shape: Mapping[str, int], count: int) -> None:
         )
 
 
-def without_mesh(function: Callable[..., Any]) -> Callable[..., Any]:
+def clear_ambient_mesh(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the body of a `jax.shard_map` that traces without an ambient mesh.
 
     Equinox's `closure_convert`, and so diffrax's default adjoint, compares the
@@ -85,7 +85,7 @@ def without_mesh(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def names_of(names: Any) -> tuple[str, ...]:
+def get_axis_names(names: Any) -> tuple[str, ...]:
     """The mesh axes in an entry of a `PartitionSpec`."""
     if names is None:
         return ()

@@ -13,7 +13,7 @@ _SMALL: Final = 1024
 """Elements up to which a leaf stays on the device: it would save next to nothing."""
 
 
-def optimizer_on_host(shardings: TrainState, state: TrainState) -> TrainState:
+def offload_optimizer(shardings: TrainState, state: TrainState) -> TrainState:
     """`shardings` of a state, whose optimizer's large leaves are in host memory."""
 
     def held(sharding: Any, leaf: Any) -> Any:
@@ -35,7 +35,7 @@ def optimizer_on_host(shardings: TrainState, state: TrainState) -> TrainState:
     return shardings._replace(opt_state=held_by)
 
 
-def jitted(
+def jit_with_offload(
     function: Callable[..., Any],
     arguments: Sequence[Any],
     roles: Sequence[str],
@@ -54,7 +54,7 @@ def jitted(
         in_shardings = _with_state(of_state, roles, in_shardings)
         if isinstance(results, tuple):
             out_shardings = _with_state(of_state, results, out_shardings)
-        function = functools.partial(_moving, function)
+        function = functools.partial(_run_on_device, function)
 
     return jax.jit(
         function,
@@ -64,7 +64,7 @@ def jitted(
     )
 
 
-def _moving(step: Callable[..., Any], *arguments: Any) -> Any:
+def _run_on_device(step: Callable[..., Any], *arguments: Any) -> Any:
     return step(*move_to_device(arguments))
 
 

@@ -11,10 +11,10 @@ from jaxtyping import PyTree
 from ..basics.arguments import checks_arguments
 from ..basics.tree import map_nodes
 from ..step import DATA, Collectives, Group
-from .base import DataParallel, Rows, changed, one_batch
-from .by_rows import NO_GATHERERS, ByRows
-from .gathering import Gatherers
-from .meshes import Devices, find_devices, mesh_on, names_of
+from .base import DataParallel, Rows, drop_micro_batch_axis, replace_attributes
+from .fsdp_units import FSDPUnits
+from .meshes import Devices, find_devices, get_axis_names, make_mesh
+from .shard_map_collectives import NO_UNITS, ShardMapCollectives
 
 
 class SingleDevice(DataParallel):
@@ -31,7 +31,9 @@ class SingleDevice(DataParallel):
                 "`device` must be a jax.Device, such as jax.devices()[0]; got"
                 f" {device!r}."
             )
-        self.mesh = mesh_on(find_devices(1 if device is None else [device]), {DATA: 1})
+        self.mesh = make_mesh(
+            find_devices(1 if device is None else [device]), {DATA: 1}
+        )
 
     def on(self, devices: Sequence[Any]) -> "SingleDevice":
         if len(devices) != 1:
@@ -39,7 +41,7 @@ class SingleDevice(DataParallel):
                 f"`devices`: SingleDevice uses 1 device, not {len(devices)}; plan with"
                 " a strategy that splits the batch, such as Sharded()."
             )
-        return changed(self, mesh=mesh_on(devices, {DATA: 1}))
+        return replace_attributes(self, mesh=make_mesh(devices, {DATA: 1}))
 
     def __repr__(self) -> str:
         return f"SingleDevice({self.mesh.devices.flat[0]})"
@@ -63,7 +65,7 @@ class Sharded(DataParallel):
     def __init__(self, devices: Devices = None, mesh: Mesh | None = None):
         if mesh is None:
             in_order = find_devices(devices)
-            mesh = mesh_on(in_order, {DATA: len(in_order)})
+            mesh = make_mesh(in_order, {DATA: len(in_order)})
         elif devices is not None:
             raise ValueError(
                 "`devices` and `mesh` were both given; a mesh has its devices already,"
@@ -89,9 +91,9 @@ class Sharded(DataParallel):
             )
         size = len(devices) // others
         # Exact: num_shards is a product of sizes of axes, that of DATA among them.
-        return changed(
+        return replace_attributes(
             self,
-            mesh=mesh_on(devices, {**shape, DATA: size}),
+            mesh=make_mesh(devices, {**shape, DATA: size}),
             num_shards=self.num_shards * size // shape[DATA],
         )
 
@@ -104,29 +106,31 @@ class Sharded(DataParallel):
         """
         if self.num_shards == 1:
             return Collectives()
-        apart = rows == "apart" and all(
-            self._is_by_rows(one_batch(leaf))
+        is_apart = rows == "apart" and all(
+            self._is_by_rows(drop_micro_batch_axis(leaf))
             for group in groups
             for leaf in jax.tree.leaves(group.batch)
         )
-        return ByRows(
+        return ShardMapCollectives(
             self.mesh,
             self.row_axes,
-            self._held,
-            self._updated,
-            apart=apart,
-            find_gatherers=self.find_gatherers,
+            self._checked_param_spec,
+            self._checked_update_spec,
+            is_apart=is_apart,
+            find_units=self.find_units,
         )
 
-    def find_gatherers(self, model: PyTree) -> Gatherers:
+    def find_units(self, model: PyTree) -> FSDPUnits:
         """Returns the modules of a model that gather their own parameters: none."""
-        return NO_GATHERERS
+        return NO_UNITS
 
     def _is_by_rows(self, leaf: jax.ShapeDtypeStruct) -> bool:
         """Whether a leaf of a batch is split over the axes of rows by rows only."""
         first, *rest = self.batch_spec(leaf) or [None]
-        others = {name for names in rest for name in names_of(names)}
-        return names_of(first) == self.row_axes and not others & set(self.row_axes)
+        others = {name for names in rest for name in get_axis_names(names)}
+        return get_axis_names(first) == self.row_axes and not others & set(
+            self.row_axes
+        )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({dict(self.mesh.shape)})"
@@ -159,6 +163,6 @@ class Pmap(Sharded):
         return f"Pmap({self.num_shards})"
 
 
-def shardings_of(mesh: Mesh, specs: PyTree) -> PyTree:
+def make_named_shardings(mesh: Mesh, specs: PyTree) -> PyTree:
     """The sharding over a mesh that each `PartitionSpec` of a tree means."""
     return map_nodes(PartitionSpec, lambda spec: NamedSharding(mesh, spec), specs)

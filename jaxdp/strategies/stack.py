@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray, PyTree
 
 from ..basics.tree import leaf_path
-from ..step import takes_by_name
-from .gathering import open_shards
+from ..step import accepts_keyword
+from .fsdp_units import open_shards
 
 
 class Stack(eqx.Module):
@@ -60,21 +60,21 @@ class Stack(eqx.Module):
         training: bool | None = None,
     ) -> PyTree:
         arrays, rest = eqx.partition(open_shards(self.stacked), eqx.is_array)
-        return in_turn(rest, training, arrays, x, self.keys(key))
+        return apply_blocks(rest, training, arrays, x, self.keys(key))
 
     def keys(self, key: PRNGKeyArray | None) -> PRNGKeyArray | None:
         """One key for each block."""
         return None if key is None else jax.random.split(key, len(self))
 
 
-def in_turn(
+def apply_blocks(
     rest: PyTree, training: bool | None, arrays: PyTree, x: PyTree, keys: Any
 ) -> PyTree:
     """Applies blocks to `x`, each to what the one before it gave.
 
     `rest` is a block without its arrays, which are stacked, and so are `keys`, if any.
     """
-    takes = training is not None and takes_by_name(rest, "training")
+    takes = training is not None and accepts_keyword(rest, "training")
     of_all = {"training": training} if takes else {}
 
     def apply(x: PyTree, own: tuple[PyTree, Any]) -> tuple[PyTree, None]:
@@ -85,7 +85,7 @@ def in_turn(
     return jax.lax.scan(apply, x, (arrays, keys))[0]
 
 
-def stacks_in(tree: PyTree) -> dict[str, tuple[tuple[Any, ...], int]]:
+def find_stacks(tree: PyTree) -> dict[str, tuple[tuple[Any, ...], int]]:
     """The outermost stacks with arrays, by name: their path, and how many blocks."""
     is_stack = lambda node: isinstance(node, Stack)  # noqa: E731
     nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_stack)

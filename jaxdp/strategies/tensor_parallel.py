@@ -11,10 +11,16 @@ from jaxtyping import Array, PyTree
 from ..basics.arguments import checks_arguments
 from ..basics.tree import leaf_path, matches
 from ..step import DATA, TrainState
-from .by_rows import NO_GATHERERS
-from .fsdp import Gathering, split_axis
-from .gathering import Gatherers
-from .meshes import Devices, check_sizes, find_devices, names_of, wired_mesh
+from .fsdp import FSDPUnitStrategy, split_axis
+from .fsdp_units import FSDPUnits
+from .meshes import (
+    Devices,
+    check_sizes,
+    find_devices,
+    get_axis_names,
+    make_topology_mesh,
+)
+from .shard_map_collectives import NO_UNITS
 from .stack import Stack
 
 _FSDP: Final = "fsdp"
@@ -24,7 +30,7 @@ Rule = tuple[str, PartitionSpec]
 """A pattern of paths, `*` standing for anything, and how leaves it fits are split."""
 
 
-class TensorParallel(Gathering):
+class TensorParallel(FSDPUnitStrategy):
     """Splits layers over one axis of a mesh by rules, and batches over another.
 
         TensorParallel(
@@ -72,13 +78,13 @@ class TensorParallel(Gathering):
         self.min_size = min_size
         if _FSDP in mesh_shape:
             self.row_axes = (DATA, _FSDP)
-        super().__init__(mesh=wired_mesh(in_order, mesh_shape))
+        super().__init__(mesh=make_topology_mesh(in_order, mesh_shape))
         if gather != "auto" and _FSDP not in mesh_shape:
             raise ValueError(
                 f"`gather`: {gather!r} is about an axis {_FSDP!r}, and `mesh_shape` has"
                 f" none: {dict(mesh_shape)}. Add it, or leave `gather` out."
             )
-        self.gather_by(gather)
+        self.set_gather(gather)
 
     def param_spec(self, path: str, leaf: Array) -> PartitionSpec:
         spec = PartitionSpec()
@@ -105,14 +111,14 @@ class TensorParallel(Gathering):
                 )
         return super().layouts(state)
 
-    def _gatherers(self, model: PyTree) -> Gatherers:
-        return super()._gatherers(model) if _FSDP in self.mesh.shape else NO_GATHERERS
+    def _find_units(self, model: PyTree) -> FSDPUnits:
+        return super()._find_units(model) if _FSDP in self.mesh.shape else NO_UNITS
 
     def _rule(self, path: str) -> Rule | None:
         """The first rule that fits."""
         return next((rule for rule in self.rules if matches(path, rule[0])), None)
 
-    def _like_no_parameter(self, leaf: Any) -> PartitionSpec:
+    def _spec_without_parameter(self, leaf: Any) -> PartitionSpec:
         return self._split(PartitionSpec(), leaf)
 
     def _split(
@@ -120,7 +126,7 @@ class TensorParallel(Gathering):
     ) -> PartitionSpec:
         """`spec`, and another axis split over `"fsdp"`, where there is one; if it can
         be, none of `blocks`."""
-        names = [name for entry in spec for name in names_of(entry)]
+        names = [name for entry in spec for name in get_axis_names(entry)]
         if _FSDP not in self.mesh.shape or _FSDP in names:
             return spec
         parts = self.mesh.shape[_FSDP]
@@ -135,7 +141,7 @@ class TensorParallel(Gathering):
         if axis is None:
             return spec
         entries = [*spec, *[None] * (axis + 1 - len(spec))]
-        entries[axis] = (*names_of(entries[axis]), _FSDP)
+        entries[axis] = (*get_axis_names(entries[axis]), _FSDP)
         return PartitionSpec(*entries)
 
 

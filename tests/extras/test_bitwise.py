@@ -12,7 +12,7 @@ import pytest
 from toys import Mlp, NormNet, Recorder, batches, cross_entropy
 
 from jaxdp import Bitwise, Pmap, Sharded, SingleDevice, Stack, Trainer, per_example
-from jaxdp.extras.bitwise import _options_on
+from jaxdp.extras.bitwise import _compiler_options_for
 
 pytestmark = pytest.mark.bits
 
@@ -366,7 +366,8 @@ def test_the_losses_that_are_reported_have_the_same_bits_for_any_number_of_rows(
 
 def test_gpus_are_told_to_be_deterministic():
     own, cpus = (
-        _options_on(types.SimpleNamespace(platform=name)) for name in ("gpu", "cpu")
+        _compiler_options_for(types.SimpleNamespace(platform=name))
+        for name in ("gpu", "cpu")
     )
     assert own == cpus | {"xla_gpu_deterministic_ops": True}
     jax.jit(lambda: 0).lower().compile(own)  # a name that this XLA knows

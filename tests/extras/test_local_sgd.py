@@ -10,7 +10,7 @@ from toys import Mlp, Recorder, batches, make_small
 
 from jaxdp import LocalSGD, Sharded, SingleDevice
 from jaxdp.callbacks import GradientMonitor, WeightAveraging
-from jaxdp.extras.local_sgd import LocalState
+from jaxdp.extras.local_sgd import LocalSGDState
 
 DATA = batches(16, 16, 13, 16, 5)
 """Ragged: of 5 rows on 8 devices, three replicas have none."""
@@ -53,9 +53,10 @@ def local_of(trainer):
     (found,) = [
         node
         for node in jax.tree.leaves(
-            trainer.state.opt_state, is_leaf=lambda node: isinstance(node, LocalState)
+            trainer.state.opt_state,
+            is_leaf=lambda node: isinstance(node, LocalSGDState),
         )
-        if isinstance(node, LocalState)
+        if isinstance(node, LocalSGDState)
     ]
     return found
 

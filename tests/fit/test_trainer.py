@@ -384,13 +384,13 @@ def test_64_bits_are_kept_where_jax_is_told_to():
 
 def test_epoch_means_are_exact_over_more_rows_than_float32_counts():
     """2**24 + 1 is not a float32; sums must not stop growing there."""
-    from jaxdp.step.metrics import Facts, add_to_totals, means_of
+    from jaxdp.step.metrics import Facts, add_to_totals, compute_means
 
     totals = jnp.zeros((2, 64)).at[0, :2].set(2.0**24)
     one = jnp.ones(1)
     for _ in range(64):
         totals = jax.jit(add_to_totals)(totals, one[0], one * 3)
-    means = means_of(np.asarray(totals), Facts(("loss",), None))
+    means = compute_means(np.asarray(totals), Facts(("loss",), None))
     assert means["loss"] == pytest.approx((2**24 + 192) / (2**24 + 64), rel=1e-12)
 
 

@@ -10,7 +10,7 @@ import pytest
 from toys import quiet
 
 from jaxdp import FSDP, SingleDevice
-from jaxdp.step.model_call import call_model, named_by, offered_to
+from jaxdp.step.model_call import call_model, find_keywords, make_keyword_getter
 from jaxdp.step.objective import call_loss_fn
 from jaxdp.step.state import MaskAndKeys
 
@@ -146,7 +146,7 @@ def test_a_model_that_names_training_is_told_in_each_pass(kind):
     (dict, set()),
 ])  # fmt: skip
 def test_what_a_call_names_is_seen_through_what_is_around_it(model, names):
-    assert {*named_by(model)} - {"deterministic"} == names
+    assert {*find_keywords(model)} - {"deterministic"} == names
 
 
 def named(name, default):
@@ -165,13 +165,13 @@ def test_a_name_that_nobody_passes_is_refused_where_its_default_is_wrong(
 ):
     for training in (True, False):
         right = in_training == training
-        offered_to(named(name, right), training=training)
-        offered_to(named(name, None), training=training)
+        make_keyword_getter(named(name, right), training=training)
+        make_keyword_getter(named(name, None), training=training)
         for model in (named(name, not right), eqx.Partial(named(name, not right))):
             with pytest.raises(TypeError, match=f"`{name}`, .* Call it `training`"):
-                offered_to(model, training=training)
+                make_keyword_getter(model, training=training)
         filled = eqx.Partial(named(name, right), **{name: not right})
-        offered_to(filled, training=training)
+        make_keyword_getter(filled, training=training)
 
 
 def test_a_loss_fn_that_can_not_tell_the_model_is_said(caplog):

@@ -13,7 +13,7 @@ from jaxdp.step.precision import (
     GROWTH_INTERVAL,
     PRECISIONS,
     LossScale,
-    computing,
+    cast_calls,
 )
 
 
@@ -88,7 +88,7 @@ def test_matrices_are_multiplied_narrow_and_norms_and_softmax_are_not(name):
     params, static = eqx.partition(model, eqx.is_inexact_array)
 
     def loss(params, x):
-        model = computing(eqx.combine(params, static), PRECISIONS[name])
+        model = cast_calls(eqx.combine(params, static), PRECISIONS[name])
         prediction = jax.vmap(model)(x)
         assert prediction.dtype == jnp.float32
         return prediction.sum()

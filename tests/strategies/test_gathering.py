@@ -10,9 +10,9 @@ from jax.sharding import PartitionSpec as P
 from toys import Recorder
 
 from jaxdp import FSDP, SingleDevice, Stack, Trainer, per_example
-from jaxdp.step import equations_in, with_call
+from jaxdp.step import equations_in, override_call
 from jaxdp.step.remat import Recomputed
-from jaxdp.strategies.gathering import _Gathered
+from jaxdp.strategies.fsdp_units import _GatherCall
 
 WIDTH, BLOCKS = 64, 16
 
@@ -209,7 +209,7 @@ def step_by_hand(model, batch):
 def test_a_recomputed_block_is_recomputed_by_one_checkpoint():
     """In two, one in the other, XLA for TPUs gathers no block ahead of its turn."""
     block = Recomputed(("layers[0]",)).apply(Flat()).layers[0]
-    call = with_call(block, _Gathered((), in_loop=True))
+    call = override_call(block, _GatherCall((), in_loop=True))
     program = jax.make_jaxpr(call)(jnp.zeros(WIDTH))
     names = [each.primitive.name for each in equations_in(program.jaxpr)]
     assert sum(name in ("checkpoint", "remat2") for name in names) == 1

@@ -12,7 +12,7 @@ from toys import batches, make_small
 from jaxdp import FSDP, Bitwise, Pmap, Sharded, SingleDevice, ZeRO
 from jaxdp.callbacks import DonateBuffers, WeightAveraging
 from jaxdp.checkpoint import read_meta
-from jaxdp.strategies.placing import fetch
+from jaxdp.strategies.placement import fetch
 
 DATA = batches(16, 16, 16, 16)
 HIDDEN = 64 * 64

@@ -30,7 +30,7 @@ from jaxdp import (
     ZeRO,
 )
 from jaxdp.step import Collectives
-from jaxdp.strategies.placing import place_copy
+from jaxdp.strategies.placement import place_copy
 from jaxdp.testing import check_strategy
 
 

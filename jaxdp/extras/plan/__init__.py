@@ -1,6 +1,6 @@
 """What a step costs, read from the compiled program before it runs."""
 
-from ...step import repeated
+from ...step import make_loop_scope
 from . import hlo
 from .hardware import Hardware, hardware_of
 from .parts import Bound, Estimate, Memory, Traffic

@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from ...step import times_of
+from ...step import read_num_runs
 from .hlo_text import Array, Instruction, Module, arrays_in, groups_in
 
 KINDS: Final = (
@@ -267,7 +267,7 @@ def trip_count(
     counter tells; None if nothing does."""
     if match := _TRIP_COUNT.search(loop.attributes):
         return int(match[1])
-    if (named := times_of(loop.path)) is not None:
+    if (named := read_num_runs(loop.path)) is not None:
         return named
     return _run(module, loop, _inputs(module, computation, loop, given))[0]
 

@@ -17,7 +17,7 @@ from jax.experimental import topologies
 
 from ...basics.arguments import check_number
 from ...basics.hardware import get_memory_limit, get_product_precision
-from ...step import BY_DEFAULT, Batch, map_rows
+from ...step import BY_DEFAULT, Batch, map_batched
 from ..pipeline import Pipeline
 from .hardware import (
     HARDWARE,
@@ -262,7 +262,9 @@ def _zeros(batch: Batch, rows: int | None = None) -> Batch:
         return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
 
     if rows is not None:
-        batch = map_rows(lambda x: np.broadcast_to(x[:1], (rows, *x.shape[1:])), batch)
+        batch = map_batched(
+            lambda x: np.broadcast_to(x[:1], (rows, *x.shape[1:])), batch
+        )
     return jax.tree.map(zeros, batch)
 
 

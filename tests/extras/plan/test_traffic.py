@@ -11,7 +11,7 @@ from toys import Apart
 from jaxdp import Pmap, Sharded, TensorParallel
 from jaxdp.extras.plan import hlo
 from jaxdp.extras.plan.reading import place_of
-from jaxdp.step.jaxprs import repeated, times_of
+from jaxdp.step.jaxprs import make_loop_scope, read_num_runs
 
 
 @pytest.mark.slow_cases("2")
@@ -82,7 +82,7 @@ def test_a_loop_of_unknown_length_may_say_how_often_it_runs():
             index, x = carry
             return index + 1, jax.lax.pmean(jnp.tanh(x), "data")
 
-        with jax.named_scope(repeated(5)):
+        with jax.named_scope(make_loop_scope(5)):
             bound = 5 + jnp.minimum(0, y.sum())  # nobody knows that this is 5
             x = jax.lax.while_loop(lambda c: c[0] < bound, turn, (0, x))[1]
         prediction = jax.vmap(model)(jax.lax.stop_gradient(x))
@@ -91,7 +91,7 @@ def test_a_loop_of_unknown_length_may_say_how_often_it_runs():
     plan = trainer(Apart(4), loss=None, loss_fn=loss_fn).plan([batch(64)])
     (inside,) = (each for each in plan.traffic if each.times == 5)
     assert inside.operand_bytes == 5 * 16 * 16 * 4
-    assert times_of("jit(f)/runs_2_times/while/body/add") is None
+    assert read_num_runs("jit(f)/runs_2_times/while/body/add") is None
 
 
 MLP = "eqx.nn.MLP/eqx.nn.Linear"

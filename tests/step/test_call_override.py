@@ -4,7 +4,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from jaxdp.step.own_call import with_call
+from jaxdp.step.call_override import override_call
 
 
 def doubled(module, x, *, by=2):
@@ -13,7 +13,7 @@ def doubled(module, x, *, by=2):
 
 def test_a_call_is_another_and_all_else_stays():
     linear = eqx.nn.Linear(2, 3, key=jax.random.key(0))
-    other = with_call(linear, doubled)
+    other = override_call(linear, doubled)
     x = jnp.ones(2)
     assert (other(x) == 2 * linear(x)).all()
     assert (other(x, by=3) == 3 * linear(x)).all()
@@ -24,7 +24,7 @@ def test_a_call_is_another_and_all_else_stays():
 
 
 def test_what_is_called_so_already_stays():
-    once = with_call(eqx.nn.Linear(2, 3, key=jax.random.key(0)), doubled)
-    assert type(with_call(once, doubled)) is type(once)
+    once = override_call(eqx.nn.Linear(2, 3, key=jax.random.key(0)), doubled)
+    assert type(override_call(once, doubled)) is type(once)
     through_jax = jax.tree.map(lambda leaf: leaf, once)
     assert (through_jax(jnp.ones(2)) == once(jnp.ones(2))).all()

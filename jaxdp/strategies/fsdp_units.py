@@ -21,10 +21,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from ..basics.tree import get_node, leaf_path
-from ..step import recomputes, with_call, without_call
-from .meshes import names_of
+from ..step import get_remat_call, override_call, remove_call_override
+from .meshes import get_axis_names
 
-_MADE_ANEW: Final = {
+_RECOMPUTED: Final = {
     "all_gather",
     "of_no_row",
     "sharding_constraint",
@@ -89,7 +89,7 @@ def open_shards(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x.array if is_shard(x) else x, tree, is_leaf=is_shard)
 
 
-class Gatherers(NamedTuple):
+class FSDPUnits(NamedTuple):
     """The modules of a model that gather their arrays when they are called."""
 
     paths: Mapping[str, Any] = MappingProxyType({})
@@ -107,14 +107,14 @@ class Gatherers(NamedTuple):
         Over `axes` of the mesh, that is; over others it stays split.
         """
         owner = self.owner(name)
-        ours = [[axis in axes for axis in names_of(names)] for names in spec]
+        ours = [[axis in axes for axis in get_axis_names(names)] for names in spec]
         # Not if an axis is split by others, too: a gathered part is no part of theirs.
         if owner is None or any(any(axis) and not all(axis) for axis in ours):
             return False
         stacked = self.stacked[owner]
         return any(map(any, ours[stacked:])) and not any(map(any, ours[:stacked]))
 
-    def arranged(
+    def wrap_modules(
         self,
         model: PyTree,
         specs: Mapping[str, PartitionSpec],
@@ -137,14 +137,14 @@ class Gatherers(NamedTuple):
                 for leaf, spec in specs.items()
                 if self.owner(leaf) == name
             }
-            gathered = _Gathered(
+            gathered = _GatherCall(
                 tuple(of_parameters.items()), self.stacked[name] > 0, axes, mesh
             )
 
             def arrange(module: Any, name: str = name, call: Any = gathered) -> Any:
                 if mesh is None:
                     module = _with_shards(module, name, dict(call.specs))
-                return with_call(module, call)
+                return override_call(module, call)
 
             model = eqx.tree_at(
                 lambda tree, path=path: get_node(tree, path), model, replace_fn=arrange
@@ -162,8 +162,8 @@ def _with_shards(module: PyTree, owner: str, names: Mapping[str, Any]) -> PyTree
     return jax.tree_util.tree_map_with_path(hide, module)
 
 
-class _Gathered(NamedTuple):
-    """The call of a module that gathers its arrays first; see `with_call`."""
+class _GatherCall(NamedTuple):
+    """The call of a module that gathers its arrays first; see `override_call`."""
 
     specs: tuple[tuple[str, PartitionSpec], ...]
     """How they are split, by their names in the module; none, and nothing is."""
@@ -174,41 +174,41 @@ class _Gathered(NamedTuple):
     """Of global arrays. Without one, they are a device's shards."""
 
     def __call__(self, module: Any, *arguments: Any, **keywords: Any) -> Any:
-        recompute = recomputes(module)
+        recompute = get_remat_call(module)
         module = open_shards(module)
 
         def call(module: Any, *arguments: Any, **keywords: Any) -> Any:
-            whole = self._whole(module)
+            whole = self._gather_leaves(module)
             if recompute is not None:
                 # Once is enough. In a second `checkpoint`, XLA for TPUs would not
                 # gather a block while the one before it is computed.
-                whole = without_call(whole)
+                whole = remove_call_override(whole)
             return whole(*arguments, **keywords)
 
         recomputed = eqx.filter_checkpoint(
             call,
-            policy=_is_kept if recompute is None else recompute.policy,
+            policy=_saves_for_backward if recompute is None else recompute.policy,
             # A turn of a loop has nothing in it that XLA could compute once for both.
             prevent_cse=not self.in_loop,
         )
         return recomputed(module, *arguments, **keywords)
 
-    def _whole(self, module: PyTree) -> PyTree:
+    def _gather_leaves(self, module: PyTree) -> PyTree:
         specs = dict(self.specs)
 
         def gather(path: Any, leaf: Any) -> Any:
             spec = specs.get(leaf_path(path))
             if spec is None:
                 return leaf
-            ours, others = only(self.axes, spec), without(self.axes, spec)
+            ours, others = keep_axes(self.axes, spec), drop_axes(self.axes, spec)
             if self.mesh is None:
-                leaf, is_all = _of_no_row.bind(leaf), not _left_to_xla()
-                return (_all_gathered if is_all else _parts_gathered)(
+                leaf, is_all = _row_independent.bind(leaf), not _find_auto_axes()
+                return (_all_gather if is_all else _all_gather_parts)(
                     ours, others, leaf
                 )
             kept = others if any(others) else PartitionSpec()
             split, whole = (NamedSharding(self.mesh, each) for each in (spec, kept))
-            return _used_whole(leaf, split, whole)
+            return _gather_by_constraint(leaf, split, whole)
 
         with jax.named_scope("parameters"):
             return jax.tree_util.tree_map_with_path(gather, module)
@@ -230,17 +230,17 @@ def _refuse_rows(*_: Any) -> Any:
     raise ValueError(GATHERED_IN_BRANCH)
 
 
-_of_no_row: Final = Primitive("of_no_row")
+_row_independent: Final = Primitive("of_no_row")
 """The identity of a shard, which may not differ by row."""
 
-_of_no_row.def_impl(lambda shard: shard)
-_of_no_row.def_abstract_eval(lambda shard: shard)
-ad.deflinear2(_of_no_row, lambda gradient, _: [gradient])
-batching.primitive_batchers[_of_no_row] = _refuse_rows
-mlir.register_lowering(_of_no_row, lambda _, shard: [shard])
+_row_independent.def_impl(lambda shard: shard)
+_row_independent.def_abstract_eval(lambda shard: shard)
+ad.deflinear2(_row_independent, lambda gradient, _: [gradient])
+batching.primitive_batchers[_row_independent] = _refuse_rows
+mlir.register_lowering(_row_independent, lambda _, shard: [shard])
 
 
-def _all_gathered(spec: PartitionSpec, _: PartitionSpec, leaf: Array) -> Array:
+def _all_gather(spec: PartitionSpec, _: PartitionSpec, leaf: Array) -> Array:
     """What devices have shards of, split like this."""
     for axis, names in enumerate(spec):
         if names is not None:
@@ -248,7 +248,7 @@ def _all_gathered(spec: PartitionSpec, _: PartitionSpec, leaf: Array) -> Array:
     return leaf
 
 
-def _summed_to_shards(spec: PartitionSpec, gradient: Array) -> Array:
+def _reduce_scatter(spec: PartitionSpec, gradient: Array) -> Array:
     for axis, names in enumerate(spec):
         if names is not None:
             gradient = jax.lax.psum_scatter(
@@ -257,7 +257,7 @@ def _summed_to_shards(spec: PartitionSpec, gradient: Array) -> Array:
     return gradient
 
 
-def by_parts(
+def map_local_shards(
     function: Callable[[Array], Array], others: PartitionSpec
 ) -> Callable[[Array], Array]:
     """`function`, which exchanges shards, of the part of an array that a device has.
@@ -266,46 +266,50 @@ def by_parts(
     would gather them over those axes first, and for CPUs it can't reduce bfloat16 where
     any are left: it aborts the process.
     """
-    if not (left := _left_to_xla()):
+    if not (left := _find_auto_axes()):
         return function
     return jax.shard_map(
         function, in_specs=others, out_specs=others, axis_names=left, check_vma=False
     )
 
 
-def _left_to_xla() -> set[str]:
+def _find_auto_axes() -> set[str]:
     """The axes of the mesh over which this device's program is one of whole arrays."""
     mesh = jax.sharding.get_abstract_mesh()
     axes = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return {name for name, kind in axes if kind == AxisType.Auto}
 
 
-def _each_part_gathered(
+def _all_gather_each_part(
     ours: PartitionSpec, others: PartitionSpec, leaf: Array
 ) -> Array:
-    return by_parts(functools.partial(_all_gathered, ours, others), others)(leaf)
+    return map_local_shards(functools.partial(_all_gather, ours, others), others)(leaf)
 
 
 # JAX's own derivative would sum what is whole over the axes left to XLA over those.
-_parts_gathered = jax.custom_vjp(_each_part_gathered, nondiff_argnums=(0, 1))
-_parts_gathered.defvjp(
-    lambda ours, others, leaf: (_each_part_gathered(ours, others, leaf), None),
+_all_gather_parts = jax.custom_vjp(_all_gather_each_part, nondiff_argnums=(0, 1))
+_all_gather_parts.defvjp(
+    lambda ours, others, leaf: (_all_gather_each_part(ours, others, leaf), None),
     lambda ours, others, _, gradient: (
-        by_parts(functools.partial(_summed_to_shards, ours), others)(gradient),
+        map_local_shards(functools.partial(_reduce_scatter, ours), others)(gradient),
     ),
 )
 
 
-def _gathered_by_xla(leaf: Array, split: NamedSharding, whole: NamedSharding) -> Array:
+def _constrain_split_then_full(
+    leaf: Array, split: NamedSharding, whole: NamedSharding
+) -> Array:
     """A global array that is split, and then whole."""
     leaf = jax.lax.with_sharding_constraint(leaf, split)
     return jax.lax.with_sharding_constraint(leaf, whole)
 
 
-_used_whole = jax.custom_jvp(_gathered_by_xla, nondiff_argnums=(1, 2))
+_gather_by_constraint = jax.custom_jvp(
+    _constrain_split_then_full, nondiff_argnums=(1, 2)
+)
 
 
-@_used_whole.defjvp
+@_gather_by_constraint.defjvp
 def _(
     split: NamedSharding, whole: NamedSharding, leaves: Any, tangents: Any
 ) -> tuple[Array, Array]:
@@ -313,20 +317,20 @@ def _(
     # shards, and those of whole arrays are never asked for.
     (leaf,), (tangent,) = leaves, tangents
     tangent = jax.lax.with_sharding_constraint(tangent, split)
-    return _gathered_by_xla(leaf, split, whole), tangent
+    return _constrain_split_then_full(leaf, split, whole), tangent
 
 
-def without(axes: tuple[str, ...], spec: PartitionSpec) -> PartitionSpec:
+def drop_axes(axes: tuple[str, ...], spec: PartitionSpec) -> PartitionSpec:
     """`spec` with arrays whole over `axes`."""
-    others = {name for names in spec for name in names_of(names)} - {*axes}
-    return only(tuple(others), spec)
+    others = {name for names in spec for name in get_axis_names(names)} - {*axes}
+    return keep_axes(tuple(others), spec)
 
 
-def only(axes: tuple[str, ...], spec: PartitionSpec) -> PartitionSpec:
+def keep_axes(axes: tuple[str, ...], spec: PartitionSpec) -> PartitionSpec:
     """`spec`, where it splits over `axes`."""
-    kept = (tuple(n for n in names_of(names) if n in axes) for names in spec)
+    kept = (tuple(n for n in get_axis_names(names) if n in axes) for names in spec)
     return PartitionSpec(*(names or None for names in kept))
 
 
-def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
-    return primitive.name not in _MADE_ANEW
+def _saves_for_backward(primitive: Any, *_: Any, **__: Any) -> bool:
+    return primitive.name not in _RECOMPUTED

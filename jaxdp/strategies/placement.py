@@ -25,7 +25,7 @@ def place_copy(tree: PyTree, shardings: PyTree) -> PyTree:
     leaves, treedef = jax.tree.flatten(tree)
     layouts = treedef.flatten_up_to(shardings)
     here = [i for i, layout in enumerate(layouts) if layout.memory_kind != HOST]
-    copied = _copies([leaves[i] for i in here], [layouts[i] for i in here])
+    copied = _copy_to_devices([leaves[i] for i in here], [layouts[i] for i in here])
 
     placed = dict(zip(here, copied, strict=True))
     for i, (leaf, layout) in enumerate(zip(leaves, layouts, strict=True)):
@@ -35,7 +35,7 @@ def place_copy(tree: PyTree, shardings: PyTree) -> PyTree:
     return treedef.unflatten(placed[i] for i in range(len(leaves)))
 
 
-def _copies(leaves: list[Any], layouts: list[Any]) -> list[Any]:
+def _copy_to_devices(leaves: list[Any], layouts: list[Any]) -> list[Any]:
     if all(layout.is_fully_addressable for layout in layouts):
         # Without a program: to compile one for hundreds of leaves takes long. JAX heeds
         # `may_alias=False` only where an array already is as it is to be.
@@ -43,10 +43,10 @@ def _copies(leaves: list[Any], layouts: list[Any]) -> list[Any]:
         return jax.device_put(moved, layouts, may_alias=False)
     moved = jax.tree.map(put, leaves, layouts)
     # JAX keeps the program of a function that stays, for the next trainer.
-    return jax.jit(_copied, out_shardings=layouts)(moved)
+    return jax.jit(_copy_leaves, out_shardings=layouts)(moved)
 
 
-def _copied(leaves: list[Any]) -> list[Any]:
+def _copy_leaves(leaves: list[Any]) -> list[Any]:
     return [jnp.copy(leaf) for leaf in leaves]
 
 
@@ -87,7 +87,7 @@ def put_rows(
     return placed
 
 
-def replicated(tree: PyTree) -> PyTree:
+def replicate(tree: PyTree) -> PyTree:
     """Arrays that are split between processes, whole on all their devices.
 
     All processes must call it. Others are as they are.
@@ -127,6 +127,6 @@ def fetch(tree: PyTree) -> PyTree:
             data = fetched(jax.random.key_data(leaf))
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
         # np.array waits for the device, and copies: later steps overwrite the buffer.
-        return np.array(replicated(leaf))
+        return np.array(replicate(leaf))
 
     return jax.tree.map(fetched, tree)

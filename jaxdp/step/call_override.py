@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def with_call(module: Any, call: Callable[..., Any]) -> Any:
+def override_call(module: Any, call: Callable[..., Any]) -> Any:
     """The module, whose call is `call(the module as it was, *arguments, **keywords)`.
 
     Its class is a subclass: models ask `isinstance` of their layers.
@@ -14,26 +14,26 @@ def with_call(module: Any, call: Callable[..., Any]) -> Any:
     return _of_class(_subclass(type(module), call), module)
 
 
-def own_call(module: Any) -> Callable[..., Any] | None:
-    """What `with_call` made a module's call, if it did."""
-    return next(iter(getattr(type(module), "_own_call", ())), None)
+def get_call_override(module: Any) -> Callable[..., Any] | None:
+    """What `override_call` made a module's call, if it did."""
+    return next(iter(getattr(type(module), "_call_override", ())), None)
 
 
-def without_call(module: Any) -> Any:
-    """The module as it was before `with_call`."""
+def remove_call_override(module: Any) -> Any:
+    """The module as it was before `override_call`."""
     return _of_class(type(module).__bases__[0], module)
 
 
 @functools.cache
 def _subclass(cls: type, call: Callable[..., Any]) -> type:
-    if cls.__dict__.get("_own_call") == (call,):  # called so already
+    if cls.__dict__.get("_call_override") == (call,):  # called so already
         return cls
 
     @functools.wraps(cls.__call__)  # it takes what that takes
     def own(self: Any, *arguments: Any, **keywords: Any) -> Any:
         return call(_of_class(cls, self), *arguments, **keywords)
 
-    names = {"__call__": own, "__module__": __name__, "_own_call": (call,)}
+    names = {"__call__": own, "__module__": __name__, "_call_override": (call,)}
     return types.new_class(cls.__name__, (cls,), {}, lambda body: body.update(names))
 
 

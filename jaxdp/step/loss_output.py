@@ -1,22 +1,15 @@
-"""What functions of the user return inside a step, checked.
+"""Checks of a loss or a metric that a user's function returned inside a step."""
 
-A loss or a metric, which is multiplied by its weights; and the model that
-`after_update` makes of another.
-"""
-
-import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, PyTree
 
 from .. import losses
-from ..basics.tree import describe_difference, leaf_path
-from .model_call import named_by
 
 UNWRAPPED = (
     " (A function wrapped in `filter_value_and_grad` or `filter_grad` must be passed"
@@ -24,7 +17,7 @@ UNWRAPPED = (
 )
 
 
-class Returned(NamedTuple):
+class LossOutput(NamedTuple):
     """A loss or a metric."""
 
     values: Array
@@ -34,7 +27,7 @@ class Returned(NamedTuple):
     """The weights as they were returned beside the values."""
 
 
-def checked(
+def check_loss_output(
     argument: str,
     name: str,
     value: Any,
@@ -42,7 +35,7 @@ def checked(
     *,
     weight: Array | None = None,
     is_criterion: bool = False,
-) -> Returned:
+) -> LossOutput:
     """A floating array with the rows, or a scalar; or one that is weighted.
 
     What a criterion gives for a row may have more axes.
@@ -68,14 +61,14 @@ def checked(
         )
     wide = jnp.promote_types(value.dtype, jnp.float32)
     if weight is None:
-        return Returned(value if name == "loss" else value.astype(wide))
+        return LossOutput(value if name == "loss" else value.astype(wide))
 
     # The sums over each row of values times weights, and of the weights.
     if weight.ndim < value.ndim:
         value = losses.per_row(value)
     weight = jax.lax.stop_gradient(weight).astype(wide)
     products = jnp.where(weight == 0, 0, value.astype(wide) * weight)
-    return Returned(
+    return LossOutput(
         products.reshape(rows, -1).sum(axis=1),
         weight.reshape(rows, -1).sum(axis=1),
         row_weights,
@@ -146,8 +139,8 @@ def check_constant(weights: Array | None, params: PyTree) -> None:
         )
 
 
-def notes_on(
-    argument: str, by_name: Mapping[str, Returned], *, scalars: bool
+def make_notes(
+    argument: str, by_name: Mapping[str, LossOutput], *, scalars: bool
 ) -> tuple[str, ...]:
     """What the user is told of pairs, which might mean a loss and a value to be shown
     beside it, and of `scalars`; not of a scalar loss, most often a mean over rows."""
@@ -169,7 +162,7 @@ def notes_on(
     return *pairs, *means
 
 
-def without_ignored(weight: Array, *trees: PyTree) -> tuple[PyTree, ...]:
+def zero_ignored_rows(weight: Array, *trees: PyTree) -> tuple[PyTree, ...]:
     """The trees with zeros in rows of weight 0."""
     counts = (weight != 0).reshape(len(weight), -1).any(axis=1)
 
@@ -194,73 +187,3 @@ def describe(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"a {type(value).__name__} with keys {list(value)}"
     return f"a {type(value).__name__}"
-
-
-class AfterUpdate:
-    """Calls the function of the user, and checks what it returns.
-
-    Args:
-        function: `model -> model`, which may name `key` and `step`.
-        static: the leaves of the model that are not arrays.
-
-    Raises:
-        TypeError: if the function can't be called like that.
-    """
-
-    def __init__(self, function: Callable[..., PyTree], static: PyTree):
-        self.function, self.static = function, static
-        if not callable(function):
-            raise TypeError(
-                "`after_update` must be a function model -> model, which may name `key`"
-                f" and `step`; got {function!r}."
-            )
-        self._names = {"key", "step"} & named_by(function).keys()
-        signature = None
-        try:
-            signature = inspect.signature(function)
-            signature.bind(None, **dict.fromkeys(self._names))
-        except ValueError:  # some built-in callables have none
-            pass
-        except TypeError as error:
-            raise TypeError(
-                f"`after_update` is {signature}, and is called with the model and what"
-                f" it names of `key` and `step`: {error}."
-            ) from None
-
-    def __call__(
-        self, params: PyTree, buffers: PyTree, key: Any, step: Int[Array, ""]
-    ) -> tuple[PyTree, PyTree]:
-        """The trained leaves and the other arrays, as the function changes them."""
-        model = eqx.combine(params, buffers, self.static)
-        offered = {"key": key, "step": step}
-        new = self.function(model, **{name: offered[name] for name in self._names})
-        if jax.tree.structure(new) != jax.tree.structure(model):
-            raise TypeError(
-                f"`after_update` returned a {type(new).__name__} of another structure"
-                " than the model's; it must return the model, changed by eqx.tree_at or"
-                f" jax.tree.map: {describe_difference(model, new)}."
-            )
-
-        def same_kind(path: Any, old: Any, new: Any) -> Any:
-            is_array, was, now = eqx.is_array(old), _kind(old), _kind(new)
-            is_same = was == now if is_array else new is old or eqx.tree_equal(new, old)
-            if not is_same:
-                raise TypeError(
-                    f"`after_update` makes {now} of {leaf_path(path)}, which is {was};"
-                    " it may change the values of arrays, but no shape, no dtype and"
-                    " nothing that is not an array."
-                )
-            weak = is_array and getattr(new, "weak_type", False)
-            return jax.lax.convert_element_type(new, new.dtype) if weak else new
-
-        new = jax.tree_util.tree_map_with_path(same_kind, model, new)
-        is_none = lambda leaf: leaf is None  # noqa: E731
-        trained = jax.tree.map(lambda p: p is not None, params, is_leaf=is_none)
-        params, others = eqx.partition(new, trained)
-        return params, eqx.filter(others, eqx.is_array)
-
-
-def _kind(leaf: Any) -> str:
-    if not eqx.is_array(leaf):
-        return repr(leaf)
-    return f"an array of shape {leaf.shape}, {leaf.dtype}"

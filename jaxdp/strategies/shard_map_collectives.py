@@ -21,17 +21,17 @@ from ..step import (
     Results,
     Weights,
 )
-from .base import draws_by_row
-from .gathering import Gatherers, by_parts, only, without
-from .meshes import names_of, without_mesh
+from .base import is_rng_row_independent
+from .fsdp_units import FSDPUnits, drop_axes, keep_axes, map_local_shards
+from .meshes import clear_ambient_mesh, get_axis_names
 
-NO_GATHERERS: Final = Gatherers()
+NO_UNITS: Final = FSDPUnits()
 
 Spec = Callable[[str, Any], PartitionSpec]
 """How the leaf at a path is split."""
 
 
-class ByRows(Collectives):
+class ShardMapCollectives(Collectives):
     """Lets devices work on their rows alone, for a step that sees global arrays.
 
     Where all functions are written for one example, `over_rows` is a `jax.shard_map`:
@@ -57,63 +57,63 @@ class ByRows(Collectives):
         self,
         mesh: Mesh,
         row_axes: tuple[str, ...],
-        held: Spec,
-        updated: Spec,
+        param_spec: Spec,
+        update_spec: Spec,
         *,
-        apart: bool,
-        find_gatherers: Callable[[PyTree], Gatherers] = lambda _: NO_GATHERERS,
+        is_apart: bool,
+        find_units: Callable[[PyTree], FSDPUnits] = lambda _: NO_UNITS,
     ):
         self.mesh = mesh
         self.row_axes = row_axes
-        self.held = held
-        self.updated = updated
-        self.apart, self.find_gatherers = apart, find_gatherers
+        self.param_spec = param_spec
+        self.update_spec = update_spec
+        self.is_apart, self.find_units = is_apart, find_units
         # Of the step at hand.
-        self._gatherers = NO_GATHERERS
+        self._units = NO_UNITS
         self._shards: dict[str, PartitionSpec] = {}
 
     def over_rows(
         self, function: OnRows, inputs: Any, groups: Sequence[Group], results: Results
     ) -> Any:
-        this_step = self._knowing(inputs)
-        if not self.apart or not draws_by_row():
+        this_step = self._bind_step(inputs)
+        if not self.is_apart or not is_rng_row_independent():
             return function(this_step, inputs, groups)
         try:
-            return this_step._mapped(function, inputs, groups, results)
+            return this_step._run_shard_map(function, inputs, groups, results)
         except Exception:
             function(this_step, inputs, groups)  # whose error has the batch's shapes
             raise
 
     def arrange(self, model: PyTree) -> PyTree:
-        return self._gatherers.arranged(model, self._shards, self.row_axes, self.mesh)
+        return self._units.wrap_modules(model, self._shards, self.row_axes, self.mesh)
 
     def gather(self, params: PyTree) -> PyTree:
-        return self._constrained(params, self._used(self._shards))
+        return self._constrain(params, self._make_used_spec(self._shards))
 
     def sum_gradients(self, gradients: PyTree) -> PyTree:
         return self.like_gradients(gradients)
 
     def like_gradients(self, params: PyTree) -> PyTree:
-        return self._constrained(params, self.updated)
+        return self._constrain(params, self.update_spec)
 
-    def _constrained(self, tree: PyTree, spec: Spec) -> PyTree:
+    def _constrain(self, tree: PyTree, spec: Spec) -> PyTree:
         def constrain(path: Any, leaf: Any) -> Any:
             sharding = NamedSharding(self.mesh, spec(leaf_path(path), leaf))
             return jax.lax.with_sharding_constraint(leaf, sharding)
 
         return jax.tree_util.tree_map_with_path(constrain, tree)
 
-    def _knowing(self, inputs: Any) -> "ByRows":
+    def _bind_step(self, inputs: Any) -> "ShardMapCollectives":
         """This, for a step of these inputs, whose modules may gather."""
         weights, *_ = find_nodes(Weights, inputs)
         model = eqx.combine(weights.params, weights.buffers)
-        knowing = copy.copy(self)
-        gatherers = self.find_gatherers(model)
-        knowing._shards = self._split_in(model, gatherers)
-        knowing._gatherers = gatherers if knowing._shards else NO_GATHERERS
-        return knowing
+        bound = copy.copy(self)
+        units = self.find_units(model)
+        bound._shards = self._find_shard_specs(model, units)
+        bound._units = units if bound._shards else NO_UNITS
+        return bound
 
-    def _mapped(
+    def _run_shard_map(
         self, function: OnRows, inputs: Any, groups: Sequence[Group], results: Results
     ) -> Any:
         """`function` on each device's rows, and its gradients summed.
@@ -123,91 +123,95 @@ class ByRows(Collectives):
         """
         weights, *_ = find_nodes(Weights, inputs)
         shards = self._shards
-        trained = self._split_in(weights.params, self._gatherers)
+        trained = self._find_shard_specs(weights.params, self._units)
         num_shards = math.prod(self.mesh.shape[name] for name in self.row_axes)
         roles = results if isinstance(results, tuple) else (results,)
         rows, whole = PartitionSpec(self.row_axes), PartitionSpec()
         arrange = functools.partial(
-            self._gatherers.arranged, specs=shards, axes=self.row_axes
+            self._units.wrap_modules, specs=shards, axes=self.row_axes
         )
-        own_rows = _OwnRows(self.row_axes, num_shards, arrange, shards)
+        own_rows = _DeviceCollectives(self.row_axes, num_shards, arrange, shards)
 
         def on_one_device(inputs: Any, groups: Sequence[Group]) -> tuple[Any, ...]:
             values = function(own_rows, inputs, groups)
             values = values if isinstance(results, tuple) else (values,)
             return tuple(
-                _stacked(part, shards) if role == "gradients" else part
+                _stack_gradients(part, shards) if role == "gradients" else part
                 for role, part in zip(roles, values, strict=True)
             )
 
         # Over other axes XLA splits them.
         own_shards, own_trained = (
-            {name: only(self.row_axes, spec) for name, spec in specs.items()}
+            {name: keep_axes(self.row_axes, spec) for name, spec in specs.items()}
             for specs in (shards, trained)
         )
         is_alone = {*self.mesh.axis_names} == {*self.row_axes}
         spec_of = {"gradients": (rows, own_trained), "rows": rows, "replicated": whole}
         values = jax.shard_map(
-            without_mesh(on_one_device) if is_alone else on_one_device,
+            clear_ambient_mesh(on_one_device) if is_alone else on_one_device,
             mesh=self.mesh,
             in_specs=(
-                _specs_of(inputs, own_shards),
+                _make_input_specs(inputs, own_shards),
                 [Group(PartitionSpec(None, self.row_axes), whole, whole)] * len(groups),
             ),
             out_specs=tuple(spec_of[role] for role in roles),
             axis_names=set(self.row_axes),
             check_vma=False,
-        )(self._as_used(inputs, shards), list(groups))
+        )(self._gather_weights(inputs, shards), list(groups))
         values = tuple(
-            self._summed(*part) if role == "gradients" else part
+            self._reduce_stacks(*part) if role == "gradients" else part
             for role, part in zip(roles, values, strict=True)
         )
         return values if isinstance(results, tuple) else values[0]
 
-    def _split_in(
-        self, params: PyTree, gatherers: Gatherers
+    def _find_shard_specs(
+        self, params: PyTree, units: FSDPUnits
     ) -> dict[str, PartitionSpec]:
         """How those leaves are split that stay so over the rows' axes, by name."""
         specs: dict[str, PartitionSpec] = {}
-        if not gatherers.paths:
+        if not units.paths:
             return specs
         for path, leaf in jax.tree_util.tree_leaves_with_path(params):
             name = leaf_path(path)
-            spec = self.held(name, leaf)
-            if gatherers.gather(name, spec, self.row_axes):
+            spec = self.param_spec(name, leaf)
+            if units.gather(name, spec, self.row_axes):
                 specs[name] = spec
         return specs
 
     @jax.named_scope("parameters")
-    def _as_used(self, inputs: Any, shards: Mapping[str, Any]) -> Any:
+    def _gather_weights(self, inputs: Any, shards: Mapping[str, Any]) -> Any:
         """Inputs with whole weights, but for `shards`."""
 
         def gathered(weights: Weights) -> Weights:
-            params = self._constrained(weights.params, self._used(shards))
-            buffers = self._constrained(weights.buffers, self._used(shards))
+            params = self._constrain(weights.params, self._make_used_spec(shards))
+            buffers = self._constrain(weights.buffers, self._make_used_spec(shards))
             return weights._replace(params=params, buffers=buffers)
 
         return map_nodes(Weights, gathered, inputs)
 
-    def _used(self, shards: Mapping[str, Any]) -> Spec:
+    def _make_used_spec(self, shards: Mapping[str, Any]) -> Spec:
         """How leaves are split in a step: over other axes, but for its `shards`."""
 
         def spec(path: str, leaf: Any) -> PartitionSpec:
-            held = self.held(path, leaf)
-            return held if path in shards else without(self.row_axes, held)
+            param_spec = self.param_spec(path, leaf)
+            return (
+                param_spec if path in shards else drop_axes(self.row_axes, param_spec)
+            )
 
         return spec
 
     @jax.named_scope("gradients")
-    def _summed(self, stacked: PyTree, shards: Mapping[str, Any]) -> PyTree:
-        """What `_stacked` gave, summed over the devices, and held as `updated`."""
+    def _reduce_stacks(self, stacked: PyTree, shards: Mapping[str, Any]) -> PyTree:
+        """Sums gradients of `_stack_gradients` over devices, split by `update_spec`."""
         leaves, treedef = jax.tree_util.tree_flatten_with_path(stacked)
         specs = [
-            self.updated(leaf_path(path), jax.ShapeDtypeStruct(x.shape[1:], x.dtype))
+            self.update_spec(
+                leaf_path(path), jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+            )
             for path, x in leaves
         ]
         # Split over other axes before, and over those of the rows after.
-        others = [without(self.row_axes, spec) for spec in specs]
+        others = [drop_axes(self.row_axes, spec) for spec in specs]
         targets = [
             spec if self._ends_in_row_axes(spec) else other
             for spec, other in zip(specs, others, strict=True)
@@ -215,7 +219,7 @@ class ByRows(Collectives):
 
         def reduce(stacks: list[Any]) -> list[Any]:
             return [
-                self._reduced(stack[0], target)
+                self._reduce_to_shard(stack[0], target)
                 for stack, target in zip(stacks, targets, strict=True)
             ]
 
@@ -236,11 +240,13 @@ class ByRows(Collectives):
         )
         return self.like_gradients(whole)
 
-    def _reduced(self, gradient: Any, target: PartitionSpec) -> Any:
+    def _reduce_to_shard(self, gradient: Any, target: PartitionSpec) -> Any:
         """The shard that `target` leaves here of a sum over the rows' devices."""
         left = list(self.row_axes)
         for axis, names in enumerate(target):
-            ours = tuple(name for name in names_of(names) if name in self.row_axes)
+            ours = tuple(
+                name for name in get_axis_names(names) if name in self.row_axes
+            )
             if ours:
                 gradient = jax.lax.psum_scatter(
                     gradient, ours, scatter_dimension=axis, tiled=True
@@ -253,14 +259,14 @@ class ByRows(Collectives):
 
         Only then are the shards of a shard those that `spec` means.
         """
-        for names in map(names_of, spec):
+        for names in map(get_axis_names, spec):
             ours = [name in self.row_axes for name in names]
             if ours != sorted(ours):
                 return False
         return True
 
 
-class _OwnRows(AxisCollectives):
+class _DeviceCollectives(AxisCollectives):
     """The collectives of a device that works on its rows alone.
 
     It has full parameters; but of those that some modules gather, its shards.
@@ -281,38 +287,39 @@ class _OwnRows(AxisCollectives):
         return self._arrange(model)
 
     def sum_gradients(self, gradients: PyTree) -> PyTree:
-        """Sums gradients of shards over the devices that have the same ones. `ByRows`
-        sums the others, and knows where they go."""
+        """Sums gradients of shards over the devices that have the same ones.
+
+        `ShardMapCollectives` sums the others, into the layout of updates."""
 
         def summed(path: Any, leaf: Any) -> Any:
             if (spec := self.shards.get(leaf_path(path))) is None:
                 return leaf
-            done = set(itertools.chain(*map(names_of, spec)))
+            done = set(itertools.chain(*map(get_axis_names, spec)))
             left = tuple(name for name in self._axes if name not in done)
             reduce = functools.partial(jax.lax.psum, axis_name=left)
-            others = without(self._axes, spec)
-            return by_parts(reduce, others)(leaf) if left else leaf
+            others = drop_axes(self._axes, spec)
+            return map_local_shards(reduce, others)(leaf) if left else leaf
 
         return jax.tree_util.tree_map_with_path(summed, gradients)
 
 
-def _stacked(
+def _stack_gradients(
     gradients: PyTree, shards: Mapping[str, Any]
 ) -> tuple[PyTree, dict[str, Any]]:
     """A device's gradients, not yet summed: its layer of a stack. And those of shards,
     which are, by name."""
-    apart: dict[str, Any] = {}
+    is_apart: dict[str, Any] = {}
 
     def stack(path: Any, leaf: Any) -> Any:
         if (name := leaf_path(path)) not in shards:
             return leaf[None]
-        apart[name] = leaf
+        is_apart[name] = leaf
         return None
 
-    return jax.tree_util.tree_map_with_path(stack, gradients), apart
+    return jax.tree_util.tree_map_with_path(stack, gradients), is_apart
 
 
-def _specs_of(inputs: Any, shards: Mapping[str, PartitionSpec]) -> Any:
+def _make_input_specs(inputs: Any, shards: Mapping[str, PartitionSpec]) -> Any:
     """How inputs are split: not at all, but for the `shards` of weights."""
 
     whole = PartitionSpec()
