@@ -10,229 +10,246 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array
 
-# Softmax needs a maximum and a sum over all keys, which are kept as far as the loop has
-# come (arXiv:1805.02867). The derivative is written by hand (arXiv:2205.14135): JAX's
-# own would keep what each turn begins with.
-
+# Softmax needs a maximum and a sum over all keys. The loop carries both over the keys
+# read so far (arXiv:1805.02867). The derivative is written by hand (arXiv:2205.14135):
+# JAX's own would keep the carry of every iteration. A loop over blocks of queries needs
+# no such derivative, but it would gather all keys where devices share the tokens.
 
 MODEL: Final = "model"
-"""The axis of a mesh that heads are split over, as by `tensor_rules`."""
+"""The mesh axis that heads are split over, as by `tensor_rules`."""
 
 SEQ: Final = "seq"
-"""The axis that tokens are split over, as by `SequenceParallel`."""
+"""The mesh axis that tokens are split over, as by `SequenceParallel`."""
 
 
-class Hidden(NamedTuple):
-    """Which weights are left out; each is an array, or None."""
+class MaskAndDropout(NamedTuple):
+    """Which attention weights are left out; each field is an array, or None."""
 
     mask: Any
     """Booleans `(queries, keys)`, or `(heads, queries, keys)`; False hides."""
     query_ids: Any
     """The segments of queries, integers."""
     key_ids: Any
-    """Those of keys."""
+    """The segments of keys, integers."""
     key: Any
-    """Of dropout."""
+    """The PRNG key of dropout."""
     rate: Any
-    """Of dropout, from 0 to 1."""
+    """The rate of dropout, from 0 to 1."""
 
 
 class _Blocks(NamedTuple):
-    """What is known of a call while it is traced."""
+    """The static facts of a call."""
 
     causal: bool
     count: int
+    """The number of blocks."""
     keys: int
+    """The number of keys."""
 
 
-def in_blocks(
-    heads: tuple[Array, Array, Array], hidden: Hidden, causal: bool, block: int
+def attend_in_blocks(
+    heads: tuple[Array, Array, Array], hidden: MaskAndDropout, causal: bool, block: int
 ) -> Array:
-    """Attention of `heads` of queries, keys and values, `(tokens, heads, features)`.
+    """Computes attention from queries, keys and values `(tokens, heads, features)`.
 
     Args:
         heads: queries, keys and values.
         hidden: which weights are left out.
-        causal: whether those of later keys are, too.
-        block: how many keys are taken at a time, about.
+        causal: whether the weights of later keys are left out, too.
+        block: about how many keys a block has.
 
     Returns:
         `(queries, heads, features)`, in the dtype of the values.
     """
     query, key, value = heads
-    blocks = _Blocks(causal, _count(len(key), block), len(key))
-    return _attention(blocks, query, key, value, hidden)
-
-
-def _count(keys: int, block: int) -> int:
-    """How many blocks: as many as divide the keys, if that is not many more."""
-    least = max(1, math.ceil(keys / block))
-    near = range(least, min(keys, 2 * least) + 1)
-    return next((number for number in near if keys % number == 0), least)
+    # The number of blocks divides the keys, if that takes at most twice as many.
+    fewest = max(1, math.ceil(len(key) / block))
+    counts = range(fewest, min(len(key), 2 * fewest) + 1)
+    count = next((count for count in counts if len(key) % count == 0), fewest)
+    blocks = _Blocks(causal, count, len(key))
+    return _attend(blocks, query, key, value, hidden)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(
-    blocks: _Blocks, query: Array, key: Array, value: Array, hidden: Hidden
+def _attend(
+    blocks: _Blocks, query: Array, key: Array, value: Array, hidden: MaskAndDropout
 ) -> Array:
-    return _forward(blocks, query, key, value, hidden)[0]
+    return _attend_forward(blocks, query, key, value, hidden)[0]
 
 
-def _forward(
-    blocks: _Blocks, query: Array, key: Array, value: Array, hidden: Hidden
+def _attend_forward(
+    blocks: _Blocks, query: Array, key: Array, value: Array, hidden: MaskAndDropout
 ) -> tuple[Array, Any]:
-    loop = functools.partial(_loop, blocks)
-    looped: Any = _as_one(loop, query, key, value, hidden)
-    return looped[0], (query, key, value, hidden, *looped)
+    loop = functools.partial(_loop_over_blocks, blocks)
+    outputs: Any = _hide_products(loop, query, key, value, hidden)
+    return outputs[0], (query, key, value, hidden, *outputs)
 
 
-def _loop(
-    blocks: _Blocks, query: Array, key: Array, value: Array, hidden: Hidden
+def _loop_over_blocks(
+    blocks: _Blocks, query: Array, key: Array, value: Array, hidden: MaskAndDropout
 ) -> tuple[Array, Array, Array]:
-    """Attention; and for each head and query the greatest score, and the sum of all
-    exponentials after it was subtracted."""
-    dtype = _accumulated(query)
+    """Returns attention, and two arrays `(heads, queries)` for the backward pass.
 
-    def turn(carry: Any, own: Any) -> tuple[Any, None]:
-        most, total, attended = carry
-        number, key, value = own[0], *_whole(*own[1:])
-        scores = _scores(blocks, number, query, key, hidden)[0]
-        higher = jnp.maximum(most, scores.max(axis=-1))
-        base = jnp.where(higher == -jnp.inf, 0, higher)
+    They are the maximum of the scores, and the sum of `exp(score - maximum)`.
+    """
+    dtype = _get_sum_dtype(query)
+
+    def add_block(carry: Any, block: Any) -> tuple[Any, None]:
+        maximum, total, attended = carry
+        number, key, value = block[0], *_gather_block(*block[1:])
+        scores = _compute_scores(blocks, number, query, key, hidden)[0]
+        new_maximum = jnp.maximum(maximum, scores.max(axis=-1))
+        base = jnp.where(new_maximum == -jnp.inf, 0, new_maximum)
         weights = jnp.exp(scores - base[..., None])
-        fading = jnp.exp(most - base)
-        total = total * fading + weights.sum(axis=-1)
-        added = _product("hqk,khd->hqd", _kept(number, weights, hidden), value)
-        attended = _over_tokens(attended * fading[..., None] + added, 1)
-        return (higher, total, attended), None
+        decay = jnp.exp(maximum - base)
+        total = total * decay + weights.sum(axis=-1)
+        added = _multiply("hqk,khd->hqd", _drop(number, weights, hidden), value)
+        attended = _constrain_tokens(attended * decay[..., None] + added, 1)
+        return (new_maximum, total, attended), None
 
     queries, heads, _ = query.shape
-    nothing = jnp.zeros((heads, queries), dtype)
+    zeros = jnp.zeros((heads, queries), dtype)
     attended = jnp.zeros((heads, queries, value.shape[-1]), dtype)
-    # Numbers that come with the keys: of others JAX would compute the causal masks of
-    # all blocks once, before the loop over a model's layers, and keep them.
+    # The barrier makes block numbers depend on the keys. Otherwise JAX computes the
+    # causal masks of all blocks once, before the loop over a model's layers.
     numbers, key = jax.lax.optimization_barrier((jnp.arange(blocks.count), key))
-    cut = numbers, _cut(blocks, key), _cut(blocks, value)
-    start = nothing - jnp.inf, nothing, _over_tokens(attended, 1)
-    (most, total, attended), _ = jax.lax.scan(turn, start, cut)
+    inputs = numbers, _split_keys(blocks, key), _split_keys(blocks, value)
+    start = zeros - jnp.inf, zeros, _constrain_tokens(attended, 1)
+    (maximum, total, attended), _ = jax.lax.scan(add_block, start, inputs)
 
-    # Two, not the logarithm of their product: where all is masked, the greatest score
-    # is the least number there is, and nothing can be added to it.
-    base = jnp.where(most == -jnp.inf, 0, most)
+    # Not the logarithm of their product: where all is masked, the maximum is the
+    # smallest number of its dtype, and adding to it changes nothing.
+    base = jnp.where(maximum == -jnp.inf, 0, maximum)
     total = jnp.where(total == 0, 1, total)
     attended = jnp.swapaxes(attended / total[..., None], 0, 1).astype(value.dtype)
     return attended, base, total
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _as_one(function: Callable[..., Any], *arguments: Any) -> Any:
-    """`function(*arguments)`, in which policies of `jax.checkpoint` see no products
-    to keep, as FSDP's would."""
+def _hide_products(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls a function so that policies of `jax.checkpoint` see no products in it.
+
+    Policies such as FSDP's would keep the products, which are the attention weights.
+    """
     return function(*arguments)
 
 
-_as_one.defvjp(
+_hide_products.defvjp(
     lambda function, *arguments: jax.vjp(function, *arguments),
     lambda _, pullback, gradients: pullback(gradients),
 )
 
 
-def _backward(blocks: _Blocks, kept: Any, gradient: Array) -> tuple[Any, ...]:
-    query, key, value, hidden, attended, base, total = kept
-    dtype = _accumulated(query)
+def _attend_backward(blocks: _Blocks, residuals: Any, gradient: Array) -> Any:
+    query, key, value, hidden, attended, base, total = residuals
+    dtype = _get_sum_dtype(query)
     scale = 1 / math.sqrt(query.shape[-1])
     mean = (gradient.astype(dtype) * attended.astype(dtype)).sum(axis=-1).T
 
-    def turn(of_query: Array, own: Any) -> tuple[Array, tuple[Array, Array]]:
-        number, key, value = own[0], *_whole(*own[1:])
-        scores, visible = _scores(blocks, number, query, key, hidden)
+    def add_block(d_query: Array, block: Any) -> tuple[Array, tuple[Array, Array]]:
+        number, key, value = block[0], *_gather_block(*block[1:])
+        scores, visible = _compute_scores(blocks, number, query, key, hidden)
         weights = jnp.exp(scores - base[..., None]) / total[..., None]
-        of_value = _product("hqk,qhd->khd", _kept(number, weights, hidden), gradient)
-        of_weights = _kept(number, _product("qhd,khd->hqk", gradient, value), hidden)
-        of_scores = weights * (of_weights - mean[..., None]) * scale
-        of_scores = jnp.where(visible, of_scores, 0)
-        of_key = _product("hqk,qhd->khd", of_scores, query)
-        of_query = of_query + _product("hqk,khd->qhd", of_scores, key)
-        return of_query, (of_key.astype(key.dtype), of_value.astype(value.dtype))
+        d_value = _multiply("hqk,qhd->khd", _drop(number, weights, hidden), gradient)
+        d_weights = _drop(number, _multiply("qhd,khd->hqk", gradient, value), hidden)
+        d_scores = weights * (d_weights - mean[..., None]) * scale
+        d_scores = jnp.where(visible, d_scores, 0)
+        d_key = _multiply("hqk,qhd->khd", d_scores, query)
+        d_query = d_query + _multiply("hqk,khd->qhd", d_scores, key)
+        return d_query, (d_key.astype(key.dtype), d_value.astype(value.dtype))
 
-    cut = jnp.arange(blocks.count), _cut(blocks, key), _cut(blocks, value)
-    start = _over_tokens(jnp.zeros(query.shape, dtype), 0)
-    of_query, others = jax.lax.scan(turn, start, cut)
-    of_key, of_value = (_joined(blocks, leaf) for leaf in others)
-    return of_query.astype(query.dtype), of_key, of_value, None
+    numbers = jnp.arange(blocks.count)
+    inputs = numbers, _split_keys(blocks, key), _split_keys(blocks, value)
+    start = _constrain_tokens(jnp.zeros(query.shape, dtype), 0)
+    d_query, (d_key, d_value) = jax.lax.scan(add_block, start, inputs)
+    d_key, d_value = (
+        jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:])[: blocks.keys]
+        for x in (d_key, d_value)
+    )
+    return d_query.astype(query.dtype), d_key, d_value, None
 
 
-_attention.defvjp(_forward, _backward)
+_attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _scores(
-    blocks: _Blocks, number: Array, query: Array, key: Array, hidden: Hidden
+def _compute_scores(
+    blocks: _Blocks, number: Array, query: Array, key: Array, hidden: MaskAndDropout
 ) -> tuple[Array, Array]:
-    """Products `(heads, queries, block)`, and which are visible, broadcastable."""
-    scores = _product("qhd,khd->hqk", query, key) / math.sqrt(query.shape[-1])
-    scores = _over_tokens(scores, 1)
+    """Returns scores `(heads, queries, block)`, and which of them are visible."""
+    scores = _multiply("qhd,khd->hqk", query, key) / math.sqrt(query.shape[-1])
+    scores = _constrain_tokens(scores, 1)
     positions = jnp.arange(len(key)) * blocks.count + number
-    there = (positions < blocks.keys)[None]
+    in_reach = (positions < blocks.keys)[None]  # False for padding
     if blocks.causal:
-        there = there & (jnp.arange(len(query))[:, None] >= positions[None])
+        in_reach = in_reach & (jnp.arange(len(query))[:, None] >= positions[None])
     if hidden.query_ids is not None:
-        ids = _turn_of(blocks, number, hidden.key_ids)
-        there = there & (hidden.query_ids[:, None] == ids[None])
-    visible = there = there[None]
+        ids = _select_block(blocks, number, hidden.key_ids)
+        in_reach = in_reach & (hidden.query_ids[:, None] == ids[None])
+    visible = in_reach = in_reach[None]
     if hidden.mask is not None:
-        of_heads = hidden.mask if hidden.mask.ndim == 3 else hidden.mask[None]
-        allowed = _turn_of(blocks, number, of_heads)
-        # As Equinox hides it, which matters where nothing else is left.
-        scores = jnp.where(allowed, scores, jnp.finfo(scores.dtype).min)
-        visible = there & allowed
-    return jnp.where(there, scores, -jnp.inf), visible
+        mask = hidden.mask if hidden.mask.ndim == 3 else hidden.mask[None]
+        is_allowed = _select_block(blocks, number, mask)
+        # Equinox's value for hidden keys, which matters where all keys are hidden.
+        scores = jnp.where(is_allowed, scores, jnp.finfo(scores.dtype).min)
+        visible = in_reach & is_allowed
+    return jnp.where(in_reach, scores, -jnp.inf), visible
 
 
-def _kept(number: Array, weights: Array, hidden: Hidden) -> Array:
-    """Weights of a block after dropout, which draws the same whenever it is asked."""
+def _drop(number: Array, weights: Array, hidden: MaskAndDropout) -> Array:
+    """Applies dropout to the weights of a block; draws the same for the same number."""
     if hidden.rate is None:
         return weights
-    share = (1 - hidden.rate).astype(weights.dtype)
+    keep_rate = (1 - hidden.rate).astype(weights.dtype)
     key = jax.random.fold_in(hidden.key, number)
-    is_kept = jax.random.bernoulli(key, share, weights.shape)
-    return jnp.where(is_kept, weights / share, 0)
+    is_kept = jax.random.bernoulli(key, keep_rate, weights.shape)
+    return jnp.where(is_kept, weights / keep_rate, 0)
 
 
-def _product(what: str, one: Array, other: Array) -> Array:
-    """A product in the narrower dtype of the two, summed in float32 at least."""
-    dtype = _accumulated(one)
+def _multiply(equation: str, one: Array, other: Array) -> Array:
+    """Multiplies in the narrower dtype of the two; sums in float32 or wider."""
+    dtype = _get_sum_dtype(one)
     if one.dtype != other.dtype:
         narrow = min(one.dtype, other.dtype, key=lambda dtype: dtype.itemsize)
         one, other = one.astype(narrow), other.astype(narrow)
-    return jnp.einsum(what, one, other, preferred_element_type=dtype)
+    return jnp.einsum(equation, one, other, preferred_element_type=dtype)
 
 
-def _accumulated(heads: Array) -> Any:
+def _get_sum_dtype(heads: Array) -> Any:
     return jnp.float64 if heads.dtype == jnp.float64 else jnp.float32
 
 
-# A block is every so-many-th key. So the axis may stay split over devices, each has
-# its part of each block, and no more than a block is gathered at a time.
+# Block i has the keys i, i + count, i + 2 * count, and so on. If the keys are split
+# over devices, each device has a part of each block, and one block is gathered at a
+# time.
 
 
-def _cut(blocks: _Blocks, array: Array) -> Array:
-    """`(keys, ...)` as `(count, block, ...)`."""
-    missing = -len(array) % blocks.count
-    if missing:
-        array = jnp.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1))
+def _split_keys(blocks: _Blocks, array: Array) -> Array:
+    """Turns `(keys, ...)` into `(count, block, ...)`."""
+    padding = -len(array) % blocks.count
+    if padding:
+        array = jnp.pad(array, [(0, padding)] + [(0, 0)] * (array.ndim - 1))
     return jnp.swapaxes(array.reshape(-1, blocks.count, *array.shape[1:]), 0, 1)
 
 
-def _whole(*blocks: Array) -> tuple[Array, ...]:
-    """Keys and values of a block, `(block, ...)`, on all devices that share tokens."""
-    return tuple(_over_tokens(block, 0, None) for block in blocks)
+def _select_block(blocks: _Blocks, number: Array, array: Array) -> Array:
+    """Returns the keys of one block, `(..., block)`, from `(..., keys)`."""
+    padding = -array.shape[-1] % blocks.count
+    if padding:
+        array = jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, padding)])
+    array = array.reshape(*array.shape[:-1], -1, blocks.count)
+    return jax.lax.dynamic_index_in_dim(array, number, axis=-1, keepdims=False)
 
 
-def _over_tokens(array: Array, axis: int, over: str | None = SEQ) -> Array:
-    """The same split over the devices that share tokens, or whole on each of them.
+def _gather_block(*blocks: Array) -> tuple[Array, ...]:
+    """Gathers the keys and values of a block on all devices that split the tokens."""
+    return tuple(_constrain_tokens(block, 0, None) for block in blocks)
 
-    If the ambient mesh has such, as under `SequenceParallel`: left to itself, XLA may
-    gather queries in place of keys, and sum what they attend to, for each block.
+
+def _constrain_tokens(array: Array, axis: int, over: str | None = SEQ) -> Array:
+    """Splits an axis of tokens over the mesh axis `seq`, or with None replicates it.
+
+    Does nothing without such a mesh, which `SequenceParallel` sets. XLA by itself may
+    gather queries instead of keys, and reduce the attended values once per block.
     """
     mesh = jax.sharding.get_abstract_mesh()
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
@@ -241,17 +258,3 @@ def _over_tokens(array: Array, axis: int, over: str | None = SEQ) -> Array:
     spec: list[Any] = [PartitionSpec.UNCONSTRAINED] * array.ndim
     spec[axis] = over
     return jax.lax.with_sharding_constraint(array, PartitionSpec(*spec))
-
-
-def _joined(blocks: _Blocks, cut: Array) -> Array:
-    """What `_cut` has cut."""
-    return jnp.swapaxes(cut, 0, 1).reshape(-1, *cut.shape[2:])[: blocks.keys]
-
-
-def _turn_of(blocks: _Blocks, number: Array, array: Array) -> Array:
-    """The keys of one block, `(..., block)`, from all, `(..., keys)`."""
-    missing = -array.shape[-1] % blocks.count
-    if missing:
-        array = jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, missing)])
-    apart = array.reshape(*array.shape[:-1], -1, blocks.count)
-    return jax.lax.dynamic_index_in_dim(apart, number, axis=-1, keepdims=False)

@@ -13,17 +13,16 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, PRNGKeyArray
 
 from ..basics.arguments import check_choice, check_count, checks_arguments
-from ..basics.console import warn
+from ..basics.console import log_info_once, warn
 from ..basics.tree import leaf_path, matches
-from .attention_in_blocks import MODEL, Hidden, in_blocks
+from .attention_in_blocks import MODEL, MaskAndDropout, attend_in_blocks
 
 Model = TypeVar("Model")
 
 _IMPLEMENTATIONS: Final = "auto", "cudnn", "blocks"
 
-_LARGEST_HEAD: Final = 256
-_OF_LENGTHS: Final = 64
-"""What cuDNN's own kernels take for any kind of mask; it refuses some other lengths."""
+_LENGTH_MULTIPLE: Final = 64
+"""cuDNN's kernels take multiples of it with any mask, and refuse some other lengths."""
 
 
 @checks_arguments
@@ -34,26 +33,25 @@ def fuse_attention(
     block: int = 256,
     implementation: str = "auto",
 ) -> Model:
-    """The model, with every `eqx.nn.MultiheadAttention` computed without its weights.
+    """Computes every `eqx.nn.MultiheadAttention` of a model without its weight matrix.
 
-    The weights of each token for each other one, heads x tokens x tokens, are most of
-    the memory of a model with long rows. Here they never exist: where cuDNN can, its
-    kernel computes attention (`jax.nn.dot_product_attention`); elsewhere a loop takes a
-    block of keys at a time, and once more in the backward pass. `docs/long_context.md`
-    has a table that says which is taken when.
+    The attention weights, heads x tokens x tokens, are most of the memory of a model
+    with long rows. Here they never exist. cuDNN's kernel computes attention where it
+    can (`jax.nn.dot_product_attention`). Elsewhere a loop reads a block of keys at a
+    time, and once more in the backward pass. `docs/long_context.md` lists the cases.
 
-    The new model computes the same, is called in the same way, and has the same leaves
-    at the same paths, so that checkpoints and rules fit both. Layers inside a
-    `jaxdp.Stack` are replaced, too; subclasses of your own are not.
+    The new model computes the same values, takes the same arguments, and has the same
+    leaves at the same paths, so checkpoints and rules fit both. Layers in a
+    `jaxdp.Stack` are replaced, too, but no subclasses of the layer.
 
     Args:
         model: a model, or any tree with such layers.
         causal: whether each token attends only to itself and earlier ones; or path
             patterns of the layers where it does, such as `"decoder.*"`. Leave out the
-            mask that says so, which would be a matrix again.
-        block: how many keys the loop takes at a time.
-        implementation: `"auto"`; or `"blocks"`, always the loop; or `"cudnn"`, which
-            raises where cuDNN can't.
+            causal mask, which would be a matrix again.
+        block: how many keys the loop reads at a time.
+        implementation: `"auto"`; `"blocks"`, always the loop; or `"cudnn"`, which
+            raises where cuDNN can't compute a call.
 
     Returns:
         A new model. Calls of its layers also take `segment_ids`; see
@@ -64,7 +62,7 @@ def fuse_attention(
     """
     check_count("block", block)
     check_choice("implementation", implementation, _IMPLEMENTATIONS)
-    patterns = _patterns(causal)
+    patterns = _list_patterns(causal)
     is_layer = lambda node: type(node) in _REPLACED  # noqa: E731
     nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_layer)
     names = [leaf_path(path) for path, node in nodes if is_layer(node)]
@@ -81,16 +79,16 @@ def fuse_attention(
                 f" model; there are {', '.join(name or 'the model' for name in names)}."
             )
 
-    def fused(path: Any, node: Any) -> Any:
+    def fuse_layer(path: Any, node: Any) -> Any:
         if not is_layer(node):
             return node
         named = any(matches(leaf_path(path), pattern) for pattern in patterns)
         return FusedAttention(node, causal is True or named, block, implementation)
 
-    return jax.tree_util.tree_map_with_path(fused, model, is_leaf=is_layer)
+    return jax.tree_util.tree_map_with_path(fuse_layer, model, is_leaf=is_layer)
 
 
-def _patterns(causal: Any) -> list[str]:
+def _list_patterns(causal: Any) -> list[str]:
     if isinstance(causal, bool):
         return []
     patterns = [causal] if isinstance(causal, str) else causal
@@ -104,7 +102,7 @@ def _patterns(causal: Any) -> list[str]:
 
 
 class FusedAttention(eqx.nn.MultiheadAttention):
-    """An `eqx.nn.MultiheadAttention`, as `fuse_attention` makes it."""
+    """An `eqx.nn.MultiheadAttention` without a weight matrix."""
 
     causal: bool = eqx.field(static=True)
     block: int = eqx.field(static=True)
@@ -137,7 +135,7 @@ class FusedAttention(eqx.nn.MultiheadAttention):
         process_heads: Callable[..., Any] | None = None,
         segment_ids: Array | tuple[Array, Array] | None = None,
     ) -> Array:
-        """Computes what `eqx.nn.MultiheadAttention` does; takes `segment_ids`, too.
+        """Computes the values of `eqx.nn.MultiheadAttention`; also takes `segment_ids`.
 
         Args:
             query: `(queries, features)`.
@@ -145,8 +143,8 @@ class FusedAttention(eqx.nn.MultiheadAttention):
             value: `(keys, features)`.
             mask: booleans, `(queries, keys)` or `(heads, queries, keys)`; False hides a
                 key. A query whose keys are all hidden gets their mean, as in Equinox.
-            key: for dropout of the weights, whose numbers are others than Equinox's.
-            inference: whether there is no dropout; by default what the layer says.
+            key: for dropout of the weights, which draws other numbers than Equinox.
+            inference: switches dropout off. Default: the layer's setting.
             deterministic: the old name of `inference`.
             process_heads: changes the heads of query, key and value, as rotary
                 positions do.
@@ -168,7 +166,7 @@ class FusedAttention(eqx.nn.MultiheadAttention):
                     " For several rows, call the layer by jax.vmap."
                 )
         lengths = len(query), len(key_)
-        self._check(lengths, len(value), mask)
+        self._check_call(lengths, len(value), mask)
         heads = tuple(
             jax.vmap(layer)(x).reshape(len(x), self.num_heads, -1)
             for layer, x in (
@@ -184,30 +182,35 @@ class FusedAttention(eqx.nn.MultiheadAttention):
                 raise ValueError(
                     "process_heads must not change the shape of the heads."
                 )
-        hidden = Hidden(
+        hidden = MaskAndDropout(
             None if mask is None else mask.astype(bool),
-            *_pair(segment_ids, lengths),
-            *self._dropped(key, inference),
+            *_check_segments(segment_ids, lengths),
+            *self._get_dropout(key, inference),
         )
-        attended = self._attended(heads, hidden).reshape(lengths[0], -1)
+        attended = self._attend(heads, hidden).reshape(lengths[0], -1)
         return jax.vmap(self.output_proj)(attended)
 
-    def _attended(self, heads: Any, hidden: "Hidden") -> Array:
-        if self.implementation != "blocks":
-            reason = _why_not(heads, hidden)
-            if self.implementation == "cudnn" and reason:
+    def _attend(self, heads: Any, hidden: MaskAndDropout) -> Array:
+        refusal = _explain_refusal(heads, hidden)
+        if self.implementation == "cudnn":
+            if refusal:
                 raise ValueError(
                     f"`implementation`='cudnn': cuDNN can't compute this attention:"
-                    f" {reason}. Take 'auto', which computes such calls in blocks."
+                    f" {refusal}. Take 'auto', which computes such calls in blocks."
                 )
-            if self.implementation == "cudnn" or not reason and _suits_cudnn(heads):
-                return _by_cudnn(heads, self.causal)
-        return in_blocks(heads, hidden, self.causal, self.block)
+            return _attend_by_cudnn(heads, self.causal)
+        is_auto = self.implementation == "auto"
+        if is_auto and not refusal and _is_safe_for_cudnn(heads):
+            try:
+                return _attend_by_cudnn(heads, self.causal)
+            except (NotImplementedError, RuntimeError) as error:  # by JAX, of a version
+                log_info_once(f"`fuse_attention` takes blocks, not cuDNN: {error}")
+        return attend_in_blocks(heads, hidden, self.causal, self.block)
 
-    def _dropped(
+    def _get_dropout(
         self, key: PRNGKeyArray | None, inference: bool | None
     ) -> tuple[PRNGKeyArray | None, Array | None]:
-        """The key and the rate of dropout, if there is any."""
+        """Returns the key and the rate of dropout, or two times None."""
         rate = self.dropout.p
         inference = self.dropout.inference if inference is None else inference
         if inference or (isinstance(rate, int | float) and rate == 0):
@@ -218,7 +221,7 @@ class FusedAttention(eqx.nn.MultiheadAttention):
             )
         return key, jax.lax.stop_gradient(jnp.asarray(rate, jnp.float32))
 
-    def _check(self, lengths: tuple[int, int], values: int, mask: Any) -> None:
+    def _check_call(self, lengths: tuple[int, int], values: int, mask: Any) -> None:
         queries, keys = lengths
         if keys != values:
             raise ValueError(
@@ -248,8 +251,10 @@ class FusedAttention(eqx.nn.MultiheadAttention):
 _REPLACED: Final = eqx.nn.MultiheadAttention, FusedAttention
 
 
-def _pair(ids: Any, lengths: tuple[int, int]) -> tuple[Array | None, Array | None]:
-    """The segments of queries and of keys, if there are any."""
+def _check_segments(
+    ids: Any, lengths: tuple[int, int]
+) -> tuple[Array | None, Array | None]:
+    """Returns the segments of queries and of keys, or two times None."""
     if ids is None:
         return None, None
     pair = tuple(map(jnp.asarray, ids if isinstance(ids, tuple) else (ids, ids)))
@@ -268,38 +273,32 @@ def _pair(ids: Any, lengths: tuple[int, int]) -> tuple[Array | None, Array | Non
     return pair
 
 
-# By cuDNN. Its call can't be asked whether it would be able to: on other machines it
-# raises while it is traced; and when XLA compiles, if it is to split it over devices.
-
-
-def _by_cudnn(heads: Any, causal: bool) -> Array:
+def _attend_by_cudnn(heads: Any, causal: bool) -> Array:
     compute = functools.partial(
         jax.nn.dot_product_attention, is_causal=causal, implementation="cudnn"
     )
     mesh = jax.typeof(heads[0]).sharding.mesh
-    if MODEL in _split_by_xla(mesh):
-        of_heads = PartitionSpec(None, MODEL)
+    if MODEL in _list_auto_axes(mesh):
+        spec = PartitionSpec(None, MODEL)
         compute = jax.shard_map(
-            compute,
-            in_specs=of_heads,
-            out_specs=of_heads,
-            axis_names={MODEL},
-            check_vma=False,
+            compute, in_specs=spec, out_specs=spec, axis_names={MODEL}, check_vma=False
         )
     return compute(*heads)
 
 
-def _split_by_xla(mesh: Any) -> list[str]:
-    """Axes over which arrays may be split that are whole in the program."""
+def _list_auto_axes(mesh: Any) -> list[str]:
+    """Returns the axes over which XLA may split arrays of the program."""
     axes = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return [n for n, kind in axes if kind != AxisType.Manual and mesh.shape[n] > 1]
 
 
-def _why_not(heads: tuple[Array, Array, Array], hidden: Hidden) -> str | None:
-    """Why cuDNN can't compute this attention, wherever that is."""
+def _explain_refusal(
+    heads: tuple[Array, Array, Array], hidden: MaskAndDropout
+) -> str | None:
+    """Returns why cuDNN cannot compute this attention on any device, or None."""
     query, _, value = heads
     dtypes = {x.dtype for x in heads}
-    of_head = query.shape[-1]
+    size = query.shape[-1]
     if hidden.rate is not None:
         return "its weights have dropout"
     if hidden.query_ids is not None:
@@ -308,38 +307,45 @@ def _why_not(heads: tuple[Array, Array, Array], hidden: Hidden) -> str | None:
         return "there is a mask, which would be a matrix of numbers"
     if dtypes not in ({jnp.dtype(jnp.bfloat16)}, {jnp.dtype(jnp.float16)}):
         return f"heads are {' and '.join(sorted(map(str, dtypes)))}, not 16 bits"
-    if of_head != value.shape[-1]:
-        return f"heads have {of_head} features of keys, {value.shape[-1]} of values"
-    if of_head % 8 or of_head > _LARGEST_HEAD:
-        return f"heads have {of_head} features, not a multiple of 8 up to 256"
+    if size != value.shape[-1]:
+        return f"heads have {size} features of keys, {value.shape[-1]} of values"
+    if size % 8 or size > 256:
+        return f"heads have {size} features, not a multiple of 8 up to 256"
     return None
 
 
-def _suits_cudnn(heads: tuple[Array, Array, Array]) -> bool:
-    """Whether lengths and devices are such that cuDNN is sure to take them."""
+def _is_safe_for_cudnn(heads: tuple[Array, Array, Array]) -> bool:
+    """Returns True if cuDNN takes these lengths and heads on these devices.
+
+    Its call can't be asked. It raises while it is traced, or only when XLA compiles, if
+    XLA is to split it over devices.
+    """
     query, key, _ = heads
-    if len(query) % _OF_LENGTHS or len(key) % _OF_LENGTHS:
-        return False
     mesh = jax.typeof(query).sharding.mesh
-    if mesh.empty:  # how tokens are split over several devices is not known
-        return _is_hopper(mesh) and jax.device_count() == 1
-    return _is_hopper(mesh) and _keeps_tokens(mesh, query.shape[1])
+    capability = _get_compute_capability(mesh)
+    if len(query) % _LENGTH_MULTIPLE or len(key) % _LENGTH_MULTIPLE or capability < 8:
+        return False
+    if query.shape[-1] > (256 if capability >= 9 else 128):  # Hopper; Ampere and Ada
+        return False
+    if mesh.empty:  # it is unknown how several devices split the tokens
+        return jax.device_count() == 1
+    return _splits_only_heads(mesh, query.shape[1])
 
 
-def _is_hopper(mesh: Any) -> bool:
-    """Whether the devices are NVIDIA's GPUs of Hopper's kind or newer."""
+def _get_compute_capability(mesh: Any) -> float:
+    """Returns the compute capability of NVIDIA's GPUs, or 0 on other devices."""
     device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
-    if device is None or isinstance(device, str):  # that of a platform
+    if device is None or isinstance(device, str):  # the name of a platform
         device = jax.local_devices(backend=device)[0]
     capability = str(getattr(device, "compute_capability", ""))
     platforms = {device.platform}
     if not mesh.empty and mesh.abstract_device is not None:
         platforms.add(mesh.abstract_device.platform)
     is_number = re.fullmatch(r"\d+\.\d+", capability)
-    return bool(is_number) and float(capability) >= 9 and platforms <= {"gpu", "cuda"}
+    return float(capability) if is_number and platforms <= {"gpu", "cuda"} else 0.0
 
 
-def _keeps_tokens(mesh: Any, heads: int) -> bool:
-    """Whether XLA splits no more than heads over the devices, and these evenly."""
-    by_xla = _split_by_xla(mesh)
-    return not by_xla or by_xla == [MODEL] and heads % mesh.shape[MODEL] == 0
+def _splits_only_heads(mesh: Any, heads: int) -> bool:
+    """Returns True if XLA splits at most the heads over devices, and these evenly."""
+    axes = _list_auto_axes(mesh)
+    return not axes or axes == [MODEL] and heads % mesh.shape[MODEL] == 0

@@ -13,7 +13,10 @@ from jax.sharding import AxisType
 from jaxdp import fuse_attention
 from jaxdp.extras import fuse_attention as module
 
-HOPPER = SimpleNamespace(platform="gpu", compute_capability="9.0")
+V100, AMPERE, ADA, HOPPER = (
+    SimpleNamespace(platform="gpu", compute_capability=capability)
+    for capability in ("7.0", "8.0", "8.9", "9.0")
+)
 HALF = jnp.bfloat16
 
 
@@ -43,21 +46,39 @@ def fused_in_half(causal=True, width=64, **options):
     return half(fuse_attention(layer, causal=causal))
 
 
-def test_hoppers_take_cudnn(monkeypatch):
+@pytest.mark.parametrize("device", [AMPERE, ADA, HOPPER])
+def test_gpus_from_ampere_on_take_cudnn(monkeypatch, device):
     fused, x = fused_in_half(), tokens(128, 64).astype(HALF)
     blocks = fused(x, x, x)
-    calls = on(monkeypatch, HOPPER)
+    calls = on(monkeypatch, device)
     np.testing.assert_allclose(
         *(a.astype(jnp.float32) for a in (fused(x, x, x), blocks)), atol=0.02
     )
     assert calls == [(128, 4, 16)]
 
 
+def refuse(*_, **__):
+    raise NotImplementedError("Compute capability 10.3 requires cuDNN >= 9.11.")
+
+
+def test_auto_takes_blocks_where_cudnn_refuses(monkeypatch, caplog):
+    fused, x = fused_in_half(), tokens(128, 64).astype(HALF)
+    blocks = fused(x, x, x)
+    on(monkeypatch, HOPPER)
+    monkeypatch.setattr(jax.nn, "dot_product_attention", refuse)
+    with caplog.at_level("INFO", "jaxdp"):
+        np.testing.assert_array_equal(fused(x, x, x), blocks)
+    assert "takes blocks, not cuDNN: Compute capability 10.3" in caplog.text
+    with pytest.raises(NotImplementedError, match=r"10\.3"):
+        fuse_attention(fused, causal=True, implementation="cudnn")(x, x, x)
+
+
 @pytest.mark.parametrize(
     ("why", "device"),
     [
         ("cpu", SimpleNamespace(platform="cpu")),
-        ("a100", SimpleNamespace(platform="gpu", compute_capability="8.0")),
+        ("v100", V100),
+        ("large heads on ampere", AMPERE),
         ("amd", SimpleNamespace(platform="gpu", compute_capability="gfx942")),
         ("several devices, and no mesh", HOPPER),
         ("float32", HOPPER),
@@ -74,6 +95,7 @@ def test_others_take_blocks(monkeypatch, why, device):
     calls = on(monkeypatch, device, 8 if why.startswith("several") else 1)
     options = {
         "size of heads": {"qk_size": 12, "vo_size": 12},
+        "large heads on ampere": {"qk_size": 136, "vo_size": 136},
         "sizes of values": {"vo_size": 8},
         "dropout": {"dropout_p": 0.1},
     }
@@ -118,10 +140,10 @@ def test_cudnn_is_not_given_split_tokens(monkeypatch, axes, heads, is_taken):
         axis_types=tuple(axes.values()),
         shape=dict.fromkeys(axes, 4),
     )
-    assert module._keeps_tokens(mesh, heads) == is_taken
-    assert module._is_hopper(mesh)
+    assert module._splits_only_heads(mesh, heads) == is_taken
+    assert module._get_compute_capability(mesh) == 9
     mesh.abstract_device.platform = "cpu"
-    assert not module._is_hopper(mesh)
+    assert not module._get_compute_capability(mesh)
 
 
 @pytest.mark.parametrize("strategy", ["sharded", "fsdp", "tensor"])
