@@ -13,7 +13,6 @@ import argparse
 import itertools
 import json
 import os
-import resource
 import socket
 import statistics
 import subprocess
@@ -22,6 +21,8 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+from .worker import peak_mib
 
 ROOT = Path(__file__).parent.parent
 CASES = {
@@ -176,11 +177,6 @@ def measure(kind: str, size: int, loops: str, turns: int) -> dict[str, float]:
         if values
     }
     return medians | {"peak": peak_mib() - before}
-
-
-def peak_mib() -> float:
-    """Returns the largest resident memory of this process so far, in MiB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def power_error(power: int) -> Callable[[Any, Any], Any]:

@@ -1,6 +1,7 @@
 """Does a long run keep its memory flat? 20,000 steps of W1, watched.
 
 python -m benchmarks.memory [--steps 20000] [--steps-per-execution 32]
+python -m benchmarks.memory --trainers 300      # one after the other, ten steps each
 
 Prints a table of the memory that the process holds (its resident set) and of the live
 arrays of JAX, and fails if either grows after the first fifth of the run by more than
@@ -11,7 +12,6 @@ import argparse
 import dataclasses
 import gc
 import os
-import resource
 import sys
 import tempfile
 from pathlib import Path
@@ -24,7 +24,8 @@ from jaxdp import SingleDevice, Trainer
 from jaxdp.callbacks import Callback
 
 from .models import build
-from .works import WORKS
+from .worker import peak_mib
+from .works import WORKS, Work
 
 WARM = 0.2
 """The part of the run in which memory may grow: compilation, allocator, caches."""
@@ -38,15 +39,19 @@ def resident_mib() -> float:
     if statm.exists():
         pages = int(statm.read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+    return peak_mib()
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    step: int
+    count: int
     mib: float
     arrays: int
+
+
+def take_sample(count: int) -> Sample:
+    gc.collect()
+    return Sample(count, resident_mib(), len(jax.live_arrays()))
 
 
 class Watch(Callback):
@@ -60,9 +65,7 @@ class Watch(Callback):
     def on_train_batch_end(self, trainer: Any, metrics: Any, batch_idx: int) -> None:
         if trainer.global_step >= self._next:
             self._next = trainer.global_step + self.every_n_steps
-            gc.collect()
-            arrays = len(jax.live_arrays())
-            self.samples.append(Sample(trainer.global_step, resident_mib(), arrays))
+            self.samples.append(take_sample(trainer.global_step))
 
 
 def growth(samples: list[Sample]) -> tuple[float, int]:
@@ -83,6 +86,37 @@ def growth(samples: list[Sample]) -> tuple[float, int]:
     )
 
 
+def watch_steps(steps: int, steps_per_execution: int) -> list[Sample]:
+    """Takes samples during one long fit."""
+    work = dataclasses.replace(WORKS["W1"], steps=min(1000, steps))
+    watch = Watch(max(1, steps // 20))
+    fit(work, steps, callbacks=[watch], steps_per_execution=steps_per_execution)
+    return watch.samples
+
+
+def watch_trainers(trainers: int) -> list[Sample]:
+    """Takes samples between short fits, each of a new trainer."""
+    work, samples = dataclasses.replace(WORKS["W1"], steps=10), []
+    for count in range(1, trainers + 1):
+        fit(work, work.steps)
+        if count % max(1, trainers // 20) == 0:
+            samples.append(take_sample(count))
+    return samples
+
+
+def fit(work: Work, steps: int, **options: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(
+            build(work),
+            optax.adam(work.rate),
+            loss=work.criterion,
+            strategy=SingleDevice(),
+            default_root_dir=folder,
+            **options,
+        )
+        trainer.fit(work.loader(), max_steps=steps)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Trains and prints; returns the exit status."""
     parser = argparse.ArgumentParser(
@@ -90,28 +124,19 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--steps", type=int, default=20_000)
     parser.add_argument("--steps-per-execution", type=int, default=1)
+    parser.add_argument("--trainers", type=int, help="many short fits instead")
     args = parser.parse_args(argv)
     if args.steps < 20:
         parser.error(f"`--steps` is {args.steps}; at least 20 are needed.")
-    per_epoch = min(1000, args.steps)
-    work = dataclasses.replace(WORKS["W1"], steps=per_epoch)
-    watch = Watch(max(1, args.steps // 20))
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(
-            build(work),
-            optax.adam(work.rate),
-            loss=work.criterion,
-            strategy=SingleDevice(),
-            callbacks=[watch],
-            steps_per_execution=args.steps_per_execution,
-            default_root_dir=folder,
-        )
-        trainer.fit(work.loader(), max_steps=args.steps)
+    if args.trainers is None:
+        unit, samples = "step", watch_steps(args.steps, args.steps_per_execution)
+    else:
+        unit, samples = "trainer", watch_trainers(args.trainers)
 
-    print("| step | resident, MiB | live arrays |\n|---|---|---|")
-    for sample in watch.samples:
-        print(f"| {sample.step} | {sample.mib:.1f} | {sample.arrays} |")
-    mib, arrays = growth(watch.samples)
+    print(f"| {unit} | resident, MiB | live arrays |\n|---|---|---|")
+    for sample in samples:
+        print(f"| {sample.count} | {sample.mib:.1f} | {sample.arrays} |")
+    mib, arrays = growth(samples)
     bad = mib > GROWTH_MIB or arrays > GROWTH_ARRAYS
     print(
         f"growth after the warm-up: {mib:.1f} MiB (limit {GROWTH_MIB:g}), {arrays}"

@@ -6,7 +6,9 @@ python -m benchmarks.worker W1 expert result.json
 import argparse
 import itertools
 import json
+import resource
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from .works import WORKS
 
 
 def measure(work_name: str, peer_name: str, toy: bool = False) -> dict[str, Any]:
-    """Trains; returns seconds per step of the median epoch, and the final loss."""
+    """Trains; returns seconds per step of the median epoch, losses, and peak memory."""
     work = WORKS[work_name].toy() if toy else WORKS[work_name]
     marks: list[float] = []
     try:
@@ -33,7 +35,14 @@ def measure(work_name: str, peer_name: str, toy: bool = False) -> dict[str, Any]
         "seconds_per_step": statistics.median(epochs) / work.steps,
         "loss": None if weights is None else work.loss(weights),
         "start_loss": work.loss(work.weights()),
+        "peak_mib": peak_mib(),
     }
+
+
+def peak_mib() -> float:
+    """Returns the largest resident memory of this process so far, in MiB."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
 
 
 def main(argv: list[str] | None = None) -> None:

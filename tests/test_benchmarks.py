@@ -221,8 +221,9 @@ def test_the_time_to_the_first_loss_is_measured(capsys):
     assert warm < cold < found["W1, import to first loss: cold; warm cache"][0]
 
 
-def test_memory_of_a_run_is_flat(capsys):
-    assert memory.main(["--steps", "40"]) == 0
+@pytest.mark.parametrize("what", ["steps", "trainers"])
+def test_memory_is_flat(what, capsys):
+    assert memory.main([f"--{what}", "40"]) == 0
     assert "| 40 |" in capsys.readouterr().out
 
 
