@@ -76,7 +76,7 @@ def work(folder: str) -> None:
     import jax
 
     import jaxdp
-    from jaxdp.distributed import find_processes, meetings
+    from jaxdp.distributed import get_process_group, process_group
 
     found = {}
     # None is at work before all have imported what they need.
@@ -86,11 +86,11 @@ def work(folder: str) -> None:
     start = time.perf_counter()
     jaxdp.distributed.initialize()
     found["start"] = time.perf_counter() - start
-    processes = find_processes()
+    processes = get_process_group()
     if processes.count > 1:
-        times = timed(500, meetings.here().meet)
+        times = timed(500, process_group.get_barrier().wait_for_all)
         found |= {"meeting": statistics.median(times), "best": min(times)}
-        times = timed(200, lambda: processes.all("a value", 1))
+        times = timed(200, lambda: processes.all_gather("a value", 1))
         found["exchange"] = statistics.median(times)
     model = eqx.nn.MLP(4, 4, 1000, 1, key=jax.random.key(0))
     model = eqx.nn.Sequential(

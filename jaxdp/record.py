@@ -13,7 +13,7 @@ from .basics.columns import EPOCH, VALIDATION
 from .basics.console import warn
 from .basics.stopwatch import NO_STOPWATCH, Stopwatch
 from .basics.tracebacks import note_callback
-from .distributed import Processes
+from .distributed import ProcessGroup
 from .history import History
 from .step import Metrics
 
@@ -109,7 +109,7 @@ class Record:
     """
 
     def __init__(
-        self, run_id: str, processes: Processes, progress: Any, accumulate: int
+        self, run_id: str, processes: ProcessGroup, progress: Any, accumulate: int
     ):
         self.run_id = run_id
         self.history = History()
@@ -235,7 +235,9 @@ class Record:
                 f"`log`: the name {name!r} is taken by a value that is logged anyway;"
                 " use another one."
             )
-        number = self._processes.first(f"log({name!r})", lambda: _as_float(name, value))
+        number = self._processes.run_on_rank_zero(
+            f"log({name!r})", lambda: _as_float(name, value)
+        )
         self._logged_names.add(name)
         values[name] = self._latest_values()[name] = number
         (self._progress.logged if epoch_values is None else epoch_values)[name] = number

@@ -453,7 +453,7 @@ class Trainer(Generic[Model]):
         All processes must call it, with the same path in a file system that they share.
         It returns the absolute path, once all is on disk.
         """
-        with self.run.interrupts.uninterrupted():
+        with self.run.interrupts.defer_signals():
             return self.start_saving(path).finish()
 
     @checks_arguments

@@ -143,7 +143,7 @@ class EarlyStopping(MonitorCallback):
             return next(filter(None, paths), None)
 
         processes = trainer.run.processes
-        return processes.first("where the best weights are", find)
+        return processes.run_on_rank_zero("where the best weights are", find)
 
     def _warn_best_is_lost(self, why: str = "") -> None:
         step = f" of step {self._best_steps[0]}" if self._best_steps else ""

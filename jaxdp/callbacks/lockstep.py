@@ -17,7 +17,7 @@ from ..basics.environment import get_versions
 from ..basics.fingerprints import compute_fingerprints
 from ..basics.tracebacks import find_user_frame
 from ..basics.tree import leaf_path
-from ..distributed import meetings
+from ..distributed import process_group
 from .base import Callback, Trainer
 from .monitor import is_fitting
 
@@ -110,7 +110,7 @@ class Lockstep(Callback):
         rows["rows before it"] = str(trainer.record.examples)
         where = f"step {trainer.global_step + 1} of epoch {trainer.current_epoch}"
         self._note_facts(trainer, where, rows)
-        meetings.here().step()
+        process_group.get_barrier().sync_step()
 
     def on_train_epoch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         self._wait_for_all(trainer, f"the end of epoch {trainer.current_epoch}")
@@ -143,11 +143,11 @@ class Lockstep(Callback):
     ) -> None:
         if coordination.has_peers():
             # All that processes wait for each other with keeps to these from now on.
-            here = meetings.here()
+            here = process_group.get_barrier()
             here.timeout, here.warn_after = self.timeout, self.warn_after
-            here.every = self.every_n_steps
+            here.every_n_steps = self.every_n_steps
             self._note_facts(trainer, where, facts or {})
-            here.meet()
+            here.wait_for_all()
 
     def _note_facts(
         self, trainer: Trainer, where: str, facts: Mapping[str, str]
@@ -157,16 +157,16 @@ class Lockstep(Callback):
         if programs != self._programs:
             self._programs = programs
             noted["the compiled programs"] = ", ".join(programs)
-        meetings.here().note(where, noted)
+        process_group.get_barrier().add_entry(where, noted)
 
     def _watch(self, main: int, end: threading.Event) -> None:
         """Publishes where the thread `main` is, while this process is late."""
-        patience = min(meetings.TELLS_AFTER, self.warn_after / 3)
-        here = meetings.here()
+        patience = min(process_group.DELAY_REPORT_SECONDS, self.warn_after / 3)
+        here = process_group.get_barrier()
         while not end.wait(patience / 2):
-            late = time.monotonic() - here.since > patience
+            late = time.monotonic() - here.location_time > patience
             if late and not here.is_waiting:
-                here.tell(_describe_place(sys._current_frames().get(main)))
+                here.report_delay(_describe_place(sys._current_frames().get(main)))
 
 
 def _list_facts(trainer: Trainer) -> Iterator[tuple[str, str]]:

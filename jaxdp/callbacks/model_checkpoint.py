@@ -17,7 +17,7 @@ from ..basics.arguments import (
 from ..basics.console import warn
 from ..basics.files import expand_path
 from ..checkpoint import CheckpointDir, check_name
-from ..distributed import Pulse, is_stop
+from ..distributed import PeriodicVote, is_graceful_stop
 from ..history import rank
 from ..record import LogRow
 from .base import Trainer
@@ -198,11 +198,13 @@ class ModelCheckpoint(MetricCallback):
         """Locks the folder, so that an unwritable one is an error before training."""
         super().setup(trainer)
         self._dir, self._processes = self.folder(trainer), trainer.run.processes
-        self._clock = Pulse(self._processes, "the time of a checkpoint")
+        self._clock = PeriodicVote(self._processes, "the time of a checkpoint")
         self._row = None
-        self._processes.first("ModelCheckpoint: its folder", self._dir.open)
+        self._processes.run_on_rank_zero("ModelCheckpoint: its folder", self._dir.open)
         sort_out, what = lambda: self._claim_checkpoints(trainer), "what is there"
-        self._scores = dict(self._processes.first(f"ModelCheckpoint: {what}", sort_out))
+        self._scores = dict(
+            self._processes.run_on_rank_zero(f"ModelCheckpoint: {what}", sort_out)
+        )
         # What the run goes on from is kept until another one is on disk.
         step = trainer.global_step
         self._pinned_step = step if step in self._scores else None
@@ -224,7 +226,7 @@ class ModelCheckpoint(MetricCallback):
         if self.train_time_interval is not None:
             interval = self.train_time_interval.total_seconds()
             is_over = time.monotonic() - self._saved_at >= interval
-            if self._clock.beat(is_over or None):
+            if self._clock.poll(is_over or None):
                 self._is_due = True
 
     def look(self, trainer: Trainer, row: LogRow) -> None:
@@ -276,7 +278,7 @@ class ModelCheckpoint(MetricCallback):
         if self._dir is None:  # it comes from a `setup`
             return
         is_wanted = self.save_on_exception and self._processes.count == 1
-        if is_wanted or is_stop(exception):
+        if is_wanted or is_graceful_stop(exception):
             self._save_last_step(trainer)
 
     def on_fit_end(self, trainer: Trainer) -> None:
@@ -377,7 +379,7 @@ class ModelCheckpoint(MetricCallback):
             return  # several processes are not done at the same step
         step, saving = self._saving
         try:
-            has_failed = self._error is not None and not is_stop(self._error)
+            has_failed = self._error is not None and not is_graceful_stop(self._error)
             saving.finish(alone=has_failed)
         except checkpoint.SaveFailed as error:
             self._saving = None

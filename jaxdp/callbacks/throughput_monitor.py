@@ -12,7 +12,7 @@ from ..basics import coordination
 from ..basics.arguments import check_number, checks_arguments
 from ..basics.stopwatch import NO_STOPWATCH, PHASES
 from ..basics.units import format_number, format_seconds
-from ..distributed import meetings
+from ..distributed import process_group
 from .base import Callback, Trainer
 from .monitor import announce
 
@@ -170,7 +170,7 @@ class ThroughputMonitor(Callback):
 
     def _read_totals(self) -> dict[str, float]:
         """Returns the work done and the seconds by phase, since the beginning."""
-        waited = meetings.here().waited
+        waited = process_group.get_barrier().wait_seconds
         return {**self._counts, **self._stopwatch.read(), "waited": waited}
 
     def _compute_rates(

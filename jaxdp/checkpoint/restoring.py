@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from ..basics.arguments import check_is_local
 from ..basics.files import expand_path
-from ..distributed import Processes, find_processes
+from ..distributed import ProcessGroup, get_process_group
 from ..step import TrainState
 from .leaves import (
     EVALUATED,
@@ -59,7 +59,7 @@ def restore(
             or dtype. Or if it is of a format that this version does not read.
     """
     check_is_local("path", path)
-    processes, path = find_processes(), expand_path(path)
+    processes, path = get_process_group(), expand_path(path)
 
     def wanted(meta: dict[str, Any]) -> TrainState:
         return like({name: shape_in(text) for name, text in meta["leaves"].items()})
@@ -75,7 +75,7 @@ def restore(
         return digest
 
     # Each process looks through a share of the files, and through the metadata.
-    saved = processes.first(f"restoring {path}", check, CheckpointCorrupt)
+    saved = processes.run_on_rank_zero(f"restoring {path}", check, CheckpointCorrupt)
     with all_or_none(processes, path):
         meta, digest = read_sealed(path)
         if digest != saved:
@@ -136,18 +136,20 @@ def restore_leaves(
 
 
 @contextlib.contextmanager
-def all_or_none(processes: Processes, path: str) -> Iterator[None]:
+def all_or_none(processes: ProcessGroup, path: str) -> Iterator[None]:
     """What one process can't take up, none does: else they would go on from several."""
     error = None
     try:
         yield
     except Exception as raised:
         error = raised
-    wrong = processes.any(f"taking up {path}", error)
+    wrong = processes.gather_errors(f"taking up {path}", error)
     if wrong is None:
         return
     is_passed_over = isinstance(error, CheckpointCorrupt | FileNotFoundError)
-    other = processes.any(f"passing over {path}", None if is_passed_over else error)
+    other = processes.gather_errors(
+        f"passing over {path}", None if is_passed_over else error
+    )
     if error is not None and not (is_passed_over and other):
         raise error
     if other:

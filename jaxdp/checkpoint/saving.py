@@ -27,7 +27,7 @@ from typing import Any, Final
 from ..basics.arguments import check_is_local
 from ..basics.environment import get_versions
 from ..basics.files import check_json_size, expand_path, sync_to_disk
-from ..distributed import Processes, find_processes, first_line
+from ..distributed import ProcessGroup, format_error_line, get_process_group
 from ..step import TrainState
 from .leaves import (
     Named,
@@ -67,7 +67,7 @@ class Saving:
         checkpointer: Any,
         then: Callable[[str], None],
         waiting: Callable[[], contextlib.AbstractContextManager[None]],
-        processes: Processes,
+        processes: ProcessGroup,
     ):
         self.path = path
         self._processes = processes
@@ -101,7 +101,7 @@ class Saving:
         if self._error is not None and (alone or self._processes.count == 1):
             raise _save_failed(self.path, self._error) from self._error
         if not alone:
-            wrong = self._processes.any(f"saved {self.path}", self._error)
+            wrong = self._processes.gather_errors(f"saved {self.path}", self._error)
             if wrong is not None:
                 raise _save_failed(self.path, OSError(wrong)) from self._error
         then, self._then = self._then, None
@@ -161,9 +161,9 @@ def start_saving(
 
     global _latest
     check_is_local("path", path)
-    path, processes = expand_path(path), find_processes()
+    path, processes = expand_path(path), get_process_group()
     check_name("path", path)
-    processes.first(f"saving {path}", lambda: _check_is_new(path))
+    processes.run_on_rank_zero(f"saving {path}", lambda: _check_is_new(path))
 
     where, others = evaluated_leaves(state, evaluated or state)
     named = name_leaves(state)
@@ -268,6 +268,6 @@ def _save_failed(path: str, error: BaseException) -> SaveFailed:
         left = shutil.disk_usage(os.path.dirname(path)).free
         free = f" ({left / 2**20:,.0f} MiB are free there now)"
     return SaveFailed(
-        f"the checkpoint {path} could not be written: {first_line(error)}{free}."
+        f"the checkpoint {path} could not be written: {format_error_line(error)}{free}."
         " Earlier checkpoints are unchanged."
     )

@@ -167,9 +167,9 @@ def real_rows(leaf: Any, batch: Batch, blocks: RowBlocks, own: bool) -> np.ndarr
     if own and not leaf.is_fully_replicated:
         shards = {s.index[0].start or 0: s.data for s in leaf.addressable_shards}
         whole = np.concatenate([np.asarray(shards[at]) for at in sorted(shards)])
-        places = zip(range(0, len(whole), per_block), blocks.own, strict=True)
+        places = zip(range(0, len(whole), per_block), blocks.local, strict=True)
     else:
         whole = np.asarray(leaf)
-        numbers = blocks.own if own else range(blocks.count)
+        numbers = blocks.local if own else range(blocks.count)
         places = [(block * per_block, block) for block in numbers]
     return np.concatenate([whole[at : at + batch.counts[n]] for at, n in places])

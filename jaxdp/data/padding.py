@@ -358,7 +358,7 @@ class Packer:
 
     def _with_padding(self, leaves: Leaves, counts: _Counts, size: int) -> Leaves:
         """The rows of this process's blocks, each block padded to `size`."""
-        counts_here = [counts[block] for block in self.blocks.own]
+        counts_here = [counts[block] for block in self.blocks.local]
         if counts_here == [size] * len(counts_here):
             return leaves
         stops = list(itertools.accumulate(counts_here))

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from ..basics.console import join_numbers
-from ..distributed import Processes
+from ..distributed import ProcessGroup
 from ..step import Batch, find_batched_leaves, map_batched
 from .batches import Key, Portion, key_of, rows_at, rows_of, shapes_of
 from .loader_state import checksum
@@ -58,7 +58,7 @@ class Share:
 class GlobalShare(Share):
     """Every process has the same loader, and takes its rows of every batch."""
 
-    def __init__(self, processes: Processes, packer: Callable[[], Any]):
+    def __init__(self, processes: ProcessGroup, packer: Callable[[], Any]):
         self._processes = processes
         self._packer = packer  # asked for when an epoch begins
 
@@ -74,7 +74,7 @@ class GlobalShare(Share):
 
     def of_lists(self, lists: Iterator[Any]) -> _Fetched:
         cut = _Cut(self._packer())
-        self.drawing = cut.blocks.own[:1] if cut.blocks.own[0] else ()
+        self.drawing = cut.blocks.local[:1] if cut.blocks.local[0] else ()
         waiting: collections.deque[tuple[int, ...]] = collections.deque()
 
         def own_lists() -> Iterator[Any]:
@@ -92,7 +92,7 @@ class GlobalShare(Share):
         return own_lists(), portions
 
     def length(self, argument: str, own: int | None) -> int | None:
-        self._processes.same(f"`{argument}`", {"its number of batches": own})
+        self._processes.check_equal(f"`{argument}`", {"its number of batches": own})
         return own
 
 
@@ -104,7 +104,7 @@ class LocalShare(Share):
     shape, and the same in a `Whole`.
     """
 
-    def __init__(self, processes: Processes):
+    def __init__(self, processes: ProcessGroup):
         self._processes = processes
         index = processes.index
         self.sampling = self.drawing = (index,) if index else ()
@@ -132,7 +132,7 @@ class LocalShare(Share):
                 filler is not None,
                 list(map(_sum_of_whole, here)),
             ]
-            announced = self._processes.all("the next batches", mine)
+            announced = self._processes.all_gather("the next batches", mine)
             if not any(any(sizes) for sizes, *_ in announced):
                 return
             if empty := [i for i, forms in enumerate(announced) if not forms[2]]:
@@ -158,11 +158,11 @@ class LocalShare(Share):
             at_once = 1 if peek is None else min(2 * at_once, _AT_ONCE)
 
     def length(self, argument: str, own: int | None) -> int | None:
-        lengths = self._processes.all(f"the length of {argument}", own)
+        lengths = self._processes.all_gather(f"the length of {argument}", own)
         return None if None in lengths else max(lengths)
 
     def states(self, own: Any) -> Any:
-        return {"by_process": self._processes.all("the loaders' states", own)}
+        return {"by_process": self._processes.all_gather("the loaders' states", own)}
 
     def state(self, states: Any) -> Any:
         if (by_process := _by_process(states, "by_process")) is None:
@@ -193,8 +193,8 @@ class _Cut:
         per_block = self._sizes[key] // self.blocks.count
         if not self._packer.pads:
             per_block = math.ceil(rows / self.blocks.count)
-        places = self.blocks.own_rows(rows, per_block)
-        counts = self.blocks.counts(rows, per_block)
+        places = self.blocks.get_local_rows(rows, per_block)
+        counts = self.blocks.count_rows(rows, per_block)
         return counts, places if any(places) else [range(1)]
 
 

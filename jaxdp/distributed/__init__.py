@@ -1,8 +1,15 @@
 """Several processes: how they start, agree, meet, and end together."""
 
-from .meetings import Processes, Pulse, find_processes
-from .row_blocks import RowBlocks, put, row_blocks
-from .signals import SIGNALS, Interrupts, Preempted, first_line, is_stop, tell
-from .start import forgotten, initialize
+from .process_group import PeriodicVote, ProcessGroup, get_process_group
+from .row_blocks import RowBlocks, find_row_blocks, make_global_array
+from .signals import (
+    SIGNALS,
+    Preempted,
+    SignalHandler,
+    format_error_line,
+    is_graceful_stop,
+    log_stop,
+)
+from .start import find_missing_initialize, initialize
 
 __all__ = ["initialize"]

@@ -24,7 +24,7 @@ _LOCAL: Final = {
 machine, and their count."""
 
 
-class Rank(NamedTuple):
+class RankInfo(NamedTuple):
     """One process among those of a job."""
 
     index: int
@@ -40,12 +40,12 @@ class Rank(NamedTuple):
         return join_address(self.host, self.port)
 
 
-def find_rank(
+def detect_rank(
     address: str | None = None,
     num_processes: int | None = None,
     process_id: int | None = None,
     timeout: float = 300.0,
-) -> Rank | None:
+) -> RankInfo | None:
     """Returns this process's rank, or None if it was started alone.
 
     Arguments come first, then JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
@@ -57,17 +57,19 @@ def find_rank(
     is_asked = (address, num_processes, process_id) != (None, None, None)
     address = address or os.environ.get("JAX_COORDINATOR_ADDRESS") or None
     if num_processes is None:
-        num_processes = _number("JAX_NUM_PROCESSES", 1)
+        num_processes = _read_int_variable("JAX_NUM_PROCESSES", 1)
     if process_id is None:
-        process_id = _number("JAX_PROCESS_ID")
+        process_id = _read_int_variable("JAX_PROCESS_ID")
     if process_id is None and num_processes is not None:
-        process_id = _number("JOB_COMPLETION_INDEX")  # Kubernetes
+        process_id = _read_int_variable("JOB_COMPLETION_INDEX")  # Kubernetes
     if num_processes == 1:
         return None
 
     devices = None
     if None in (address, num_processes, process_id):
-        found = _torchrun() or _by_jax(address, num_processes, process_id, timeout)
+        found = _detect_torchrun() or _detect_by_jax(
+            address, num_processes, process_id, timeout
+        )
         address = address or found[0]
         num_processes = num_processes or found[1]
         if process_id is None:
@@ -75,7 +77,7 @@ def find_rank(
 
     if num_processes == 1:
         return None
-    if num_processes is None and not is_asked and started_several() is None:
+    if num_processes is None and not is_asked and detect_launcher() is None:
         return None
     if address is None or num_processes is None or process_id is None:
         names = "coordinator_address", "num_processes", "process_id"
@@ -93,11 +95,11 @@ def find_rank(
             f"`process_id` must be from 0 to {num_processes - 1}, for"
             f" `num_processes`={num_processes}; got {process_id}."
         )
-    host, port = _split(address)
-    return Rank(process_id, num_processes, host, port, devices)
+    host, port = _split_address(address)
+    return RankInfo(process_id, num_processes, host, port, devices)
 
 
-def started_several() -> tuple[str, int] | None:
+def detect_launcher() -> tuple[str, int] | None:
     """Returns the launcher that has started several processes, and their count."""
     for launcher, name in _COUNTS.items():
         value = os.environ.get(name, "")
@@ -111,23 +113,31 @@ _Launched = tuple[str | None, int | None, int | None, list[int] | None]
 """The address, the number of processes, the index, and its GPUs."""
 
 
-def _torchrun() -> _Launched | None:
+def _detect_torchrun() -> _Launched | None:
     """torchrun, and what sets its variables, such as a PyTorchJob of Kubeflow."""
     if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         return None
-    count, local_count = _number("WORLD_SIZE", 1), _number("LOCAL_WORLD_SIZE", 1)
+    count, local_count = (
+        _read_int_variable("WORLD_SIZE", 1),
+        _read_int_variable("LOCAL_WORLD_SIZE", 1),
+    )
     is_one_machine = count == local_count
     host = "127.0.0.1" if is_one_machine else os.environ.get("MASTER_ADDR")
     # MASTER_PORT itself belongs to torchrun's own store. This port is one that Linux
     # does not hand out, and another job's is another.
-    port = _number("MASTER_PORT", 1)
+    port = _read_int_variable("MASTER_PORT", 1)
     address = None if host is None or port is None else f"{host}:{61440 + port % 4096}"
-    local = _number("LOCAL_RANK")
+    local = _read_int_variable("LOCAL_RANK")
     devices = None if local is None or local_count == 1 else [local]
-    return address, count, _number("RANK"), _share_gpus("torchrun", devices)
+    return (
+        address,
+        count,
+        _read_int_variable("RANK"),
+        _choose_local_gpus("torchrun", devices),
+    )
 
 
-def _by_jax(
+def _detect_by_jax(
     address: str | None, count: int | None, index: int | None, timeout: float
 ) -> _Launched:
     from jax._src.clusters import ClusterEnv
@@ -141,10 +151,10 @@ def _by_jax(
     )
     is_mpi = "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ
     launcher = "mpirun" if is_mpi else "srun"
-    return *detected[:3], _share_gpus(launcher, list(detected[3] or ()) or None)
+    return *detected[:3], _choose_local_gpus(launcher, list(detected[3] or ()) or None)
 
 
-def _share_gpus(launcher: str, by_default: list[int] | None) -> list[int] | None:
+def _choose_local_gpus(launcher: str, by_default: list[int] | None) -> list[int] | None:
     """Divides the GPUs of a machine evenly among its processes.
 
     Returns the share of this one, by their numbers among those that CUDA shows; None
@@ -168,7 +178,7 @@ def _share_gpus(launcher: str, by_default: list[int] | None) -> list[int] | None
     return list(range(index * share, (index + 1) * share))
 
 
-def _number(name: str, least: int = 0) -> int | None:
+def _read_int_variable(name: str, least: int = 0) -> int | None:
     """Returns the value of an environment variable, if it is set."""
     value = os.environ.get(name)
     if value is None:
@@ -181,7 +191,7 @@ def _number(name: str, least: int = 0) -> int | None:
     return int(value)
 
 
-def _split(address: str) -> tuple[str, int]:
+def _split_address(address: str) -> tuple[str, int]:
     host, colon, port = address.rpartition(":")
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ValueError(
@@ -191,7 +201,7 @@ def _split(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def bind_host(host: str) -> str:
+def choose_bind_host(host: str) -> str:
     """Returns where process 0 listens: only to its machine, if all are on it."""
     if host in ("localhost", "::1") or host.startswith("127."):
         return "127.0.0.1" if host == "localhost" else host

@@ -15,22 +15,22 @@ class RowBlocks(NamedTuple):
     """The rows of a batch in equal blocks, of which this process loads some."""
 
     count: int = 1
-    own: tuple[int, ...] = (0,)
+    local: tuple[int, ...] = (0,)
 
-    def counts(self, rows: int, each: int) -> tuple[int, ...]:
+    def count_rows(self, rows: int, each: int) -> tuple[int, ...]:
         """How many real rows each block has, of a batch that fills them in turn."""
         return tuple(
             min(max(rows - block * each, 0), each) for block in range(self.count)
         )
 
-    def own_rows(self, rows: int, each: int) -> list[range]:
+    def get_local_rows(self, rows: int, each: int) -> list[range]:
         """Which rows of such a batch are this process's."""
         return [
             range(min(block * each, rows), min((block + 1) * each, rows))
-            for block in self.own
+            for block in self.local
         ]
 
-    def whole(self, group: Any, axis: int = 1) -> Any:
+    def make_global_shapes(self, group: Any, axis: int = 1) -> Any:
         """The shapes of a group with all blocks' rows, of one with the own ones'."""
         return group._replace(
             batch=jax.tree.map(lambda leaf: self._whole(leaf, axis), group.batch)
@@ -38,18 +38,18 @@ class RowBlocks(NamedTuple):
 
     def _whole(self, leaf: Any, axis: int) -> jax.ShapeDtypeStruct:
         shape = list(leaf.shape)
-        shape[axis] = shape[axis] // len(self.own) * self.count
+        shape[axis] = shape[axis] // len(self.local) * self.count
         return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
 
 
-def row_blocks(shards: Iterable[tuple[int, Any]], num_shards: int) -> RowBlocks:
+def find_row_blocks(shards: Iterable[tuple[int, Any]], num_shards: int) -> RowBlocks:
     """The blocks of rows that processes load, of `(number of the shard, device)`s."""
     owners: list[set[int]] = [set() for _ in range(num_shards)]
     for shard, device in shards:
         owners[shard].add(device.process_index)
     runs = [len(list(run)) for _, run in itertools.groupby(owners)]
     size = math.gcd(*runs)
-    own = [
+    local = [
         block
         for block in range(num_shards // size)
         if jax.process_index() in owners[block * size]
@@ -62,10 +62,10 @@ def row_blocks(shards: Iterable[tuple[int, Any]], num_shards: int) -> RowBlocks:
             " each must have at least one. Leave `devices` out to use all, with"
             " Sharded() or another strategy that spans processes."
         )
-    return RowBlocks(num_shards // size, tuple(own))
+    return RowBlocks(num_shards // size, tuple(local))
 
 
-def put(leaf: Any, sharding: Any) -> Any:
+def make_global_array(leaf: Any, sharding: Any) -> Any:
     """`leaf` with a sharding, of which each process provides its own devices' parts.
 
     Every process must have the same `leaf`, whole; or the array is one of all
@@ -76,7 +76,7 @@ def put(leaf: Any, sharding: Any) -> Any:
     if sharding.is_fully_addressable:
         return jax.device_put(leaf, sharding)
     if is_key(leaf):
-        data = put(jax.random.key_data(leaf), sharding)
+        data = make_global_array(jax.random.key_data(leaf), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     host = np.asarray(leaf)
     return jax.make_array_from_callback(host.shape, sharding, host.__getitem__)

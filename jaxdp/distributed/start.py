@@ -19,9 +19,9 @@ import jax
 from ..basics.arguments import check_number
 from ..basics.console import log_info
 from ..basics.process import is_imported_by_a_worker
-from .launchers import bind_host, find_rank, join_address, started_several
-from .roll_call import call_the_roll, installed_versions
-from .signals import publish_process_end
+from .launchers import choose_bind_host, detect_launcher, detect_rank, join_address
+from .rendezvous import exchange_ranks, get_comparable_versions
+from .signals import install_exit_hooks
 
 _is_alone_on_purpose = False
 
@@ -78,7 +78,7 @@ def initialize(
     for name, seconds in timeouts.items():
         check_number(name, seconds, above=0)
 
-    rank = find_rank(
+    rank = detect_rank(
         coordinator_address, num_processes, process_id, initialization_timeout
     )
     if rank is None:
@@ -96,9 +96,9 @@ def initialize(
     is_shared = local_device_ids is None and not os.environ.get("JAX_LOCAL_DEVICE_IDS")
     if is_shared:
         local_device_ids = rank.devices
-    bind = coordinator_bind_address or bind_host(rank.host)
-    call_the_roll(rank, installed_versions(), initialization_timeout, bind)
-    publish_process_end()
+    bind = coordinator_bind_address or choose_bind_host(rank.host)
+    exchange_ranks(rank, get_comparable_versions(), initialization_timeout, bind)
+    install_exit_hooks()
     jax.distributed.initialize(
         rank.address,
         rank.count,
@@ -120,10 +120,10 @@ def initialize(
         )
 
 
-def forgotten() -> str | None:
+def find_missing_initialize() -> str | None:
     """A warning, if there are other processes in the environment only."""
     is_started = jax.distributed.is_initialized() or _is_alone_on_purpose
-    several = started_several()
+    several = detect_launcher()
     if is_started or is_imported_by_a_worker() or several is None:
         return None
     launcher, count = several

@@ -19,7 +19,7 @@ from jaxtyping import Array, PyTree
 
 from ..basics.host_memory import clear_mesh, use_auto_axes
 from ..basics.tree import leaf_path
-from ..distributed import put
+from ..distributed import make_global_array
 from ..step import (
     Steps,
     TrainState,
@@ -159,7 +159,7 @@ class State:
         leaves = list(self.leaves)
         with clear_mesh():
             for place, leaf in changes.items():
-                leaves[place] = put(leaf, leaves[place].sharding)
+                leaves[place] = make_global_array(leaf, leaves[place].sharding)
         return State(leaves, self.kind)
 
     def fetch_totals(self) -> np.ndarray:
@@ -282,7 +282,10 @@ def first_of(
         shardings = state_shardings(strategy, shapes)
         layout = shardings.opt_state
         if not is_split:
-            model = jax.tree.map(put, params, shardings.params), *model[1:]
+            model = (
+                jax.tree.map(make_global_array, params, shardings.params),
+                *model[1:],
+            )
     return first_state(*model, steps, seed, layout)
 
 

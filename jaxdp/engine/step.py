@@ -17,7 +17,7 @@ from jaxtyping import Array
 
 from ..basics.process import pause_gc
 from ..data import Dispatch, Packer, check_targets, without_ignored
-from ..distributed import RowBlocks, put
+from ..distributed import RowBlocks, make_global_array
 from ..step import (
     Batch,
     CriterionObjective,
@@ -141,7 +141,9 @@ class Program:
                 positional, _ = self.compiled.input_shardings
                 sharding = positional[-1][place].counts
                 # None where the step has no use for them, as prediction has not.
-                kept[key] = counts if sharding is None else put(counts, sharding)
+                kept[key] = (
+                    counts if sharding is None else make_global_array(counts, sharding)
+                )
             counted.append(Group(group.batch, kept[key], group.whole))
             self._last_counts = counts, kept[key]
         return counted
@@ -355,7 +357,7 @@ class Step:
         blocks = self.packer.blocks
         if not dispatch.split or blocks.count == 1:
             return groups
-        return [blocks.whole(group) for group in groups]
+        return [blocks.make_global_shapes(group) for group in groups]
 
     # How batches come to the devices. Nothing here waits for the device.
 
@@ -402,7 +404,7 @@ class Step:
     def bytes_per_device(self, dispatch: Dispatch) -> int:
         """Bytes of the rows that a device has of a dispatch."""
         blocks = self.packer.blocks
-        shards = self._strategy.num_shards * len(blocks.own) // blocks.count
+        shards = self._strategy.num_shards * len(blocks.local) // blocks.count
         return dispatch.nbytes // (max(1, shards) if dispatch.split else 1)
 
     def explain(self, error: Exception, dispatch: Dispatch) -> None:

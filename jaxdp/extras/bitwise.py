@@ -22,7 +22,7 @@ from jaxtyping import Array, Int
 
 from ..basics.arguments import checks_arguments
 from ..basics.console import log_info
-from ..distributed import row_blocks
+from ..distributed import find_row_blocks
 from ..step import Collectives, Group, OnRows, PerExample, Results, make_loop_scope
 from ..strategies.base import DataParallel, Role, Rows, make_shardings
 from ..strategies.meshes import clear_ambient_mesh
@@ -114,8 +114,8 @@ class Bitwise(DataParallel):
         if not self.mesh.is_multi_process:
             return [self._cut(group) for group in groups] if split else groups
         # Of every turn, this process has the shards of its own devices.
-        devices = row_blocks(enumerate(self.mesh.devices), self.mesh.size)
-        shards_here = self.mesh.size * len(devices.own) // devices.count
+        devices = find_row_blocks(enumerate(self.mesh.devices), self.mesh.size)
+        shards_here = self.mesh.size * len(devices.local) // devices.count
         spec = PartitionSpec(None, None, _AXIS) if split else PartitionSpec()
         sharding = NamedSharding(self.mesh, spec)
 

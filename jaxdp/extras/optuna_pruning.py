@@ -7,7 +7,7 @@ from ..basics.arguments import checks_arguments
 from ..basics.environment import import_extra
 from ..callbacks.base import Trainer
 from ..callbacks.monitor import MonitorCallback, announce, check_monitor
-from ..distributed import find_processes
+from ..distributed import get_process_group
 
 
 class OptunaPruning(MonitorCallback):
@@ -43,7 +43,7 @@ class OptunaPruning(MonitorCallback):
         self._is_several = isinstance(trial, Sequence)
         self.trials = list(trial) if self._is_several else [trial]
         for one in self.trials:
-            if one is None and find_processes().index:
+            if one is None and get_process_group().index:
                 continue
             if not callable(getattr(one, "should_prune", None)):
                 raise TypeError(
@@ -82,7 +82,7 @@ class OptunaPruning(MonitorCallback):
                     to_prune += [member] if trial.should_prune() else []
             return to_prune
 
-        newly = find_processes().first("reporting to Optuna", report)
+        newly = get_process_group().run_on_rank_zero("reporting to Optuna", report)
         self._reports += 1
         self.pruned += newly
         if len(self.pruned) == len(self.trials):

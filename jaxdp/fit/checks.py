@@ -19,7 +19,7 @@ from ..basics.tracebacks import NoteOnError
 from ..basics.tree import leaf_path
 from ..callbacks import Callback, check_hooks
 from ..data import own_of, to_host
-from ..distributed import find_processes
+from ..distributed import get_process_group
 from ..step import (
     CriterionObjective,
     LossFnObjective,
@@ -294,18 +294,18 @@ def check_callbacks(
 
 def check_processes(strategy: DataParallel, data: str) -> None:
     """Raises if several processes can't train together like this."""
-    processes = find_processes()
+    processes = get_process_group()
     if processes.count == 1:
         return
     blocks = make_row_blocks(strategy)
     if data == "global":
         return
-    if blocks.count != processes.count or blocks.own != (processes.index,):
+    if blocks.count != processes.count or blocks.local != (processes.index,):
         raise ValueError(
             "`data`='local' needs a strategy under which the devices of each process"
             " work on rows of their own, in the order of the processes. Under"
             f" {strategy!r} there are {blocks.count} blocks of rows, and process"
-            f" {processes.index} works on {join_numbers('block', blocks.own)}. Use"
+            f" {processes.index} works on {join_numbers('block', blocks.local)}. Use"
             " data='global'."
         )
 

@@ -274,10 +274,10 @@ def _ready(
     All processes take the same ones, and signals are heard after each.
     """
     run, engine = trainer.run, trainer.run.engine
-    run.processes.all(f"the start of {doing}", None)
+    run.processes.all_gather(f"the start of {doing}", None)
     waiting: collections.deque[tuple[Batch, Dispatch, Program]] = collections.deque()
     for number, batch in enumerate(itertools.islice(source.epoch(), limit)):
-        run.processes.step(f"batch {number} of {doing}")
+        run.processes.sync_step(f"batch {number} of {doing}")
         with NoteOnError(f"in batch {number}"):
             dispatch, program = _prepared(trainer, kind, batch)
         if engine.puts_ahead:
@@ -287,7 +287,7 @@ def _ready(
             yield waiting.popleft()
         run.interrupts.check()
     yield from waiting
-    run.processes.all(f"the end of {doing}", None)
+    run.processes.all_gather(f"the end of {doing}", None)
 
 
 def _prepared(trainer: "Trainer", kind: Kind, batch: Any) -> tuple[Dispatch, Program]:

@@ -9,7 +9,7 @@ from ..basics.console import log_info, warn
 from ..basics.tracebacks import TracebackFilter
 from ..callbacks.base import HOOKS, Hooks
 from ..data import Dispatch, ListSource, Source, Window, own_of, read_only
-from ..distributed import Preempted, Pulse, is_stop, tell
+from ..distributed import PeriodicVote, Preempted, is_graceful_stop, log_stop
 from ..step import Metrics
 from . import evaluation, resume
 from .around import check_may_train, doing, noting
@@ -58,7 +58,7 @@ class Loop:
         self.progress = trainer.run.progress
         self._told_of_minimum = self._told_of_few = self._warned_of_nan = False
         self._epoch_is_over = False  # no batch of it is left
-        self._wishes = Pulse(trainer.run.processes, "whether to stop")
+        self._wishes = PeriodicVote(trainer.run.processes, "whether to stop")
 
         # The loaders.
         train = trainer.run.open(train_loader, "train_loader", "train")
@@ -284,7 +284,7 @@ class Loop:
         if run.processes.count > 1:
             # What one process wants, all do: at once between epochs, within them a
             # fraction of a second later.
-            stops = bool(self._wishes.beat(stops or None, now=between_epochs))
+            stops = bool(self._wishes.poll(stops or None, force=between_epochs))
             trainer.should_stop = stops or trainer.should_stop
         return stops or limits.done(self.progress.global_step, self.progress.epoch)
 
@@ -352,19 +352,19 @@ class Loop:
         """
         trainer, run, hooks = self.trainer, self._run, self.hooks
         trainer.should_stop = False
-        run.interrupts.saves_first = True
+        run.interrupts.defers_log = True
         try:
             with run.interrupts:
                 yield
-                run.interrupts.check(now=True)
+                run.interrupts.check(force=True)
         except BaseException as exception:
             with noting(exception):
                 hooks.on_exception(trainer, exception)
             with noting(exception):
                 with self._record.write_last_row():
                     hooks.on_fit_end(trainer)
-            tell(exception)
-            if isinstance(exception, KeyboardInterrupt) and is_stop(exception):
+            log_stop(exception)
+            if isinstance(exception, KeyboardInterrupt) and is_graceful_stop(exception):
                 exception.args = (resume.how_to_go_on(trainer),)
             if not (isinstance(exception, Preempted) and run.interrupts.returns):
                 raise
@@ -373,7 +373,7 @@ class Loop:
                 hooks.on_fit_end(trainer)
         finally:
             self.progress.is_finished = False
-            run.interrupts.saves_first = False
+            run.interrupts.defers_log = False
             for source in (self.train, *self.vals.values()):
                 source.close()
 

@@ -88,7 +88,7 @@ def taken(
             )
 
     # One process looks, and all try the same ones.
-    paths, faults = trainer.run.processes.first(
+    paths, faults = trainer.run.processes.run_on_rank_zero(
         "which checkpoint is meant",
         lambda: _paths(trainer, where, savers),
         CheckpointCorrupt,

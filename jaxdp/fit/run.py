@@ -27,7 +27,7 @@ from ..data import (
     own_of,
     to_host,
 )
-from ..distributed import Interrupts, find_processes, forgotten
+from ..distributed import SignalHandler, find_missing_initialize, get_process_group
 from ..engine import Engine, Kind
 from ..engine.xla_options import DETERMINISTIC, check_options
 from ..record import Record
@@ -204,10 +204,12 @@ class Run:
         enable_compilation_cache()
         self.arguments, self.hooks = arguments, Hooks(callbacks)
         self.recipe = recipe = Recipe(arguments)
-        self.processes = find_processes()
-        new_id = self.processes.first("a new trainer", lambda: uuid.uuid4().hex)
+        self.processes = get_process_group()
+        new_id = self.processes.run_on_rank_zero(
+            "a new trainer", lambda: uuid.uuid4().hex
+        )
         self._trainer_id = new_id  # which no checkpoint changes
-        self.interrupts = Interrupts(self.processes)
+        self.interrupts = SignalHandler(self.processes)
         self.progress = Progress()
         every = recipe.accumulate_grad_batches
         self.record = Record(new_id, self.processes, self.progress, every)
@@ -312,7 +314,7 @@ class Run:
             signals: their names; `"SIGTERM"` and `"SIGHUP"` by default.
             returns: whether `fit` returns then, instead of exiting with code 143.
         """
-        self.interrupts.listen(signals)
+        self.interrupts.set_signals(signals)
         self.interrupts.returns = returns
 
     def compiled_facts(self) -> tuple[dict[str, int], tuple[str, ...]]:
@@ -401,7 +403,7 @@ def with_defaults(
 ) -> list[Callback]:
     """The user's callbacks, and what they lack, with several processes too."""
     complete, in_lockstep = list(callbacks), jax.process_count() > 1
-    if not in_lockstep and (warning := forgotten()):
+    if not in_lockstep and (warning := find_missing_initialize()):
         warn(warning)
     if progress_bar and not any(isinstance(own, ProgressBar) for own in complete):
         # First, so that it has cleared its line before the others print.

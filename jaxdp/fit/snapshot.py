@@ -60,7 +60,7 @@ def start_saving(trainer: "Trainer", path: str | os.PathLike[str]) -> checkpoint
     def saved(path: str) -> None:
         run.hooks.on_save_checkpoint(trainer, path)
 
-    with run.interrupts.uninterrupted():
+    with run.interrupts.defer_signals():
         run.renew_hooks(trainer.callbacks, to_train=True)
         run.check_is_settled("`save`")
         held = run.checked_engine().held
@@ -135,7 +135,7 @@ def weights_at(
     callbacks may be others.
     """
     held = trainer.run.engine.held
-    with trainer.run.interrupts.uninterrupted():
+    with trainer.run.interrupts.defer_signals():
         state, meta = checkpoint.restore(path, lambda _: held.tree, evaluated=True)
         _check_left_out(path, meta, held.tree)
         return meta["global_step"], jax.tree.leaves(state.weights)
@@ -145,7 +145,7 @@ def load(trainer: "Trainer", path: str | os.PathLike[str]) -> None:
     """Takes up what `start_saving` has written; if that fails, the state stays."""
     run = trainer.run
     run.check_is_settled("`load`")
-    with run.interrupts.uninterrupted():
+    with run.interrupts.defer_signals():
         state, meta = read_placed(run, path)
         # Users' callbacks alone may fail to take something up: they are first.
         run.renew_hooks(trainer.callbacks, to_train=True)

@@ -108,7 +108,7 @@ def values(run: "Run") -> Mapping[str, Any]:
 def set_values(run: "Run", values: Mapping[str, Any]) -> None:
     """`Trainer.set_hyperparams`."""
     engine = run.checked_engine()
-    run.processes.same("values in `set_hyperparams`", values)
+    run.processes.check_equal("values in `set_hyperparams`", values)
     engine.write(leaves_to_set(engine.state, values))
 
 

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from ..basics.tree import leaf_path
-from ..distributed import RowBlocks, row_blocks
+from ..distributed import RowBlocks, find_row_blocks
 from ..step import DATA, Collectives, Group, TrainState
 from .meshes import get_axis_names
 from .offload import jit_with_offload
@@ -374,7 +374,7 @@ def _row_blocks(mesh: Mesh, row_axes: tuple[str, ...], num_shards: int) -> RowBl
         for turn in range(num_shards // parts)  # one, unless devices have several
         for index, d in np.ndenumerate(mesh.devices)
     ]
-    return row_blocks(shards, num_shards)
+    return find_row_blocks(shards, num_shards)
 
 
 def drop_micro_batch_axis(leaf: Any) -> jax.ShapeDtypeStruct:

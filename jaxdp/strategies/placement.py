@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 
 from ..basics.host_memory import HOST, move_to_device
 from ..basics.tree import is_key
-from ..distributed import RowBlocks, put
+from ..distributed import RowBlocks, make_global_array
 from ..step import Group
 
 
@@ -30,7 +30,9 @@ def place_copy(tree: PyTree, shardings: PyTree) -> PyTree:
     placed = dict(zip(here, copied, strict=True))
     for i, (leaf, layout) in enumerate(zip(leaves, layouts, strict=True)):
         if i not in placed:  # one by one: devices may not have room for all of them
-            moved = put(move_to_device(leaf), layout.with_memory_kind("device"))
+            moved = make_global_array(
+                move_to_device(leaf), layout.with_memory_kind("device")
+            )
             placed[i] = _identity(layout)(moved)
     return treedef.unflatten(placed[i] for i in range(len(leaves)))
 
@@ -41,7 +43,7 @@ def _copy_to_devices(leaves: list[Any], layouts: list[Any]) -> list[Any]:
         # `may_alias=False` only where an array already is as it is to be.
         moved = jax.device_put(leaves, layouts)
         return jax.device_put(moved, layouts, may_alias=False)
-    moved = jax.tree.map(put, leaves, layouts)
+    moved = jax.tree.map(make_global_array, leaves, layouts)
     # JAX keeps the program of a function that stays, for the next trainer.
     return jax.jit(_copy_leaves, out_shardings=layouts)(moved)
 
@@ -71,7 +73,7 @@ def put_rows(
         def part(index: Any) -> Any:
             start, stop, _ = index[axis].indices(shape.shape[axis])
             if blocks.count > 1:
-                here = blocks.own.index(start // size) * size
+                here = blocks.local.index(start // size) * size
                 start, stop = here + start % size, here + start % size + stop - start
             return own[(*index[:axis], slice(start, stop), *index[axis + 1 :])]
 
@@ -80,7 +82,7 @@ def put_rows(
     # Each batch, all its leaves.
     placed = []
     for group in groups:
-        shapes = blocks.whole(group, axis) if split else group
+        shapes = blocks.make_global_shapes(group, axis) if split else group
         layouts = shardings(shapes).batch
         batch = jax.tree.map(put_leaf, group.batch, shapes.batch, layouts)
         placed.append(group._replace(batch=batch))

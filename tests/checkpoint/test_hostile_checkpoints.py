@@ -13,7 +13,7 @@ from toys import Mlp, batches
 from jaxdp import Callback, SingleDevice, Trainer
 from jaxdp.callbacks import CSVLogger, ModelCheckpoint, NanGuard, TensorBoardLogger
 from jaxdp.checkpoint import CheckpointCorrupt, SaveFailed, restoring
-from jaxdp.distributed import Processes
+from jaxdp.distributed import ProcessGroup
 
 
 class Told:
@@ -157,7 +157,7 @@ def test_a_mistake_in_a_users_callback_passes_over_no_checkpoint(run):
     ],
 )
 def test_processes_pass_over_a_checkpoint_together_or_not_at_all(here, there, kind):
-    class Two(Processes):
+    class Two(ProcessGroup):
         def any(self, what, error):
             is_over = what.startswith("passing over") and there is CheckpointCorrupt
             found = [error, None if is_over else there("that")]

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 import jaxdp
-from jaxdp.distributed.launchers import Rank, bind_host, find_rank
+from jaxdp.distributed.launchers import RankInfo, choose_bind_host, detect_rank
 
 TORCHRUN = {
     "RANK": "3",
@@ -77,7 +77,7 @@ def test_launchers_say_which_process_this_is(
     variables, environ, index, count, host, devices
 ):
     variables(environ)
-    rank = find_rank()
+    rank = detect_rank()
     assert rank is not None
     assert (rank.index, rank.count, rank.host) == (index, count, host)
     assert rank.devices == devices and 77 <= rank.port < 65536
@@ -107,14 +107,14 @@ UUIDS = ",".join(f"MIG-{number}aa-77/3/0" for number in range(4))
 )
 def test_processes_share_the_gpus_of_their_machine(variables, environ, devices):
     variables(environ)
-    assert find_rank().devices == devices
+    assert detect_rank().devices == devices
 
 
 def test_arguments_come_first(variables):
     variables(TORCHRUN)
-    rank = find_rank("here:77", process_id=2)
+    rank = detect_rank("here:77", process_id=2)
     assert rank is not None and rank[:4] == (2, 4, "here", 77)
-    assert find_rank(num_processes=1) is None
+    assert detect_rank(num_processes=1) is None
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_arguments_come_first(variables):
 )
 def test_a_process_alone_is_alone(variables, environ):
     variables(environ)
-    assert find_rank() is None
+    assert detect_rank() is None
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_a_process_alone_is_alone(variables, environ):
 def test_a_wrong_variable_is_named(variables, environ, text):
     variables(environ)
     with pytest.raises(ValueError, match=text):
-        find_rank()
+        detect_rank()
 
 
 def test_wrong_arguments_are_named():
@@ -168,9 +168,9 @@ def test_wrong_arguments_are_named():
 
 
 def test_where_all_are_on_one_machine_others_are_not_listened_to():
-    assert [bind_host(h) for h in ("localhost", "::1")] == ["127.0.0.1", "::1"]
-    assert bind_host("node7") in ("::", "0.0.0.0")
-    assert Rank(0, 2, "fd00::2", 77).address == "[fd00::2]:77"
+    assert [choose_bind_host(h) for h in ("localhost", "::1")] == ["127.0.0.1", "::1"]
+    assert choose_bind_host("node7") in ("::", "0.0.0.0")
+    assert RankInfo(0, 2, "fd00::2", 77).address == "[fd00::2]:77"
 
 
 def test_alone_it_does_nothing():

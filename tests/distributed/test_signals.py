@@ -13,7 +13,7 @@ from toys import batches, leaves
 from toys import on_one_device as make
 
 from jaxdp import Callback
-from jaxdp.distributed import Interrupts, Preempted, Processes
+from jaxdp.distributed import Preempted, ProcessGroup, SignalHandler
 
 TESTS = Path(__file__).parents[1]
 
@@ -101,7 +101,10 @@ def test_a_hangup_beside_another_signal_ends_nothing_at_once(
 ):
     ended = []
     monkeypatch.setattr(os, "_exit", ended.append)
-    with pytest.raises(Preempted) as raised, Interrupts(Processes()) as interrupts:
+    with (
+        pytest.raises(Preempted) as raised,
+        SignalHandler(ProcessGroup()) as interrupts,
+    ):
         signal.raise_signal(getattr(signal, first))
         signal.raise_signal(getattr(signal, second))
         at_once = list(ended)

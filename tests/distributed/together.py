@@ -483,7 +483,7 @@ def files(into):
     ]
     if jax.process_index() == 0:  # as if they had died before the second one's save
         shutil.rmtree(f"{into}/b/8")
-    run.run.processes.all("the removal", None)
+    run.run.processes.all_gather("the removal", None)
     run = trainer(callbacks=[ModelCheckpoint(folder, **often) for folder in both])
     found["nothing to do"] = refusal(fit, run, max_epochs=2, ckpt_path="auto")
     found["due"] = sorted(os.listdir(f"{into}/b"))

@@ -20,7 +20,7 @@ from jaxdp.callbacks import (
     Preemption,
     ThroughputMonitor,
 )
-from jaxdp.distributed import is_stop
+from jaxdp.distributed import is_graceful_stop
 
 
 def x_y(x, y):
@@ -50,7 +50,7 @@ def test_ctrl_c_stops_at_a_boundary_and_keeps_the_model():
     assert trainer.global_step == 3
     assert watching.seen == [KeyboardInterrupt, "end"]
     # Of this very class, or Python would exit with 1 instead of 130.
-    assert type(stopped.value) is KeyboardInterrupt and is_stop(stopped.value)
+    assert type(stopped.value) is KeyboardInterrupt and is_graceful_stop(stopped.value)
     trainer.model(jnp.ones(4))
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     with pytest.raises(KeyboardInterrupt):  # another one, at batch number 2 of epoch 1

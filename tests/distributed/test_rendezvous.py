@@ -10,8 +10,8 @@ import time
 import pytest
 from crew import free_port
 
-from jaxdp.distributed.launchers import Rank
-from jaxdp.distributed.roll_call import call_the_roll
+from jaxdp.distributed.launchers import RankInfo
+from jaxdp.distributed.rendezvous import exchange_ranks
 
 CARD = {"process": 1, "of": 2, "name": "x", "facts": {}}
 
@@ -118,8 +118,8 @@ def test_processes_start_with_nothing_but_their_variables(crew):
 
 def join(process, port, count=2, timeout=20.0, **facts):
     """The roll call, as one of the processes has it."""
-    rank = Rank(process, count, "127.0.0.1", port)
-    call_the_roll(rank, facts, timeout, "127.0.0.1")
+    rank = RankInfo(process, count, "127.0.0.1", port)
+    exchange_ranks(rank, facts, timeout, "127.0.0.1")
 
 
 def call(port):

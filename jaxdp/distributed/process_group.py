@@ -19,88 +19,88 @@ from typing import Any, Final
 from ..basics import coordination
 from ..basics.console import join_numbers, join_some, log_info
 
-_FAST: Final = 2.0
+_FAST_BARRIER_SECONDS: Final = 2.0
 """Seconds at a barrier after which a process asks where the others are."""
 
-_OTHERS_READ: Final = 1.0
+_MISMATCH_READ_SECONDS: Final = 1.0
 """Seconds that process 0 stays when they differ: the cards go when it does."""
 
-_MOST_DIFFERENCES: Final = 5
+_MAX_REPORTED_DIFFERENCES: Final = 5
 
-_COME: Final = "jaxdp.meet/come"
-_LATE: Final = "jaxdp.meet/late"
-_DEPARTED: Final = "jaxdp.meet/departed"
+_ARRIVED_DIR: Final = "jaxdp.meet/come"
+_LATE_DIR: Final = "jaxdp.meet/late"
+_EXITED_DIR: Final = "jaxdp.meet/departed"
 """Where processes leave their cards, who wait for others, for whom others do, and who
 end, by an error or without one."""
 
-_HOSTS: Final = "jaxdp.meet/hosts"
+_HOSTS_DIR: Final = "jaxdp.meet/hosts"
 
-_LAST_SECONDS: Final = 10.0
+_EXIT_SECONDS: Final = 10.0
 """In which a process that has given up must have ended: what it does then, such as to
 write its last log, may wait for a step in flight, and that for the other process."""
 
-TELLS_AFTER: Final = 2.0
+DELAY_REPORT_SECONDS: Final = 2.0
 """Seconds after which a process that is late and alive begins to leave such a card."""
 
-_LIMIT: Final = 3600.0
+_RANK_ZERO_TIMEOUT: Final = 3600.0
 """Seconds to wait for what process 0 does alone, such as reading a large checkpoint.
 If it has died, that ends the others long before."""
 
-_SHARE_OF_TIME: Final = 200
-_LEAST_SECONDS: Final = 0.2
-_MOST_SECONDS: Final = 5.0
-"""A `Pulse` takes about one part in so many of the time, but comes after so many
+_PAUSE_PER_EXCHANGE: Final = 200
+_MIN_PAUSE_SECONDS: Final = 0.2
+_MAX_PAUSE_SECONDS: Final = 5.0
+"""A `PeriodicVote` takes about one part in so many of the time, but comes after so many
 seconds at least and at most."""
 
 Entry = tuple[str, Mapping[str, str]]
 """What a process is about to do, and with what."""
 
 
-class Abandoned(RuntimeError):
+class PeerLost(RuntimeError):
     """Another process has failed, left or died, and can't be waited for."""
 
 
-def _give_up(text: str) -> Abandoned:
+def _make_peer_lost(text: str) -> PeerLost:
     """Returns the error. The process ends soon after it, whatever it then waits for."""
 
     def exit_process() -> None:
         log_info(f"{text}. This process ends.", all_processes=True)
         os._exit(1)
 
-    timer = threading.Timer(_LAST_SECONDS, exit_process)
+    timer = threading.Timer(_EXIT_SECONDS, exit_process)
     timer.daemon = True
     timer.start()
-    return Abandoned(text)
+    return PeerLost(text)
 
 
-class Meetings:
+class ProcessBarrier:
     """The meetings of one process, in the order in which all processes have them."""
 
     def __init__(self) -> None:
-        self.number = 0  # of meetings so far
-        self.where = ""  # what this process is about to do, or does
-        self.is_told_to_end = False  # by a signal that waits for all to come
-        self.since = time.monotonic()  # when it came to that
+        self.num_passed = 0  # of meetings so far
+        self.location = ""  # what this process is about to do, or does
+        self.is_stop_pending = False  # by a signal that waits for all to come
+        self.location_time = time.monotonic()  # when it came to that
         self.is_waiting = False  # for others
-        self.waited = 0.0  # seconds, so far
+        self.wait_seconds = 0.0  # seconds, so far
         self.timeout = 600.0  # seconds to wait for them
         self.warn_after = 30.0  # seconds after which it is said for whom
-        self.every = 1  # steps of loops with one meeting
+        self.every_n_steps = 1  # steps of loops with one meeting
         self._steps = 0
         self._entries: list[Entry] = []
 
-    def note(self, where: str, facts: Mapping[str, str] | None = None) -> None:
+    def add_entry(self, where: str, facts: Mapping[str, str] | None = None) -> None:
         """Tells it at the next meeting."""
-        self.where, self.since = where, time.monotonic()
+        self.location, self.location_time = where, time.monotonic()
         self._entries.append((where, facts or {}))
 
-    def step(self) -> None:
+    def sync_step(self) -> None:
         """Meets the others if it is the turn of this step of a loop."""
         self._steps += 1
-        if self._steps >= self.every:
-            self.meet()
+        if self._steps >= self.every_n_steps:
+            self.wait_for_all()
 
-    def meet(self, what: str = "", patience: float = 0.0) -> None:
+    def wait_for_all(self, what: str = "", patience: float = 0.0) -> None:
         """Waits for all others to come, having noted the same since the last time.
 
         `what` they meet for, where it is nothing noted. Raises a RuntimeError if they
@@ -109,88 +109,97 @@ class Meetings:
         entries, self._entries, self._steps = self._entries, [], 0
         if what:
             entries.append((what, {}))
-        self.number += 1
+        self.num_passed += 1
         digest = hashlib.blake2b(repr(entries).encode(), digest_size=8).hexdigest()
         started, self.is_waiting = time.monotonic(), True
-        name = f"jaxdp.meet/{self.number}/{digest}"
+        name = f"jaxdp.meet/{self.num_passed}/{digest}"
         if not coordination.wait_at_barrier(
-            name, _FAST, gives_up=lambda: bool(self._read_departed())
+            name, _FAST_BARRIER_SECONDS, gives_up=lambda: bool(self._read_exited())
         ):
-            self._ask(digest, entries, started, max(patience, self.timeout))
-        self.since, self.is_waiting = time.monotonic(), False
-        self.waited += self.since - started
+            self._wait_for_missing(
+                digest, entries, started, max(patience, self.timeout)
+            )
+        self.location_time, self.is_waiting = time.monotonic(), False
+        self.wait_seconds += self.location_time - started
 
-    def tell(self, place: str) -> None:
+    def report_delay(self, place: str) -> None:
         """Lets the others know where this process is, since it has not come yet."""
-        seconds = time.monotonic() - self.since
-        text = f"{self.where}, for {seconds:.0f} s, at {place}"
-        card = {"number": self.number, "text": text}
-        coordination.put_value(_LATE, card)
+        seconds = time.monotonic() - self.location_time
+        text = f"{self.location}, for {seconds:.0f} s, at {place}"
+        card = {"number": self.num_passed, "text": text}
+        coordination.put_value(_LATE_DIR, card)
 
-    def leave(self, how: str) -> None:
+    def report_exit(self, how: str) -> None:
         """Publishes that this process ends, and how; waits a second at most."""
-        passed = self.number - self.is_waiting
-        card = {"number": passed, "text": f"{how}; it was at {self.where or 'no fit'}"}
-        put = threading.Thread(target=coordination.put_value, args=(_DEPARTED, card))
+        passed = self.num_passed - self.is_waiting
+        card = {
+            "number": passed,
+            "text": f"{how}; it was at {self.location or 'no fit'}",
+        }
+        put = threading.Thread(target=coordination.put_value, args=(_EXITED_DIR, card))
         put.daemon = True
         try:
             put.start()
         except RuntimeError:  # Python 3.12 starts no threads in `atexit`
-            coordination.put_value(_DEPARTED, card)
+            coordination.put_value(_EXITED_DIR, card)
         else:
             put.join(1.0)
 
-    def _read_departed(self) -> dict[int, str]:
+    def _read_exited(self) -> dict[int, str]:
         """Returns how processes have ended that will not come to this meeting."""
-        cards = coordination.read_values(_DEPARTED).items()
-        return {p: card["text"] for p, card in cards if card["number"] < self.number}
+        cards = coordination.read_values(_EXITED_DIR).items()
+        return {
+            p: card["text"] for p, card in cards if card["number"] < self.num_passed
+        }
 
-    def _ask(
+    def _wait_for_missing(
         self, digest: str, entries: Sequence[Entry], started: float, timeout: float
     ) -> None:
-        mine = {"number": self.number, "digest": digest, "entries": entries}
-        coordination.put_value(_COME, mine)
+        mine = {"number": self.num_passed, "digest": digest, "entries": entries}
+        coordination.put_value(_ARRIVED_DIR, mine)
         everyone = set(range(coordination.process_count()))
         pause, warned = 0.02, False
 
         while True:
-            cards = coordination.read_values(_COME)
-            here = {p: c for p, c in cards.items() if c["number"] == self.number}
+            cards = coordination.read_values(_ARRIVED_DIR)
+            here = {p: c for p, c in cards.items() if c["number"] == self.num_passed}
             differing = {p: c for p, c in here.items() if c["digest"] != digest}
             if differing and pause > 0.1:  # by then most have come
                 if coordination.process_index() == 0:
-                    time.sleep(_OTHERS_READ)
-                raise RuntimeError(_difference(here))
+                    time.sleep(_MISMATCH_READ_SECONDS)
+                raise RuntimeError(_describe_mismatch(here))
 
             # Whoever has left for the next one has met us here.
             missing = {
-                p for p in everyone if cards.get(p, mine)["number"] < self.number
+                p for p in everyone if cards.get(p, mine)["number"] < self.num_passed
             } | (everyone - set(cards))
             if not missing and not differing:
                 return
 
             # Somebody is late, or gone. A launcher that sees one die tells the rest to
             # end; of those that are alive it would soon be heard why they are late.
-            for process, how in self._read_departed().items():
-                raise _give_up(f"{_format_processes([process])} {how}")
+            for process, how in self._read_exited().items():
+                raise _make_peer_lost(f"{_format_processes([process])} {how}")
             waited = time.monotonic() - started
-            is_silent = waited > 2 * TELLS_AFTER and not _excuses(missing, self.number)
-            if self.is_told_to_end and is_silent:
-                raise _give_up(
-                    f"process {coordination.process_index()} ({self.where}) was told to"
-                    f" end, and {_format_processes(missing)} did not come and said"
+            is_silent = waited > 2 * DELAY_REPORT_SECONDS and not _join_delay_reports(
+                missing, self.num_passed
+            )
+            if self.is_stop_pending and is_silent:
+                raise _make_peer_lost(
+                    f"process {coordination.process_index()} ({self.location}) was told"
+                    f" to end, and {_format_processes(missing)} did not come and said"
                     " nothing"
                 )
             is_late = waited > timeout
             if is_late or waited > self.warn_after and not warned:
-                excuses = _excuses(missing, self.number)
+                excuses = _join_delay_reports(missing, self.num_passed)
                 text = (
-                    f"process {coordination.process_index()} ({self.where}) has waited"
-                    f" for {waited:.0f} s for {_format_processes(missing)}"
+                    f"process {coordination.process_index()} ({self.location}) has"
+                    f" waited for {waited:.0f} s for {_format_processes(missing)}"
                     + (f" ({excuses})" if excuses else "")
                 )
                 if is_late:
-                    raise _give_up(f"{text} (`Lockstep(timeout=...)`)")
+                    raise _make_peer_lost(f"{text} (`Lockstep(timeout=...)`)")
                 log_info(text, all_processes=True)
                 warned = True
 
@@ -199,27 +208,27 @@ class Meetings:
 
 
 @functools.cache
-def here() -> Meetings:
+def get_barrier() -> ProcessBarrier:
     """The meetings of this process."""
-    return Meetings()
+    return ProcessBarrier()
 
 
 def _format_processes(processes: Iterable[int]) -> str:
     """process 1 on node7, process 2 on node8."""
-    hosts = coordination.read_values(_HOSTS)
+    hosts = coordination.read_values(_HOSTS_DIR)
     return join_some(f"process {p} on {hosts.get(p, '?')}" for p in sorted(processes))
 
 
-def _excuses(missing: set[int], number: int) -> str:
+def _join_delay_reports(missing: set[int], number: int) -> str:
     """What those have told who are missing at that meeting."""
     return "; ".join(
         f"process {process}: {card['text']}"
-        for process, card in sorted(coordination.read_values(_LATE).items())
+        for process, card in sorted(coordination.read_values(_LATE_DIR).items())
         if process in missing and card["number"] == number - 1
     )
 
 
-def _difference(cards: Mapping[int, Mapping[str, Any]]) -> str:
+def _describe_mismatch(cards: Mapping[int, Mapping[str, Any]]) -> str:
     """What the first thing is that processes are not about to do alike."""
     longest = max(len(card["entries"]) for card in cards.values())
     for place in range(longest):
@@ -227,7 +236,7 @@ def _difference(cards: Mapping[int, Mapping[str, Any]]) -> str:
             process: card["entries"][place] if place < len(card["entries"]) else None
             for process, card in sorted(cards.items())
         }
-        wheres = _by_value({p: e and e[0] for p, e in entries.items()})
+        wheres = _group_by_value({p: e and e[0] for p, e in entries.items()})
         if len(wheres) > 1:
             differences = [
                 f"{who}: {where or 'nothing'}" for where, who in wheres.items()
@@ -240,22 +249,23 @@ def _difference(cards: Mapping[int, Mapping[str, Any]]) -> str:
         names = dict.fromkeys(name for noted in facts.values() for name in noted)
         differences = []
         for name in names:
-            values = _by_value({p: noted.get(name) for p, noted in facts.items()})
+            values = _group_by_value({p: noted.get(name) for p, noted in facts.items()})
             if len(values) > 1:
                 listed_values = ", ".join(f"{v} ({who})" for v, who in values.items())
                 differences.append(f"{name}: {listed_values}")
         if differences:
-            more = len(differences) - _MOST_DIFFERENCES
+            more = len(differences) - _MAX_REPORTED_DIFFERENCES
             rest = f"; and {more} more" if more > 0 else ""
             return (
                 f"the processes of this job do not agree, at {next(iter(wheres))}:"
-                f" {'; '.join(differences[:_MOST_DIFFERENCES])}{rest}. Their numbers"
-                " would be wrong. All must run the same program with the same settings."
+                f" {'; '.join(differences[:_MAX_REPORTED_DIFFERENCES])}{rest}. Their"
+                " numbers would be wrong. All must run the same program with the same"
+                " settings."
             )
     raise AssertionError("digests differ, and nothing that was noted does")
 
 
-def _by_value(values: Mapping[int, Any]) -> dict[Any, str]:
+def _group_by_value(values: Mapping[int, Any]) -> dict[Any, str]:
     """Who has each value."""
     processes: dict[Any, list[int]] = {}
     for process, value in values.items():
@@ -263,7 +273,7 @@ def _by_value(values: Mapping[int, Any]) -> dict[Any, str]:
     return {value: join_numbers("process", who) for value, who in processes.items()}
 
 
-class Processes:
+class ProcessGroup:
     """The processes that train together. Here: this one, which agrees with itself.
 
     All must come to the same calls in the same order; one that is elsewhere in the
@@ -273,10 +283,10 @@ class Processes:
     index: int = 0  # which of them this is
     count: int = 1
 
-    def step(self, where: str) -> None:
+    def sync_step(self, where: str) -> None:
         """Raises on all unless they are about to do the same step of a loop."""
 
-    def all(self, what: str, value: Any, patience: float = 0.0) -> list[Any]:
+    def all_gather(self, what: str, value: Any, patience: float = 0.0) -> list[Any]:
         """Every process's `value`, a JSON value, in their order.
 
         `what` is exchanged, for the error of a process that is elsewhere. They are
@@ -284,7 +294,7 @@ class Processes:
         """
         return [value]
 
-    def first(
+    def run_on_rank_zero(
         self, what: str, function: Callable[[], Any], *errors: type[Exception]
     ) -> Any:
         """What `function` gives on process 0, a JSON value; it is called there only.
@@ -298,78 +308,82 @@ class Processes:
                 outcome = ["", function()]
             except Exception as error:
                 outcome, raised = [type(error).__name__, str(error)], error
-        kind, value = self.all(what, outcome, 0.0 if self.index == 0 else _LIMIT)[0]
+        kind, value = self.all_gather(
+            what, outcome, 0.0 if self.index == 0 else _RANK_ZERO_TIMEOUT
+        )[0]
         if raised is not None:
             raise raised
         if kind:
-            raise _error(kind, f"{value} (said process 0)", errors)
+            raise _make_error(kind, f"{value} (said process 0)", errors)
         return value
 
-    def same(self, what: str, values: Mapping[str, Any]) -> None:
+    def check_equal(self, what: str, values: Mapping[str, Any]) -> None:
         """Raises a RuntimeError on all unless all have the same `values`, by name."""
         if self.count > 1:
-            meeting = here()
-            meeting.note(what, {name: repr(value) for name, value in values.items()})
-            meeting.meet()
+            meeting = get_barrier()
+            meeting.add_entry(
+                what, {name: repr(value) for name, value in values.items()}
+            )
+            meeting.wait_for_all()
 
-    def any(self, what: str, error: BaseException | None) -> str | None:
+    def gather_errors(self, what: str, error: BaseException | None) -> str | None:
         """What is wrong in any process, by its number and host; None if all is well."""
         if self.count == 1:
             return None if error is None else str(error)
         own = None if error is None else f"{type(error).__name__}: {error}"
         wrong = [
             f"{_format_processes([process])}: {text}"
-            for process, text in enumerate(self.all(what, own))
+            for process, text in enumerate(self.all_gather(what, own))
             if text is not None
         ]
         return "; ".join(wrong) or None
 
 
-class _Several(Processes):
+class _MultiProcessGroup(ProcessGroup):
     """The processes that `jax.distributed.initialize` has brought together."""
 
     def __init__(self) -> None:
         self.index = coordination.process_index()
         self.count = coordination.process_count()
         self._folder: str | None = None
-        coordination.put_value(_HOSTS, socket.gethostname())
+        coordination.put_value(_HOSTS_DIR, socket.gethostname())
 
-    def step(self, where: str) -> None:
-        meeting = here()
-        meeting.note(where)
-        meeting.step()
+    def sync_step(self, where: str) -> None:
+        meeting = get_barrier()
+        meeting.add_entry(where)
+        meeting.sync_step()
 
-    def all(self, what: str, value: Any, patience: float = 0.0) -> list[Any]:
-        meeting, old = here(), self._folder
-        self._folder = folder = f"jaxdp/all/{meeting.number}"
+    def all_gather(self, what: str, value: Any, patience: float = 0.0) -> list[Any]:
+        meeting, old = get_barrier(), self._folder
+        self._folder = folder = f"jaxdp/all/{meeting.num_passed}"
         coordination.put_value(folder, value)
-        meeting.meet(what, patience)
+        meeting.wait_for_all(what, patience)
         values = coordination.read_values(folder)
         if old is not None:  # whoever has come here has read it
             coordination.delete_value(old)
         return [values[index] for index in range(self.count)]
 
 
-def find_processes() -> Processes:
+def get_process_group() -> ProcessGroup:
     """All that train together: those of the job, or this one alone."""
-    return _several() if coordination.has_peers() else _ALONE
+    return _get_multi_process_group() if coordination.has_peers() else _SINGLE_PROCESS
 
 
-_ALONE: Final = Processes()
+_SINGLE_PROCESS: Final = ProcessGroup()
 
 
-_several = functools.cache(_Several)
+_get_multi_process_group = functools.cache(_MultiProcessGroup)
 """One for all trainers, since the calls of all are counted together."""
 
 
-class Pulse:
+class PeriodicVote:
     """Wishes of single processes, heard by all of them at the same moment.
 
-    To ask costs milliseconds, so it is not done at every `beat`, but several times a
+    To ask costs milliseconds, so it is not done at every `poll`, but several times a
     second: how many beats to leave out, process 0 says each time.
     """
 
-    def __init__(self, processes: Processes, what: str):
+    def __init__(self, processes: ProcessGroup, what: str):
         self._processes = processes
         self._what = what
         self._left = 0
@@ -377,7 +391,7 @@ class Pulse:
         self._asked: float | None = None
         self._took = float("inf")  # the fastest: others also waited for a slow process
 
-    def beat(self, wish: Any, *, now: bool = False) -> list[Any]:
+    def poll(self, wish: Any, *, force: bool = False) -> list[Any]:
         """The wishes that processes have, None left out; `[]` if nobody was asked.
 
         With `now` all ask, at this very call. A wish is JSON.
@@ -385,28 +399,28 @@ class Pulse:
         if self._processes.count == 1:
             return [] if wish is None else [wish]
         self._left -= 1
-        if self._left > 0 and not now:
+        if self._left > 0 and not force:
             return []
         start = time.monotonic()
         done = self._beats - max(self._left, 0)
-        beats = self._next_beats(start, done)
-        answers = self._processes.all(self._what, [wish, beats])
+        beats = self._choose_calls(start, done)
+        answers = self._processes.all_gather(self._what, [wish, beats])
         self._asked = time.monotonic()
         self._took = min(self._took, self._asked - start)
         self._left = self._beats = answers[0][1]
         return [wish for wish, _ in answers if wish is not None]
 
-    def _next_beats(self, now: float, done: int) -> int:
+    def _choose_calls(self, now: float, done: int) -> int:
         """How many beats are to come before the next time, by the last ones' pace."""
         if self._asked is None:
             return 1
-        pause = max(_LEAST_SECONDS, self._took * _SHARE_OF_TIME)
-        pause = min(pause, _MOST_SECONDS)
+        pause = max(_MIN_PAUSE_SECONDS, self._took * _PAUSE_PER_EXCHANGE)
+        pause = min(pause, _MAX_PAUSE_SECONDS)
         per_beat = max(now - self._asked, 1e-6) / max(done, 1)
         return max(1, min(int(pause / per_beat), 4 * self._beats))
 
 
-def _error(kind: str, text: str, errors: Sequence[type[Exception]]) -> Exception:
+def _make_error(kind: str, text: str, errors: Sequence[type[Exception]]) -> Exception:
     """One of `errors`, or of Python's own, by its name; else a RuntimeError."""
     known = vars(builtins) | {error.__name__: error for error in errors}
     try:

@@ -16,18 +16,20 @@ from typing import Any, Final
 from ..basics.console import join_numbers, log_info
 from ..basics.environment import get_versions
 from ..basics.files import check_fields, parse_json
-from .launchers import Rank
+from .launchers import RankInfo
 
-_PATIENCE: Final = 10.0  # seconds after which a process says what it waits for
-_MORE_TIME: Final = 3.0  # for processes that come after an error was found
-_SILENCE: Final = 1.0  # in which a client must have sent its message
+_LOG_MISSING_SECONDS: Final = (
+    10.0  # seconds after which a process says what it waits for
+)
+_LATE_SECONDS: Final = 3.0  # for processes that come after an error was found
+_RECEIVE_SECONDS: Final = 1.0  # in which a client must have sent its message
 _MAX_BYTES: Final = 4096  # of a message
 
-_CARD: Final = {"process": int, "of": int, "name": str, "facts": dict}
-_ANSWER: Final = {"wrong": str, "missing": str}
+_RANK_FIELDS: Final = {"process": int, "of": int, "name": str, "facts": dict}
+_ANSWER_FIELDS: Final = {"wrong": str, "missing": str}
 
 
-def installed_versions() -> dict[str, str]:
+def get_comparable_versions() -> dict[str, str]:
     """Returns what must be the same for processes to understand each other."""
     found = get_versions()
     python = found["python"].rpartition(".")[0]
@@ -38,14 +40,16 @@ def installed_versions() -> dict[str, str]:
     return {"the version of Python": python, **packages}
 
 
-def call_the_roll(rank: Rank, facts: dict[str, str], timeout: float, bind: str) -> None:
+def exchange_ranks(
+    rank: RankInfo, facts: dict[str, str], timeout: float, bind: str
+) -> None:
     """Waits until all processes are there, and raises unless their `facts` agree."""
     name = f"{socket.gethostname()}, pid {os.getpid()}"
     card = {"process": rank.index, "of": rank.count, "name": name, "facts": facts}
     answer = (
-        _answer_of_host(rank, card, timeout)
+        _send_rank(rank, card, timeout)
         if rank.index
-        else _gather_cards(rank, card, timeout, bind)
+        else _serve_ranks(rank, card, timeout, bind)
     )
     if answer["wrong"]:
         raise RuntimeError(f"the processes don't belong together: {answer['wrong']}.")
@@ -57,42 +61,43 @@ def call_the_roll(rank: Rank, facts: dict[str, str], timeout: float, bind: str) 
         )
 
 
-def _gather_cards(rank: Rank, own: Any, timeout: float, bind: str) -> dict[str, str]:
+def _serve_ranks(rank: RankInfo, own: Any, timeout: float, bind: str) -> dict[str, str]:
     """Waits for all others, as process 0, and sends each the result."""
     cards, wrong, has_said = {0: own}, "", False
     clients: list[socket.socket] = []
     start = time.monotonic()
     deadline = start + timeout
-    with _listen(rank, bind) as listener:
+    with _open_listener(rank, bind) as listener:
         while len(cards) < rank.count and time.monotonic() < deadline:
-            if time.monotonic() > start + _PATIENCE and not has_said:
+            if time.monotonic() > start + _LOG_MISSING_SECONDS and not has_said:
                 has_said = True
                 log_info(
-                    f"process 0 waits at {rank.address} for {_missing(rank, cards)}"
+                    f"process 0 waits at {rank.address} for"
+                    f" {_format_missing(rank, cards)}"
                 )
             with contextlib.suppress(TimeoutError, ConnectionError):
                 client = listener.accept()[0]
-                card = _receive(client, _SILENCE, _CARD)
+                card = _receive(client, _RECEIVE_SECONDS, _RANK_FIELDS)
                 if card is None or not 0 < card["process"] < card["of"]:
                     client.close()  # another program
                     continue
                 clients.append(client)
-                if not wrong and (wrong := _find_error(cards, card)):
-                    deadline = min(deadline, time.monotonic() + _MORE_TIME)
+                if not wrong and (wrong := _find_rank_conflict(cards, card)):
+                    deadline = min(deadline, time.monotonic() + _LATE_SECONDS)
                 cards.setdefault(card["process"], card)
-    answer = {"wrong": wrong[:1000], "missing": _missing(rank, cards)}
+    answer = {"wrong": wrong[:1000], "missing": _format_missing(rank, cards)}
     for client in clients:
         with client:
             _send(client, answer)
     return answer
 
 
-def _missing(rank: Rank, cards: dict[int, Any]) -> str:
+def _format_missing(rank: RankInfo, cards: dict[int, Any]) -> str:
     absent = set(range(rank.count)) - set(cards)
     return join_numbers("process", absent)[:1000] if absent else ""
 
 
-def _answer_of_host(rank: Rank, own: Any, timeout: float) -> dict[str, str]:
+def _send_rank(rank: RankInfo, own: Any, timeout: float) -> dict[str, str]:
     """Sends the card of this process to process 0, and waits for its answer."""
     start, has_said = time.monotonic(), False
     while True:
@@ -100,8 +105,8 @@ def _answer_of_host(rank: Rank, own: Any, timeout: float) -> dict[str, str]:
         try:
             with socket.create_connection((rank.host, rank.port), 5.0) as host:
                 _send(host, own)
-                seconds = timeout + 2 * _MORE_TIME  # process 0 has less
-                answer = _receive(host, seconds, _ANSWER)
+                seconds = timeout + 2 * _LATE_SECONDS  # process 0 has less
+                answer = _receive(host, seconds, _ANSWER_FIELDS)
             if answer is not None:
                 return answer
         except OSError as error:
@@ -112,7 +117,7 @@ def _answer_of_host(rank: Rank, own: Any, timeout: float) -> dict[str, str]:
         if waited > timeout:
             more = "Is that its machine, and does a firewall let others in?"
             raise TimeoutError(f"{text}. {more} (`initialization_timeout`)")
-        if waited > _PATIENCE and not has_said:
+        if waited > _LOG_MISSING_SECONDS and not has_said:
             has_said = True
             log_info(text, all_processes=True)
         time.sleep(0.1)
@@ -133,7 +138,7 @@ def _receive(sock: socket.socket, seconds: float, types: Any) -> Any:
     return None
 
 
-def _find_error(cards: dict[int, Any], card: Any) -> str:
+def _find_rank_conflict(cards: dict[int, Any], card: Any) -> str:
     """Returns why the process with this card can't join the others, or ""."""
     own, who = cards[0], f"process {card['process']} ({card['name']})"
     if card["process"] in cards:
@@ -149,7 +154,7 @@ def _find_error(cards: dict[int, Any], card: Any) -> str:
     return ""
 
 
-def _listen(rank: Rank, host: str) -> socket.socket:
+def _open_listener(rank: RankInfo, host: str) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     options: Any = {"family": family, "dualstack_ipv6": host == "::"}
     try:  # the port of a job that has just ended is free, as for JAX's service
