@@ -297,7 +297,9 @@ class Trainer(Generic[Model]):
             print(trainer.plan(loader, topology="h100x64"))  # by the compiler for them
 
         The step is compiled from shapes alone, and nothing runs. The model may be made
-        of shapes too. See also the plan's `scaling` and `largest_batch`.
+        of shapes too. See also the plan's `scaling` and `largest_batch`. If the peak
+        does not fit (`plan.fits`), a few changes that need less memory are compiled,
+        too: `plan.remedies`.
 
         Args:
             loader: as for `fit`; one batch is read, to learn the shapes.

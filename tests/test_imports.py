@@ -98,7 +98,7 @@ def test_what_users_are_told_goes_through_the_console():
 
 
 def test_what_waits_until_it_is_asked_for_is_there():
-    for module in (jaxdp, jaxdp.callbacks):
+    for module in (jaxdp, jaxdp.callbacks, jaxdp.plan):
         assert all(hasattr(module, name) for name in module.__all__)
     with pytest.raises(AttributeError, match="no attribute 'EarlyStoping'"):
         jaxdp.callbacks.EarlyStoping  # noqa: B018

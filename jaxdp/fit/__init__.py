@@ -3,5 +3,5 @@
 from .around import instead_of_training
 from .pass_metrics import Metric, PassMetric
 from .progress import Wanted
-from .run import Run, begin_anew
+from .run import Recipe, Run, begin_anew
 from .surface import shapes_of

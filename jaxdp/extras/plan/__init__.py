@@ -1,9 +1,9 @@
 """What a step costs, read from the compiled program before it runs."""
 
-from ...step import make_loop_scope
+from ...step import make_loop_scope as repeated
 from . import hlo
 from .hardware import Hardware, hardware_of
-from .parts import Bound, Estimate, Memory, Traffic
+from .parts import Bound, Estimate, Memory, Remedy, Traffic
 from .plan import Plan, Scaling
 from .planning import plan_running_step, plan_step
 
@@ -13,6 +13,7 @@ __all__ = [
     "Hardware",
     "Memory",
     "Plan",
+    "Remedy",
     "Scaling",
     "Traffic",
     "hardware_of",

@@ -133,6 +133,15 @@ class Estimate(NamedTuple):
     """Whether the peak fits into the memory that JAX takes."""
 
 
+class Remedy(NamedTuple):
+    """A change that needs less memory; it was compiled."""
+
+    change: str
+    """What to write: `"`strategy=FSDP()`"`."""
+    peak: int
+    fits: bool
+
+
 class Row(NamedTuple):
     """A line of `Plan.scaling`."""
 

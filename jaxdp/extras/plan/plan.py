@@ -1,6 +1,7 @@
 """What a run will cost, read from its compiled train step before any of it runs."""
 
 import dataclasses
+import html
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,7 @@ from ...basics.console import format_columns, log_info
 from ...basics.environment import import_extra
 from ...basics.files import save_figure
 from ...basics.units import format_bytes, format_seconds, format_short
-from .parts import GROUPS, Bound, Estimate, Leaf, Memory, Row, Traffic
+from .parts import GROUPS, Bound, Estimate, Leaf, Memory, Remedy, Row, Traffic
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -49,6 +50,8 @@ class Plan:
         trace_seconds: time to trace the step; None if `compile_seconds` includes it.
         compile_seconds: time to compile it.
         notes: what is exact, what is an estimate and what is unknown.
+        limit: bytes per device that JAX gives programs, if they are known.
+        remedies: up to three changes that need less memory, where the peak exceeds it.
         planner: compiles for other devices; None for the step in use.
     """
 
@@ -73,7 +76,14 @@ class Plan:
     trace_seconds: float | None
     compile_seconds: float
     notes: dict[str, list[str]]
+    limit: int | None = None
+    remedies: tuple[Remedy, ...] = ()
     planner: Any = None
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the peak fits into what JAX gives programs; None if unknown."""
+        return None if self.limit is None else self.memory.peak <= self.limit
 
     @property
     def wire_bytes(self) -> float:
@@ -163,7 +173,7 @@ class Plan:
         values = {name: _plain(getattr(self, name)) for name in names[:-1]}
         for plain, bound in zip(values["bounds"], self.bounds, strict=True):
             plain["ratio"] = bound.ratio
-        return values | {"wire_bytes": self.wire_bytes}
+        return values | {"wire_bytes": self.wire_bytes, "fits": self.fits}
 
     def __str__(self) -> str:
         parts = [f"Plan for {self.device}: {headline(self)}"]
@@ -172,13 +182,20 @@ class Plan:
         return "\n\n".join(parts)
 
     def __repr__(self) -> str:
-        return f"Plan({self.device}, peak {self.memory.peak:,} bytes per device)"
+        unfit = ", does not fit" if self.fits is False else ""
+        return f"Plan({self.device}, peak {self.memory.peak:,} bytes per device{unfit})"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 class Scaling(NamedTuple):
     """A plan for each number of devices; `str` makes a table of it."""
 
     rows: tuple[Row, ...]
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     def __str__(self) -> str:
         names = "devices rows peak/device sent/device step rows/s efficiency"
@@ -275,7 +292,13 @@ def headline(plan: Any) -> str:
 def sections(plan: Any) -> Iterator[tuple[str, list[str]]]:
     """All that a plan has to say, the most important first: titles, and lines."""
     # What it holds, sends and copies.
-    yield "Memory per device", _memory(plan.memory)
+    yield "Memory per device", [*_memory(plan.memory), *_limit(plan)]
+    if plan.remedies:
+        rows = [
+            (remedy.change, format_bytes(remedy.peak), "fits" * remedy.fits)
+            for remedy in plan.remedies
+        ]
+        yield "Peaks with one change, compiled", format_columns(rows)
     sent = f"a device sends {format_bytes(plan.wire_bytes)} per step"
     traffic = format_columns(map(_traffic, plan.traffic)) or ["Nothing is sent."]
     yield f"Communication: {sent}", traffic
@@ -326,6 +349,13 @@ def _memory(memory: Memory) -> list[str]:
         " decides how many of them exist at a time; the peak includes them.",
         *moved,
     ]
+
+
+def _limit(plan: Any) -> list[str]:
+    if plan.limit is None:
+        return []
+    fits = "fits" if plan.fits else "does NOT fit"
+    return [f"The peak {fits} into the {format_bytes(plan.limit)} that JAX takes."]
 
 
 def _traffic(each: Traffic) -> tuple[str, ...]:
@@ -388,7 +418,6 @@ def _operations(plan: Any) -> list[str]:
 
 def _estimate(plan: Any) -> list[str]:
     estimate = plan.estimate
-    fits = "fits" if estimate.fits else "does NOT fit"
     return [
         f"{format_seconds(estimate.best)} to {format_seconds(estimate.worst)} per step,"
         f" {format_short(plan.rows / estimate.worst)} rows/s: computing"
@@ -396,7 +425,6 @@ def _estimate(plan: Any) -> list[str]:
         f" {format_seconds(estimate.memory)}, communication"
         f" {format_seconds(estimate.communication)}; efficiency"
         f" {estimate.efficiency:.0%} or more of one device.",
-        f"The peak {fits} into what JAX takes of its memory.",
     ]
 
 

@@ -197,13 +197,14 @@ def _planned(
         planner: whose plan it is.
     """
     runs, count = engine.train_program(), len(hosts)
-    memory = None if devices.platform == "cpu" else _memory_of(devices, profile)
-    reading = Reading(engine, hosts, memory)
+    limit = _memory_of(devices, profile)
+    reading = Reading(engine, hosts, None if devices.platform == "cpu" else limit)
 
     products, strategy = reading.products, engine.strategy
     bubble = strategy.bubble if isinstance(strategy, Pipeline) else 0.0
     return Plan(
         planner=planner,
+        limit=limit or None,
         device=devices.name,
         platform=devices.platform,
         num_devices=count,

@@ -1,6 +1,7 @@
 """Plans of a trainer's step: of one that would run, and of the one that runs."""
 
 import contextlib
+import dataclasses
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -10,9 +11,11 @@ from ...basics.arguments import check_count
 from ...basics.tracebacks import TracebackFilter
 from ...data import NO_LOADER, open_loader, rows_of
 from ...engine import Engine
+from ...fit import Recipe
 from ...strategies import DataParallel
 from .plan import Plan
 from .planner import Planner, of_running
+from .remedies import find_remedies
 
 if TYPE_CHECKING:
     from jaxdp import Trainer
@@ -50,22 +53,28 @@ def plan_step(
     known = run.engine.pure.objective if run.has_engine else None
     objective = known or recipe.objective_for(batch)
 
-    def engine_on(strategy: DataParallel) -> Engine:
-        engine = recipe.new_engine(strategy, run.hooks, abstract=True)
-        engine.set(objective=objective)
-        engine.set_options(options)
-        return engine
+    def compile_plan(recipe: Recipe, strategy: DataParallel, rows: int | None) -> Plan:
+        def engine_on(strategy: DataParallel) -> Engine:
+            engine = recipe.new_engine(strategy, run.hooks, abstract=True)
+            engine.set(objective=objective)
+            engine.set_options(options)
+            return engine
 
-    with TracebackFilter():
         window = [batch] * recipe.accumulate_grad_batches
-        planner = Planner(engine_on, recipe.strategy, window, topology, hardware)
+        planner = Planner(engine_on, strategy, window, topology, hardware)
         if hosts is not None:
             planner.spread(devices, hosts)
+        return planner.plan(devices, rows)
 
+    with TracebackFilter():
         rows = None
         if recipe.data == "local" and run.processes.count > 1:
             rows = rows_of(batch) * run.processes.count  # each has other ones
-        return planner.plan(devices, rows)
+        plan = compile_plan(recipe, recipe.strategy, rows)
+        if plan.fits is False:
+            remedies = find_remedies(recipe, rows or rows_of(batch), compile_plan)
+            plan = dataclasses.replace(plan, remedies=remedies)
+        return plan
 
 
 def plan_running_step(trainer: "Trainer") -> Plan | None:

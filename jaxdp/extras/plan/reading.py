@@ -14,6 +14,7 @@ from ...basics.tree import leaf_path, nbytes
 from ...basics.units import format_bytes
 from ...engine import num_in_flight
 from ...step import LONG_IN_FLIGHT
+from ...strategies.fsdp import FSDPUnitStrategy
 from ..local_sgd import LocalSGD
 from . import hlo
 from .hardware import Hardware, usable_memory
@@ -221,18 +222,19 @@ class Reading:
         where it works on rows one by one say. Then nothing is gathered in a pass of the
         model.
         """
-        gatherers = getattr(strategy, "gatherers", None)
         places = [_place(moved.path) for moved in self.program.collectives]
         in_calls = any(
             ": " in place and place.endswith("parameters") for place in places
         )
-        if gatherers is None or not in_calls:
+        if not isinstance(strategy, FSDPUnitStrategy) or not in_calls:
             return frozenset()
         named = jax.tree_util.tree_leaves_with_path(state.params)
         return frozenset(
             leaf_path(path)
             for path, leaf in named
-            if gatherers.gather(leaf_path(path), leaf.sharding.spec, self.batch_axes)
+            if strategy.units.gather(
+                leaf_path(path), leaf.sharding.spec, self.batch_axes
+            )
         )
 
     def _gradient_bytes(self, leaf: Leaf) -> float:
