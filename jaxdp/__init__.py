@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from .extras import plan as plan
     from .extras import reports as reports
     from .extras.bitwise import Bitwise
+    from .extras.decay_mask import decay_mask
     from .extras.ensembles import Ensemble, Members
     from .extras.fuse_attention import fuse_attention
     from .extras.load_weights import load_weights
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from .extras.plan import Plan
     from .extras.save_weights import save_weights
     from .extras.sequence_parallel import SequenceParallel
+    from .extras.steps_of import steps_of
 
 __version__ = "0.3.0.dev0"
 
@@ -78,6 +80,7 @@ __all__ = [
     "Whole",
     "ZeRO",
     "callbacks",
+    "decay_mask",
     "distributed",
     "finders",
     "fuse_attention",
@@ -90,6 +93,7 @@ __all__ = [
     "per_example",
     "save_model",
     "save_weights",
+    "steps_of",
     "strategies",
     "testing",
 ]
@@ -103,6 +107,7 @@ _EXTRAS = {
     "jaxdp.Plan": "extras.plan:Plan",
     "jaxdp.SequenceParallel": "extras.sequence_parallel:SequenceParallel",
     "jaxdp.comparison": "extras.comparison",
+    "jaxdp.decay_mask": "extras.decay_mask:decay_mask",
     "jaxdp.ensembles": "extras.ensembles",
     "jaxdp.finders": "extras.finders",
     "jaxdp.fuse_attention": "extras.fuse_attention:fuse_attention",
@@ -115,6 +120,7 @@ _EXTRAS = {
     "jaxdp.reports": "extras.reports",
     "jaxdp.save_model": "extras.model_files:save_model",
     "jaxdp.save_weights": "extras.save_weights:save_weights",
+    "jaxdp.steps_of": "extras.steps_of:steps_of",
     "jaxdp.testing": "testing",
     "jaxdp.callbacks.LivePlot": "extras.live_plot:LivePlot",
     "jaxdp.callbacks.MLFlowLogger": "extras.mlflow_logger:MLFlowLogger",

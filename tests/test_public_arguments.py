@@ -44,6 +44,7 @@ NEEDED = {
     "save_model": {"path": "out.eqx", "model": MODEL},
     "load_weights": {"path": "model.safetensors", "like": LINEAR, "names": {"*": "*"}},
     "save_weights": {"path": "w.safetensors", "model": LINEAR, "names": {"*": "*"}},
+    "steps_of": {"loader": batches(8), "max_epochs": 1},
     "tensor_rules": {"model": MODEL},
     "lr_find": {"trainer": None, "train_loader": []},
 }

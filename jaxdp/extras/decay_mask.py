@@ -1,0 +1,57 @@
+"""Weight decay for matrices, and not for biases and the scales of norms."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jaxtyping import PyTree
+
+from ..basics.tree import get_node, leaf_path, matches
+from ..strategies.stack import Stack
+
+
+def decay_mask(*exclude: str) -> Callable[[PyTree], PyTree]:
+    """Returns a mask for the optimizers of optax that decay weights.
+
+        optax.adamw(1e-3, weight_decay=0.1, mask=decay_mask())
+        optax.adamw(1e-3, weight_decay=0.1, mask=decay_mask("embedding.*", "head.*"))
+
+    Arrays of two or more dimensions decay, as in GPT-2: weights of linear layers,
+    convolutions and embeddings. Arrays called `bias` do not, nor those of fewer
+    dimensions, such as the scale of a norm. The dimension that a `jaxdp.Stack` adds to
+    the arrays of its blocks does not count.
+
+    Args:
+        exclude: paths of more arrays that do not decay, such as `layers[0].weight`;
+            `*` stands for anything.
+
+    Raises:
+        ValueError: by the optimizer's `init`, for a path that the model does not have.
+    """
+    for pattern in exclude:
+        if not isinstance(pattern, str):
+            raise TypeError(
+                f"`exclude` is {pattern!r}, of type {type(pattern).__name__}; it must"
+                ' be paths such as "embedding.*", one argument each.'
+            )
+
+    def mask(params: PyTree) -> PyTree:
+        names = [leaf_path(path) for path, _ in jax.tree.leaves_with_path(params)]
+        for pattern in exclude:
+            if not any(matches(name, pattern) for name in names):
+                raise ValueError(
+                    f"`exclude`: no array of the model is called {pattern!r}; it has"
+                    f" {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}."
+                )
+
+        def decays(path: tuple[Any, ...], leaf: Any) -> bool:
+            name = leaf_path(path)
+            nodes = (get_node(params, path[:depth]) for depth in range(len(path)))
+            dims = leaf.ndim - sum(isinstance(node, Stack) for node in nodes)
+            is_bias = name.rpartition(".")[2] == "bias"
+            is_excluded = any(matches(name, pattern) for pattern in exclude)
+            return dims >= 2 and not is_bias and not is_excluded
+
+        return jax.tree.map_with_path(decays, params)
+
+    return mask
