@@ -24,7 +24,7 @@ from .reports import comparison, differences, read_run, write_comparison, write_
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns what the process is to exit with."""
-    ignore_flush_errors()  # whoever reads the output may have read enough
+    ignore_flush_errors()  # the reader of the output may have read enough
     parser, given = _parser(), list(sys.argv[1:] if arguments is None else arguments)
     end = given.index("--") if "--" in given else len(given)
     options, others = parser.parse_known_args(given[:end])
@@ -95,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _doctor(options: argparse.Namespace) -> int:
+def _doctor(_: argparse.Namespace) -> int:
     """Looks for devices, and compares what they compute with NumPy.
 
     Every line is ok, a hint, or a problem with a remedy. The exit code is 1 when there
