@@ -3,7 +3,7 @@
 import glob
 import itertools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, Final
 
 import equinox as eqx
@@ -18,27 +18,33 @@ from ..basics.files import expand_path, read_json
 from ..checkpoint import CheckpointCorrupt, shape_text
 from ..fit import begin_anew, shapes_of
 from ..trainer import Trainer
-from .model_files import tensors_in
+from .model_files import open_safetensors
 from .weight_names import (
-    INDEX,
-    Leaf,
+    INDEX_SUFFIX,
+    LeafMapping,
+    ModelLeaf,
     Tensor,
-    Wanted,
-    grouped,
+    compile_pattern,
+    find_norms,
+    format_names,
+    group_rows,
     is_tensor,
-    leaves_of,
-    norms_in,
-    pattern,
-    resolved,
+    list_leaves,
+    map_leaves,
 )
 
-_FILLED: Final = "fits"
-_KEPT: Final = "stays as it is in the model"
+# The titles of the table that shows what was loaded, or why nothing was.
+_FITS: Final = "fits"
+_UNCHANGED: Final = "stays as it is in the model"
 _IGNORED: Final = "ignored in the file"
 _UNNAMED: Final = "no name fills (None lets it stay as it is)"
 _ABSENT: Final = "not in the file"
 _MISFITS: Final = "does not fit"
-_LEFT: Final = "no leaf takes (`ignore` leaves it in the file)"
+_LEFT_OVER: Final = "no leaf takes (`ignore` leaves it in the file)"
+_WRONG: Final = _UNNAMED, _ABSENT, _MISFITS, _LEFT_OVER
+
+Views = dict[tuple[int, ...], np.ndarray]
+"""The tensors of a leaf, by index of its first axes."""
 
 
 @checks_arguments
@@ -90,74 +96,70 @@ def load_weights(
     if isinstance(like, Trainer):
         if state is not None:
             raise ValueError("`state`: a Trainer has its own; leave `state` out.")
-        _into_trainer(path, like, names, ignore)
+        _load_into_trainer(path, like, names, ignore)
         return None
     both = like, state
-    model, state = _loaded(path, both, names, ignore, kept=both)
+    model, state = _load(path, both, names, ignore, current=both)
     return model if state is None else (model, state)
 
 
-def _into_trainer(
+def _load_into_trainer(
     path: Any, trainer: Trainer, names: Mapping[str, Any], ignore: Iterable[str]
 ) -> None:
-    """Sets the weights of a trainer, read as its strategy lays them out."""
+    """Sets the weights of a trainer, read in the layout of its strategy."""
     run, recipe = trainer.run, trainer.run.recipe
     begin = begin_anew(run, "`load_weights`")
     params, buffers, model_state = shapes_of(run)
 
-    def laid_out(own: Any, held: Any) -> Any:
-        if not is_tensor(own) or not is_tensor(held) or own.shape != held.shape:
-            return own
-        return jax.ShapeDtypeStruct(own.shape, own.dtype, sharding=held.sharding)
+    def with_layout(leaf: Any, placed: Any) -> Any:
+        if not is_tensor(leaf) or not is_tensor(placed) or leaf.shape != placed.shape:
+            return leaf
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed.sharding)
 
-    own = recipe.model, recipe.model_state
-    held = eqx.combine(params, buffers), model_state
-    like = jax.tree.map(laid_out, own, held, is_leaf=lambda node: node is None)
-    begin(*_loaded(path, like, names, ignore, kept=own))
+    current = recipe.model, recipe.model_state
+    placed = eqx.combine(params, buffers), model_state
+    is_none = lambda node: node is None  # noqa: E731
+    like = jax.tree.map(with_layout, current, placed, is_leaf=is_none)
+    begin(*_load(path, like, names, ignore, current))
 
 
-def _loaded(
+def _load(
     path: Any,
     like: tuple[PyTree, Any],
     names: Mapping[str, Any],
     ignore: Iterable[str],
-    kept: tuple[PyTree, Any],
+    current: tuple[PyTree, Any],
 ) -> tuple[PyTree, Any]:
-    """A model and its state, read in the layout of `like`; what stays is in `kept`."""
-    patterns = [ignore] if isinstance(ignore, str) else list(ignore)
-    wanted, unnamed = resolved(names, leaves_of(*like))
-    leaves = {
-        where: jax.tree.leaves(tree)
-        for where, tree in zip(("model", "state"), kept, strict=True)
-    }
+    """Returns a model and its state, read in the layout of `like`.
+
+    Leaves that no tensor fills are those of `current`.
+    """
+    mappings, unnamed = map_leaves(names, list_leaves(*like))
+    trees: dict[str, PyTree] = {"model": current[0], "state": current[1]}
+    leaves = {tree: jax.tree.leaves(value) for tree, value in trees.items()}
     tensors = open_weights(path)
-    for text in patterns:
-        if not any(map(pattern(text).fullmatch, tensors)):
-            raise ValueError(
-                f"`ignore`: {text!r} matches no tensor of {os.fspath(path)}; `*` is a"
-                " part of a name without dots, `**` any part. The names are"
-                f" {', '.join(row[0] for row in grouped((n, '', '') for n in tensors))}"
-            )
-    table = _Table(tensors, wanted, unnamed, patterns)
-    if table.is_wrong:
+    ignored = _find_ignored(path, tensors, ignore)
+    filled, rows = _match(tensors, mappings, unnamed, ignored)
+    table = _format_table(rows)
+    if any(rows[title] for title in _WRONG):
         raise ValueError(
             f"`names`: the model and {os.fspath(path)} don't fit, so nothing was"
             f" loaded.\n{table}"
         )
-    for leaf, parts in wanted:
-        value = leaves[leaf.where][leaf.place]
-        if (leaf.where, leaf.place) not in table.views and _is_shape(value):
+    for leaf, parts in mappings:
+        value = leaves[leaf.tree][leaf.index]
+        if (leaf.tree, leaf.index) not in filled and _is_shape(value):
             raise ValueError(
                 f"`names`: {next(iter(parts.values()))[0]} is to stay as it is, but"
                 " `like` has only its shape; fill it, or make the model itself."
             )
-    for (where, place), (leaf, views) in table.views.items():
-        leaves[where][place] = _array(leaf.value, views)
-    for norm in norms_in(*like):
-        if ("state", norm.mean) in table.views:
-            leaves["state"][norm.counter] = norm.finished()
+    for (tree, index), (leaf, views) in filled.items():
+        leaves[tree][index] = _make_array(leaf.value, views)
+    for norm in find_norms(*like).values():
+        if ("state", norm.mean) in filled:
+            leaves["state"][norm.counter] = norm.make_final_counter()
     log_info(f"`load_weights`: {os.fspath(path)}\n{table}")
-    model, state = (jax.tree.structure(tree) for tree in kept)
+    model, state = map(jax.tree.structure, current)
     return model.unflatten(leaves["model"]), state.unflatten(leaves["state"])
 
 
@@ -165,70 +167,89 @@ def _is_shape(value: Any) -> bool:
     return isinstance(value, jax.ShapeDtypeStruct)
 
 
-def _array(value: Any, views: Mapping[tuple[int, ...], np.ndarray]) -> jax.Array:
-    """An array like `value`; where that lies on several devices, each gets its own.
+def _find_ignored(path: Any, tensors: Iterable[str], ignore: Iterable[str]) -> set[str]:
+    """Returns the tensors that the patterns of `ignore` name.
 
-    Args:
-        value: an array or its shape.
-        views: what it is made of, by index in its first axes.
+    Raises:
+        ValueError: for a pattern that matches none.
     """
-    count = len(next(iter(views)))
+    found: set[str] = set()
+    for text in [ignore] if isinstance(ignore, str) else ignore:
+        named = {*filter(compile_pattern(text).fullmatch, tensors)}
+        if not named:
+            raise ValueError(
+                f"`ignore`: {text!r} matches no tensor of {os.fspath(path)}; `*` is a"
+                " part of a name without dots, `**` any part. The names are"
+                f" {format_names(tensors)}"
+            )
+        found |= named
+    return found
 
-    def part(index: Any) -> np.ndarray:
+
+def _make_array(value: Any, views: Views) -> jax.Array:
+    """Makes an array like `value` from views of the files.
+
+    If `value` is split over devices, reads only the slice of each device.
+    """
+    num_axes = len(next(iter(views)))
+
+    def read(index: Any) -> np.ndarray:
         pairs = zip(index, value.shape, strict=True)
-        ranges = [range(*own.indices(size)) for own, size in pairs]
-        places = itertools.product(*ranges[:count])
-        read = np.stack([views[place][tuple(index[count:])] for place in places])
-        return read.reshape([*map(len, ranges)]).astype(value.dtype, copy=False)
+        ranges = [range(*part.indices(size)) for part, size in pairs]
+        places = itertools.product(*ranges[:num_axes])
+        array = np.stack([views[place][tuple(index[num_axes:])] for place in places])
+        return array.reshape([*map(len, ranges)]).astype(value.dtype, copy=False)
 
     sharding = getattr(value, "sharding", None)
     if sharding is None or not _is_shape(value) and len(sharding.device_set) == 1:
-        return jnp.asarray(part([slice(None)] * value.ndim))
-    return jax.make_array_from_callback(value.shape, sharding, part)
+        return jnp.asarray(read([slice(None)] * value.ndim))
+    return jax.make_array_from_callback(value.shape, sharding, read)
 
 
 def open_weights(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """The tensors of a file, of files with an index, or of a folder of either.
+    """Opens the tensors of a file, of files with an index, or of a folder of either.
 
-    They are views of the files; what is used of them is read then.
+    Returns:
+        Views of the files, whose numbers are read when they are used.
 
     Raises:
         FileNotFoundError: if there is none.
         CheckpointCorrupt: if a file can't be read, or is not what the index says.
     """
     check_is_local("path", path)
-    files, index = _files(expand_path(path))
+    files, index = _list_files(expand_path(path))
     tensors: dict[str, np.ndarray] = {}
     for name in files:
         try:
-            tensors |= tensors_in(name)
+            tensors |= open_safetensors(name)
         except FileNotFoundError:
             raise FileNotFoundError(
                 f"`path`: there is no file {name}, which the index names."
             ) from None
-    if gone := sorted(set(index or ()) - tensors.keys()):
+    if missing := sorted(set(index) - tensors.keys()):
         raise CheckpointCorrupt(
-            f"`path`: {expand_path(path)} names {len(gone)} tensors that no file has,"
-            f" such as {gone[0]}."
+            f"`path`: {expand_path(path)} names {len(missing)} tensors that no file"
+            f" has, such as {missing[0]}."
         )
     return tensors
 
 
-def _files(path: str) -> tuple[list[str], Mapping[str, str] | None]:
-    """The files of weights that a path means, and the index, if there is one."""
+def _list_files(path: str) -> tuple[list[str], Mapping[str, str]]:
+    """Returns the files that a path stands for, and the index, empty without one."""
     if os.path.isdir(path):
-        indices = glob.glob(os.path.join(glob.escape(path), "*" + INDEX))
-        files = glob.glob(os.path.join(glob.escape(path), "*.safetensors"))
+        folder = glob.escape(path)
+        indices = glob.glob(os.path.join(folder, "*" + INDEX_SUFFIX))
+        files = glob.glob(os.path.join(folder, "*.safetensors"))
         if len(indices) != 1 and len(files) != 1:
             raise FileNotFoundError(
                 f"`path`: {path} has {len(files)} files *.safetensors and"
-                f" {len(indices)} *{INDEX}; name the one to read."
+                f" {len(indices)} *{INDEX_SUFFIX}; name the one to read."
             )
         path = (indices if len(indices) == 1 else files)[0]
     if not os.path.exists(path):
         raise FileNotFoundError(f"`path`: there is no file {path}.")
     if not path.endswith(".json"):
-        return [path], None
+        return [path], {}
     try:
         index = read_json(path)["weight_map"]
         names = sorted({*index.values()})
@@ -245,97 +266,81 @@ def _files(path: str) -> tuple[list[str], Mapping[str, str] | None]:
     return files, index
 
 
-class _Table:
-    """The arrays of a model beside the tensors of a file; `str` lists them.
+def _match(
+    tensors: Mapping[str, np.ndarray],
+    mappings: Sequence[LeafMapping],
+    unnamed: Sequence[tuple[str, ModelLeaf]],
+    ignored: Set[str],
+) -> tuple[
+    dict[tuple[str, int], tuple[ModelLeaf, Views]], dict[str, list[tuple[str, ...]]]
+]:
+    """Matches leaves with tensors.
 
-    Args:
-        tensors: those of the file, by name.
-        wanted: what the names say of the leaves.
-        unnamed: leaves, or blocks of one, that no name fills.
-        ignore: patterns of tensors that may be left over.
-
-    Attributes:
-        views: by where a leaf is: the leaf, and what fills each part of it.
-        is_wrong: whether anything does not fit or is left over.
+    Returns:
+        The leaves that tensors fill, each with its views, by tree and index; and the
+        rows of the table by title.
     """
-
-    def __init__(
-        self,
-        tensors: Mapping[str, np.ndarray],
-        wanted: Sequence[Wanted],
-        unnamed: Sequence[tuple[str, Leaf]],
-        ignore: Sequence[str],
-    ):
-        self.views: dict[tuple[str, int], tuple[Leaf, dict[Any, np.ndarray]]] = {}
-        titles = (_FILLED, _KEPT, _IGNORED, _UNNAMED, _ABSENT, _MISFITS, _LEFT)
-        self._rows: dict[str, list[tuple[str, str, str]]] = {t: [] for t in titles}
-        self._tensors, self._taken = tensors, set[str]()
-        for name, leaf in unnamed:
-            self._add(_UNNAMED, f"{name} {_shape(leaf)}")
-        for leaf, parts in wanted:
-            kept = [name for name, tensor in parts.values() if tensor is None]
-            title = _KEPT if len(kept) == len(parts) else _MISFITS
-            for name in kept:
-                self._add(title, f"{name} {_shape(leaf)}")
-            views = {
-                index: self._view(leaf, name, tensor)
-                for index, (name, tensor) in parts.items()
-                if tensor is not None
-            }
-            whole = {index: view for index, view in views.items() if view is not None}
-            if len(whole) == len(parts):
-                self.views[leaf.where, leaf.place] = leaf, whole
-        may_be_left = [pattern(text) for text in ignore]
-        for name, view in tensors.items():
-            if name not in self._taken:
-                ignored = any(regex.fullmatch(name) for regex in may_be_left)
-                self._add(_IGNORED if ignored else _LEFT, f"{name} {shape_text(view)}")
-        wrong = (_UNNAMED, _ABSENT, _MISFITS, _LEFT)
-        self.is_wrong = any(self._rows[title] for title in wrong)
-
-    def _add(self, title: str, name: str, other: str = "", text: str = "") -> None:
-        self._rows[title].append((name, other, text))
-
-    def _view(self, leaf: Leaf, name: str, tensor: Tensor) -> np.ndarray | None:
-        """What fills a leaf or a block of it; None if nothing does."""
-        view = self._tensors.get(tensor.name)
-        if view is None:
-            self._add(_ABSENT, tensor.name, f"for {name}", _shape(leaf))
-            return None
-        self._taken.add(tensor.name)
-        done = "".join(f", {operation}" for operation in tensor.operations)
-        stored, why = f"{shape_text(view)}{done}", ""
-        try:
-            for operation in tensor.operations:
-                view = operation.applied(view)
-        except (ValueError, IndexError) as error:
-            why = f": {error}"
-        else:
-            if view.shape != leaf.shape:
-                why = f": is {view.shape}"
-            elif not _are_alike(view.dtype, leaf.value.dtype):
-                why = ": is of another kind"
-        row = f"{name} {_shape(leaf)}", f"<- {tensor.name}", stored + why
-        self._add(_MISFITS if why else _FILLED, *row)
-        return None if why else view
-
-    def __str__(self) -> str:
-        lines = []
-        for title, rows in self._rows.items():
-            lines += [f"  {title}:"] if rows else []
-            for *texts, count in grouped(rows):
-                more = f" ({count} of them)" if count > 1 else ""
-                lines.append("    " + " ".join(filter(None, texts)) + more)
-        return "\n".join(lines)
+    titles = (_FITS, _UNCHANGED, _IGNORED, *_WRONG)
+    rows: dict[str, list[tuple[str, ...]]] = {title: [] for title in titles}
+    rows[_UNNAMED] += [(f"{name} {_format_shape(leaf)}",) for name, leaf in unnamed]
+    filled: dict[tuple[str, int], tuple[ModelLeaf, Views]] = {}
+    used: set[str] = set()
+    for leaf, parts in mappings:
+        unchanged = [name for name, tensor in parts.values() if tensor is None]
+        title = _UNCHANGED if len(unchanged) == len(parts) else _MISFITS
+        rows[title] += [(f"{name} {_format_shape(leaf)}",) for name in unchanged]
+        views: Views = {}
+        for index, (name, tensor) in parts.items():
+            if tensor is None:
+                continue
+            used.add(tensor.name)
+            title, row, view = _view(tensors.get(tensor.name), leaf, name, tensor)
+            rows[title].append(row)
+            if title == _FITS and view is not None:
+                views[index] = view
+        if len(views) == len(parts):
+            filled[leaf.tree, leaf.index] = leaf, views
+    for name, tensor in tensors.items():
+        if name not in used:
+            title = _IGNORED if name in ignored else _LEFT_OVER
+            rows[title].append((f"{name} {shape_text(tensor)}",))
+    return filled, rows
 
 
-def _shape(leaf: Leaf) -> str:
+def _view(
+    stored: np.ndarray | None, leaf: ModelLeaf, name: str, tensor: Tensor
+) -> tuple[str, tuple[str, ...], np.ndarray | None]:
+    """Applies the operations to a tensor; returns a title, a row and the result."""
+    if stored is None:
+        return _ABSENT, (tensor.name, f"for {name}", _format_shape(leaf)), None
+    view, problem = stored, ""
+    try:
+        for operation in tensor.operations:
+            view = operation.apply(view)
+    except (ValueError, IndexError) as error:
+        problem = f": {error}"
+    else:
+        kinds = jnp.floating, jnp.integer, jnp.bool_
+        dtypes = view.dtype, leaf.value.dtype
+        if view.shape != leaf.shape:
+            problem = f": is {view.shape}"
+        elif not any(all(jnp.issubdtype(x, kind) for x in dtypes) for kind in kinds):
+            problem = ": is of another kind"
+    shapes = "".join(f", {operation}" for operation in tensor.operations) + problem
+    row = f"{name} {_format_shape(leaf)}", f"<- {tensor.name}"
+    row = *row, shape_text(stored) + shapes
+    return _MISFITS if problem else _FITS, row, view
+
+
+def _format_shape(leaf: ModelLeaf) -> str:
     return shape_text(jax.ShapeDtypeStruct(leaf.shape, leaf.value.dtype))
 
 
-def _are_alike(stored: Any, wanted: Any) -> bool:
-    """Whether both dtypes are floats, or integers, or bools."""
-    kinds = jnp.floating, jnp.integer, jnp.bool_
-    return any(
-        jnp.issubdtype(stored, kind) and jnp.issubdtype(wanted, kind) for kind in kinds
-    )
+def _format_table(rows_by_title: Mapping[str, Iterable[tuple[str, ...]]]) -> str:
+    lines = []
+    for title, rows in rows_by_title.items():
+        lines += [f"  {title}:"] if rows else []
+        for texts, count in group_rows(rows):
+            more = f" ({count} of them)" if count > 1 else ""
+            lines.append("    " + " ".join(texts) + more)
+    return "\n".join(lines)

@@ -364,12 +364,12 @@ def _open_checkpoint(path: str, which: str) -> tuple[dict[str, str], Reader]:
 
 
 def _open_safetensors(path: str) -> tuple[dict[str, str], Reader]:
-    arrays = {plain_path(name): array for name, array in tensors_in(path).items()}
+    arrays = {plain_path(name): array for name, array in open_safetensors(path).items()}
     shapes = {name: shape_text(array) for name, array in arrays.items()}
     return shapes, lambda found: {name: np.array(arrays[name]) for name in found}
 
 
-def tensors_in(path: str) -> dict[str, np.ndarray]:
+def open_safetensors(path: str) -> dict[str, np.ndarray]:
     """The tensors of a safetensors file: views of it, read where they are used.
 
     Raises:

@@ -18,14 +18,14 @@ from ..basics.environment import import_extra
 from ..basics.files import expand_path, sync_to_disk, write_atomically
 from .load_weights import open_weights
 from .weight_names import (
-    INDEX,
-    Leaf,
+    INDEX_SUFFIX,
+    ModelLeaf,
     Operation,
     Tensor,
-    grouped,
-    leaves_of,
-    norms_in,
-    resolved,
+    find_norms,
+    format_names,
+    list_leaves,
+    map_leaves,
 )
 
 
@@ -64,22 +64,22 @@ def save_weights(
     """
     check_is_local("path", path)
     check_count("shard_bytes", shard_bytes)
-    dtypes = _Dtypes(dtype)
+    choose_dtype = _parse_dtype(dtype)
     path = expand_path(path)
-    if not path.endswith((".safetensors", INDEX)):
+    if not path.endswith((".safetensors", INDEX_SUFFIX)):
         raise ValueError(
-            f"`path`={path!r} must end with '.safetensors', or with {INDEX!r} for"
-            " several files."
+            f"`path`={path!r} must end with '.safetensors', or with"
+            f" {INDEX_SUFFIX!r} for several files."
         )
     save = import_extra("safetensors.numpy", "`save_weights`", "safetensors").save_file
-    tensors = _tensors(model, state, names, dtypes)
+    tensors = _make_tensors(model, state, names, choose_dtype)
 
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    if not path.endswith(INDEX):
+    if not path.endswith(INDEX_SUFFIX):
         _write(save, path, tensors)
         return path
-    shards = _shards(tensors, shard_bytes)
-    stem = path.removesuffix(INDEX)
+    shards = _split_into_shards(tensors, shard_bytes)
+    stem = path.removesuffix(INDEX_SUFFIX)
     files = [
         f"{stem}-{number:05}-of-{len(shards):05}.safetensors"
         for number in range(1, len(shards) + 1)
@@ -89,158 +89,166 @@ def save_weights(
         _write(save, file, shard)
         weight_map |= dict.fromkeys(shard, os.path.basename(file))
     size = sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
     with write_atomically(path) as temporary:
-        with open(temporary, "w") as index:
-            json.dump(
-                {"metadata": {"total_size": size}, "weight_map": weight_map}, index
-            )
+        temporary.write_text(json.dumps(index))
         sync_to_disk(temporary)
     return path
 
 
-class _Dtypes:
-    """The dtypes that tensors of a file are to have."""
-
-    def __init__(self, dtype: Any):
-        self._one, self._each = None, dict[str, Any]()
-        if isinstance(dtype, os.PathLike) or os.path.exists(str(dtype)):
-            self._each = {name: t.dtype for name, t in open_weights(dtype).items()}
-        elif dtype is not None:
-            try:
-                self._one = jnp.dtype(dtype)
-            except TypeError:
-                self._one = jnp.dtype(int)
-            if not jnp.issubdtype(self._one, jnp.floating):
-                raise ValueError(
-                    "`dtype` must be a floating-point one, such as 'bfloat16', the path"
-                    f" of weights that have the dtypes, or None; got {dtype!r}."
-                )
-
-    def of(self, name: str, own: Any) -> Any:
-        """That of a tensor whose values are of the dtype `own`."""
-        if not jnp.issubdtype(own, jnp.floating):
-            return own
-        return jnp.dtype(self._one or self._each.get(name, own))
+ChooseDtype = Callable[[str, Any], np.dtype]
+"""Returns the dtype of a tensor of a file, by its name and the dtype of its values."""
 
 
-class _Piece(NamedTuple):
-    """A part of a tensor, or all of it."""
+def _parse_dtype(dtype: Any) -> ChooseDtype:
+    one, by_name = None, {}
+    if isinstance(dtype, os.PathLike) or os.path.exists(str(dtype)):
+        by_name = {name: tensor.dtype for name, tensor in open_weights(dtype).items()}
+    elif dtype is not None:
+        try:
+            one = jnp.dtype(dtype)
+        except TypeError:
+            one = jnp.dtype(int)
+        if not jnp.issubdtype(one, jnp.floating):
+            raise ValueError(
+                "`dtype` must be a floating-point one, such as 'bfloat16', the path"
+                f" of weights that have the dtypes, or None; got {dtype!r}."
+            )
 
-    leaf: Leaf
+    def choose(name: str, current: Any) -> np.dtype:
+        if not jnp.issubdtype(current, jnp.floating):
+            return current
+        return jnp.dtype(one or by_name.get(name, current))
+
+    return choose
+
+
+class _Part(NamedTuple):
+    """A block of a leaf, which becomes a tensor or one part of a tensor."""
+
+    leaf: ModelLeaf
     index: tuple[int, ...]
     name: str
-    after: tuple[Operation, ...]
-    """What `load_weights` does to the part."""
-    place: tuple[int, int, int]
-    """Of how many parts it is which, along which axis."""
-    before: tuple[Operation, ...]
-    """What `load_weights` does to the tensor before it takes the part."""
+    tensor: Tensor
+
+    @property
+    def split(self) -> int:
+        """The place of the split among the operations; -1 if there is none."""
+        kinds = [operation.kind for operation in self.tensor.operations]
+        return kinds.index("split") if "split" in kinds else -1
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """The number of parts of the tensor, the number of this one, and the axis."""
+        if self.split < 0:
+            return 1, 0, 0
+        count, part, axis = (*self.tensor.operations[self.split].numbers, 0)[:3]
+        return count, part, axis
+
+    @property
+    def before(self) -> tuple[Operation, ...]:
+        """The operations of `load_weights` before the split."""
+        return self.tensor.operations[: max(self.split, 0)]
 
 
-class _Whole(NamedTuple):
-    """How a tensor is made."""
+class _FileTensor(NamedTuple):
+    """A tensor of a file, which is made when it is written."""
 
     nbytes: int
     make: Callable[[], np.ndarray]
 
 
-def _tensors(
+def _make_tensors(
     model: PyTree,
     state: eqx.nn.State | None,
     names: Mapping[str, Any],
-    dtypes: _Dtypes,
-) -> dict[str, _Whole]:
-    """The tensors of a file by name, made when they are written."""
-    wanted, unnamed = resolved(names, leaves_of(model, state))
+    choose_dtype: ChooseDtype,
+) -> dict[str, _FileTensor]:
+    """Returns the tensors of the file by name."""
+    mappings, unnamed = map_leaves(names, list_leaves(model, state))
     if unnamed:
-        listed = ", ".join(row[0] for row in grouped((n, "", "") for n, _ in unnamed))
+        listed = format_names(name for name, _ in unnamed)
         raise ValueError(
             f"`names` names no tensor for {listed}; with None they are not written."
         )
-    pieces: dict[str, list[_Piece]] = collections.defaultdict(list)
-    for leaf, parts in wanted:
+    parts_by_name: dict[str, list[_Part]] = collections.defaultdict(list)
+    for leaf, parts in mappings:
         for index, (name, tensor) in parts.items():
             if tensor is not None:
-                pieces[tensor.name].append(_piece(leaf, index, name, tensor))
-    if not pieces:
+                part = _Part(leaf, index, name, tensor)
+                parts_by_name[tensor.name].append(part)
+    if not parts_by_name:
         raise ValueError("`names` has None for all leaves, so there is none to write.")
     corrections = {}
     values = jax.tree.leaves(state)
-    for norm in norms_in(model, state):
-        by = norm.correction(values[norm.counter])
-        corrections |= {norm.mean: by, norm.variance: by}
+    for norm in find_norms(model, state).values():
+        correction = norm.get_correction(values[norm.counter])
+        corrections |= {norm.mean: correction, norm.variance: correction}
 
-    def value(piece: _Piece) -> np.ndarray:
-        whole = piece.leaf.value
-        if piece.leaf.where == "state" and piece.leaf.place in corrections:
-            whole = whole / corrections[piece.leaf.place]
-        # JAX keeps the copy of a stack for its other blocks.
-        array = np.asarray(whole)[piece.index]  # waits for the device
-        return _undone(array, piece.after)
+    def read(part: _Part) -> np.ndarray:
+        value = part.leaf.value
+        if part.leaf.tree == "state" and part.leaf.index in corrections:
+            value = value / corrections[part.leaf.index]
+        # JAX caches the host copy of a stack for its other blocks.
+        array = np.asarray(value)[part.index]  # waits for the device
+        return _invert(part.tensor.operations[part.split + 1 :], array)
 
     return {
-        name: _whole(name, parts, value, dtypes.of(name, parts[0].leaf.value.dtype))
-        for name, parts in pieces.items()
+        name: _join(name, parts, read, choose_dtype(name, parts[0].leaf.value.dtype))
+        for name, parts in parts_by_name.items()
     }
 
 
-def _piece(leaf: Leaf, index: tuple[int, ...], name: str, tensor: Tensor) -> _Piece:
-    operations = tensor.operations
-    splits = [i for i, operation in enumerate(operations) if operation.kind == "split"]
-    if not splits:
-        return _Piece(leaf, index, name, operations, (1, 0, 0), ())
-    if len(splits) > 1:
-        raise ValueError(f"`names`: {name} has two splits, which can't be undone.")
-    (at,) = splits
-    count, part, axis = (*operations[at].numbers, 0)[:3]
-    before, after = operations[:at], operations[at + 1 :]
-    return _Piece(leaf, index, name, after, (count, part, axis), before)
-
-
-def _whole(
+def _join(
     name: str,
-    pieces: list[_Piece],
-    value: Callable[[_Piece], np.ndarray],
+    parts: list[_Part],
+    read: Callable[[_Part], np.ndarray],
     dtype: np.dtype,
-) -> _Whole:
-    """A tensor of all of its parts.
+) -> _FileTensor:
+    """Joins the parts of a tensor.
 
     Raises:
-        ValueError: if one of them is missing, or there twice.
+        ValueError: if a part is missing, doubled, or split in another way.
     """
-    pieces = sorted(pieces, key=lambda piece: piece.place)
-    count, _, axis = pieces[0].place
-    before = pieces[0].before
-    complete = [(count, part, axis) for part in range(count)]
-    is_split = all(piece.before == before for piece in pieces)
-    if [piece.place for piece in pieces] != complete or not is_split:
-        leaves = ", ".join(piece.name for piece in pieces)
+    parts = sorted(parts, key=lambda part: part.place)
+    (count, _, axis), before = parts[0].place, parts[0].before
+    for part in parts:
+        if [x.kind for x in part.tensor.operations].count("split") > 1:
+            raise ValueError(
+                f"`names`: {part.name} has two splits, which can't be undone."
+            )
+    complete = [(count, number, axis) for number in range(count)]
+    is_alike = all(part.before == before for part in parts)
+    if [part.place for part in parts] != complete or not is_alike:
         raise ValueError(
-            f"`names`: {name} would be {leaves}, but that is not each of {count} parts"
-            " once, split alike. Complete them; or give those None that are not to be"
-            " written."
+            f"`names`: {name} would be {', '.join(part.name for part in parts)}, but"
+            f" that is not each of {count} parts once, split alike. Complete them; or"
+            " give those None that are not to be written."
         )
 
     def make() -> np.ndarray:
-        parts = [value(piece) for piece in pieces]
-        whole = np.concatenate(parts, axis) if count > 1 else parts[0]
-        return _undone(whole, before).astype(dtype, copy=False)
+        arrays = [read(part) for part in parts]
+        array = np.concatenate(arrays, axis) if count > 1 else arrays[0]
+        return _invert(before, array).astype(dtype, copy=False)
 
-    sizes = [math.prod(piece.leaf.shape) for piece in pieces]
-    return _Whole(sum(sizes) * dtype.itemsize, make)
+    sizes = [math.prod(part.leaf.shape) for part in parts]
+    return _FileTensor(sum(sizes) * dtype.itemsize, make)
 
 
-def _undone(array: np.ndarray, operations: Sequence[Operation]) -> np.ndarray:
+def _invert(operations: Sequence[Operation], array: np.ndarray) -> np.ndarray:
     for operation in reversed(operations):
-        array = operation.undone(array)
+        array = operation.invert(array)
     return array
 
 
-def _shards(tensors: Mapping[str, _Whole], most: int) -> list[dict[str, _Whole]]:
-    shards: list[dict[str, _Whole]] = [{}]
+def _split_into_shards(
+    tensors: Mapping[str, _FileTensor], max_bytes: int
+) -> list[dict[str, _FileTensor]]:
+    """Splits tensors over files of at most `max_bytes`; a larger tensor is alone."""
+    shards: list[dict[str, _FileTensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():
-        if shards[-1] and size + tensor.nbytes > most:
+        if shards[-1] and size + tensor.nbytes > max_bytes:
             shards.append({})
             size = 0
         shards[-1][name] = tensor
@@ -248,11 +256,11 @@ def _shards(tensors: Mapping[str, _Whole], most: int) -> list[dict[str, _Whole]]
     return shards
 
 
-def _write(save: Any, path: str, tensors: Mapping[str, _Whole]) -> None:
+def _write(save: Any, path: str, tensors: Mapping[str, _FileTensor]) -> None:
     arrays = {  # on the host
-        name: np.asarray(t.make(), order="C") for name, t in tensors.items()
+        name: np.asarray(tensor.make(), order="C") for name, tensor in tensors.items()
     }
     with write_atomically(path) as temporary:
-        # What other programs look for, before they take the tensors as torch's.
+        # Other programs look for this entry before they read tensors as torch's.
         save(arrays, temporary, metadata={"format": "pt"})
         sync_to_disk(temporary)

@@ -1,4 +1,4 @@
-"""Leaves of a model by dotted names, patterns of them, and what a file calls them."""
+"""Maps the leaves of a model, by dotted names, to the tensors of a file."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,8 +13,8 @@ from jaxtyping import PyTree
 from ..basics.tree import get_node, is_key, stored_path, to_dotted
 from ..strategies.stack import Stack
 
-INDEX: Final = ".safetensors.index.json"
-"""How the name of an index of several files ends."""
+INDEX_SUFFIX: Final = ".safetensors.index.json"
+"""The end of the name of an index of several files."""
 
 _OPERATIONS: Final = {
     "T": "('T', *axes)",
@@ -23,18 +23,18 @@ _OPERATIONS: Final = {
     "expand": "('expand', *axes)",
 }
 
-_FINISHED: Final = 1_000_000
+_MANY_STEPS: Final = 1_000_000
 """Steps of a BatchNorm after which its running statistics need no correction."""
 
 
 class Operation(NamedTuple):
-    """What is done to a tensor of a file."""
+    """An operation on a tensor of a file."""
 
     kind: str
     numbers: tuple[int, ...]
 
-    def applied(self, array: np.ndarray) -> np.ndarray:
-        """What it makes of an array: a view.
+    def apply(self, array: np.ndarray) -> np.ndarray:
+        """Returns the result, a view of the array.
 
         Raises:
             ValueError, IndexError: if the shape does not allow it.
@@ -47,12 +47,12 @@ class Operation(NamedTuple):
         squeeze_or_expand = np.squeeze if self.kind == "squeeze" else np.expand_dims
         return squeeze_or_expand(array, self.numbers)
 
-    def undone(self, array: np.ndarray) -> np.ndarray:
-        """What it makes this array of; not of parts."""
+    def invert(self, array: np.ndarray) -> np.ndarray:
+        """Returns the array that `apply` turns into this one; not for a split."""
         if self.kind == "T":
             return array.transpose(np.argsort(self.numbers) if self.numbers else None)
         opposite = "expand" if self.kind == "squeeze" else "squeeze"
-        return Operation(opposite, self.numbers).applied(array)
+        return Operation(opposite, self.numbers).apply(array)
 
     def __str__(self) -> str:
         numbers = ", ".join(map(str, self.numbers))
@@ -60,117 +60,118 @@ class Operation(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """A tensor of a file, by name or pattern, and what is done to it, in order."""
+    """A tensor of a file, by name or pattern, and the operations on it, in order."""
 
     name: str
     operations: tuple[Operation, ...] = ()
 
-    def __str__(self) -> str:
-        return ", ".join([self.name, *map(str, self.operations)])
 
+class ModelLeaf(NamedTuple):
+    """An array of a model or of its state, or the shape of one."""
 
-class Leaf(NamedTuple):
-    """An array of a model or of its state, or its shape."""
-
-    where: str
-    """"model", or "state"."""
-    place: int
-    """Its number among the leaves there."""
+    tree: str
+    """`"model"` or `"state"`."""
+    index: int
+    """Its number among the leaves of that tree."""
     value: Any
     names: Mapping[str, tuple[int, ...]]
-    """By names: the index of what is so called in its first axes."""
+    """Maps names to indices of the first axes: one name for each block of a `Stack`."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of what each name means."""
+        """The shape of the part that each name stands for."""
         return self.value.shape[len(next(iter(self.names.values()))) :]
 
 
-class Statistics(NamedTuple):
-    """Where a state has the running statistics of a `BatchNorm`, by leaf."""
+class LeafMapping(NamedTuple):
+    """A leaf with the tensors that fill it."""
+
+    leaf: ModelLeaf
+    parts: dict[tuple[int, ...], tuple[str, Tensor | None]]
+    """By index of the first axes: a name and its tensor. None leaves it unchanged."""
+
+
+class NormStatistics(NamedTuple):
+    """The running statistics of a `BatchNorm`, as numbers of leaves of a state."""
 
     norm: Any
     mean: int
     variance: int
     counter: int
 
-    def finished(self) -> jax.Array:
-        """The counter where the statistics are complete, as those of a file are."""
-        return jnp.array(False if self.norm.mode == "ema" else _FINISHED)
+    def make_final_counter(self) -> jax.Array:
+        """Returns the counter of complete statistics, as those of a file are."""
+        return jnp.array(False if self.norm.mode == "ema" else _MANY_STEPS)
 
-    def correction(self, counter: jax.Array) -> Any:
-        """What the statistics are divided by in inference."""
+    def get_correction(self, counter: jax.Array) -> Any:
+        """Returns the number that inference divides the statistics by."""
         if self.norm.mode == "ema":
             return 1
         return jnp.where(counter == 0, 1, 1 - self.norm.momentum**counter)
 
 
 def is_tensor(leaf: Any) -> bool:
-    """Whether a leaf is an array, or the shape of one; no key, no number."""
+    """Returns True for an array or its shape, but not for keys and Python numbers."""
     kinds = jax.Array | np.ndarray | jax.ShapeDtypeStruct
     return isinstance(leaf, kinds) and not is_key(leaf)
 
 
-def leaves_of(model: PyTree, state: eqx.nn.State | None) -> list[Leaf]:
-    """All arrays, with the names that patterns are compared with."""
+def list_leaves(model: PyTree, state: eqx.nn.State | None) -> list[ModelLeaf]:
+    """Lists all arrays of a model and its state with their names."""
     leaves = []
-    for place, (path, value) in enumerate(jax.tree_util.tree_leaves_with_path(model)):
+    for index, (path, value) in enumerate(jax.tree_util.tree_leaves_with_path(model)):
         if is_tensor(value):
-            leaves.append(Leaf("model", place, value, _names(model, path)))
+            leaves.append(ModelLeaf("model", index, value, _list_names(model, path)))
     if state is None:
         return leaves
 
-    values, places = jax.tree.leaves(state), numbered(state)
-    norms = _nodes(eqx.nn.BatchNorm, model)
+    names: dict[str, int] = {}
+    norms, numbers = find_norms(model, state), _number_leaves(state)
     for name, norm in norms.items():
-        held = statistics_of(norm, places)
-        pairs = ("running_mean", held.mean), ("running_var", held.variance)
-        for what, place in pairs:
-            whole = f"{name}.{what}".lstrip(".")
-            leaves.append(Leaf("state", place, values[place], {whole: ()}))
-    for name, index in _nodes(eqx.nn.StateIndex, model).items():
-        if name.rpartition(".")[0] in norms:
-            continue
-        for path, place in jax.tree_util.tree_leaves_with_path(places.get(index)):
-            whole = ".".join(filter(None, [name, to_dotted(stored_path(path))]))
-            leaves.append(Leaf("state", place, values[place], {whole: ()}))
-    return leaves
+        names[f"{name}.running_mean".lstrip(".")] = norm.mean
+        names[f"{name}.running_var".lstrip(".")] = norm.variance
+    for name, index in _find_nodes(eqx.nn.StateIndex, model).items():
+        if name.rpartition(".")[0] not in norms:
+            for path, number in jax.tree_util.tree_leaves_with_path(numbers.get(index)):
+                within = to_dotted(stored_path(path))
+                names[".".join(filter(None, [name, within]))] = number
+    values = jax.tree.leaves(state)
+    return leaves + [
+        ModelLeaf("state", number, values[number], {name: ()})
+        for name, number in names.items()
+    ]
 
 
-def numbered(state: eqx.nn.State) -> eqx.nn.State:
-    """A state with the number of each leaf in its place."""
+def find_norms(model: PyTree, state: eqx.nn.State | None) -> dict[str, NormStatistics]:
+    """Finds the statistics of each `BatchNorm` of a model, by its name."""
+    if state is None:
+        return {}
+    numbers, found = _number_leaves(state), {}
+    for name, norm in _find_nodes(eqx.nn.BatchNorm, model).items():
+        is_ema = norm.mode == "ema"
+        statistics = norm.ema_state_index if is_ema else norm.batch_state_index
+        counter = norm.ema_first_time_index if is_ema else norm.batch_counter
+        mean, variance = numbers.get(statistics)
+        found[name] = NormStatistics(norm, mean, variance, numbers.get(counter))
+    return found
+
+
+def _number_leaves(state: eqx.nn.State) -> eqx.nn.State:
+    """Returns a state with the number of each leaf in its place."""
     treedef = jax.tree.structure(state)
     return treedef.unflatten(range(treedef.num_leaves))
 
 
-def statistics_of(norm: Any, places: eqx.nn.State) -> Statistics:
-    """Where a `BatchNorm` has its state, by a state that is `numbered`."""
-    is_ema = norm.mode == "ema"
-    of_norm = norm.ema_state_index if is_ema else norm.batch_state_index
-    counter = norm.ema_first_time_index if is_ema else norm.batch_counter
-    mean, variance = places.get(of_norm)
-    return Statistics(norm, mean, variance, places.get(counter))
-
-
-def norms_in(model: PyTree, state: eqx.nn.State | None) -> list[Statistics]:
-    """Where a state has what belongs to each `BatchNorm` of a model."""
-    if state is None:
-        return []
-    places = numbered(state)
-    norms = _nodes(eqx.nn.BatchNorm, model).values()
-    return [statistics_of(norm, places) for norm in norms]
-
-
-def _nodes(kind: type, model: PyTree) -> dict[str, Any]:
+def _find_nodes(kind: type, model: PyTree) -> dict[str, Any]:
     nodes = jax.tree_util.tree_leaves_with_path(
         model, is_leaf=lambda node: isinstance(node, kind)
     )
-    of_kind = (pair for pair in nodes if isinstance(pair[1], kind))
-    return {to_dotted(stored_path(path)): node for path, node in of_kind}
+    found = (pair for pair in nodes if isinstance(pair[1], kind))
+    return {to_dotted(stored_path(path)): node for path, node in found}
 
 
-def _names(model: PyTree, path: Sequence[Any]) -> dict[str, tuple[int, ...]]:
-    """A leaf's names: with a number for `stacked`, one for each block of a `Stack`."""
+def _list_names(model: PyTree, path: Sequence[Any]) -> dict[str, tuple[int, ...]]:
+    """Lists a leaf's names: with a block's number for `stacked` in a `Stack`."""
     parts, sizes = [], []
     value = get_node(model, path)
     for end, key in enumerate(path):
@@ -188,12 +189,52 @@ def _names(model: PyTree, path: Sequence[Any]) -> dict[str, tuple[int, ...]]:
     return {name(index): index for index in np.ndindex(*sizes)}
 
 
-def parsed(value: Any, key: str) -> Tensor | None:
-    """What `names` has for a pattern of leaves, checked.
+def map_leaves(
+    names: Mapping[str, Any], leaves: Iterable[ModelLeaf]
+) -> tuple[list[LeafMapping], list[tuple[str, ModelLeaf]]]:
+    """Maps leaves to tensors, by the `names` of `load_weights`.
+
+    Returns:
+        The mappings, and each name that no pattern matches, with its leaf.
 
     Raises:
-        TypeError, ValueError: for what is neither a name nor a name with operations.
+        TypeError, ValueError: for wrong patterns and values of `names`.
     """
+    if not isinstance(names, Mapping):
+        raise TypeError(
+            "`names` must be a dict from names of leaves to names of tensors; got a"
+            f" {type(names).__name__}."
+        )
+    tensors = {key: _parse_tensor(value, key) for key, value in names.items()}
+    patterns = {key: compile_pattern(to_dotted(key)) for key in names}
+    mappings, unmatched, all_names = [], [], []
+    unused = dict.fromkeys(names)
+    for leaf in leaves:
+        parts: dict[tuple[int, ...], tuple[str, Tensor | None]] = {}
+        for name, index in leaf.names.items():
+            all_names.append(name)
+            key = _find_key(name, patterns)
+            if key is None:
+                unmatched.append((name, leaf))
+                continue
+            unused.pop(key, None)
+            match = patterns[key].fullmatch(name)
+            assert match is not None
+            if (tensor := tensors[key]) is not None:
+                filled = _fill_stars(tensor.name, match.groups(), key)
+                tensor = tensor._replace(name=filled)
+            parts[index] = name, tensor
+        if len(parts) == len(leaf.names):
+            mappings.append(LeafMapping(leaf, parts))
+    for key in unused:
+        raise ValueError(
+            f"`names`[{key!r}] matches no leaf of the model; those are"
+            f" {format_names(all_names)}."
+        )
+    return mappings, unmatched
+
+
+def _parse_tensor(value: Any, key: str) -> Tensor | None:
     if value is None or isinstance(value, str):
         return None if value is None else Tensor(value)
     if not isinstance(value, tuple) or not value or not isinstance(value[0], str):
@@ -201,89 +242,33 @@ def parsed(value: Any, key: str) -> Tensor | None:
             f"`names`[{key!r}] must be the name of a tensor, a tuple of it and what is"
             f" done to it, such as ('c_attn.weight', 'T'), or None; got {value!r}."
         )
-    return Tensor(value[0], tuple(_operation(step, key) for step in value[1:]))
+    return Tensor(value[0], tuple(_parse_operation(step, key) for step in value[1:]))
 
 
-def _operation(step: Any, key: str) -> Operation:
-    given: tuple[Any, ...] = step if isinstance(step, tuple) and step else (step,)
-    kind, numbers = given[0], given[1:]
-    known = isinstance(kind, str) and kind in _OPERATIONS
-    fits = all(isinstance(number, int) for number in numbers)
-    count = len(numbers)
-    if known and kind == "split":
-        fits = fits and count in (2, 3) and 0 <= numbers[1] < numbers[0]
-    elif known and kind != "T":
-        fits = fits and count > 0
-    if not known or not fits:
+def _parse_operation(step: Any, key: str) -> Operation:
+    kind: Any
+    kind, *numbers = step if isinstance(step, tuple) and step else (step,)
+    is_valid = isinstance(kind, str) and kind in _OPERATIONS
+    is_valid = is_valid and all(isinstance(number, int) for number in numbers)
+    if is_valid and kind == "split":
+        is_valid = len(numbers) in (2, 3) and 0 <= numbers[1] < numbers[0]
+    if not is_valid or kind != "T" and not numbers:
         raise ValueError(
             f"`names`[{key!r}] has {step!r}, which is none of"
             f" {', '.join(_OPERATIONS.values())}."
         )
-    return Operation(kind, numbers)
+    return Operation(kind, tuple(numbers))
 
 
-class Wanted(NamedTuple):
-    """What `names` says of one leaf."""
-
-    leaf: Leaf
-    parts: dict[tuple[int, ...], tuple[str, Tensor | None]]
-    """By index in its first axes: its name, and its tensor; None stays as it is."""
-
-
-def resolved(
-    names: Mapping[str, Any], leaves: Iterable[Leaf]
-) -> tuple[list[Wanted], list[tuple[str, Leaf]]]:
-    """What each leaf is to be filled with, and what no name fills, with its leaf.
-
-    Raises:
-        TypeError, ValueError: for patterns and values of `names` that mean nothing.
-    """
-    if not isinstance(names, Mapping):
-        raise TypeError(
-            "`names` must be a dict from names of leaves to names of tensors; got a"
-            f" {type(names).__name__}."
-        )
-    tensors = {key: parsed(value, key) for key, value in names.items()}
-    patterns = {key: pattern(to_dotted(key)) for key in names}
-    used: set[str] = set()
-    wanted, unnamed = [], []
-    everything = []
-    for leaf in leaves:
-        parts: dict[tuple[int, ...], tuple[str, Tensor | None]] = {}
-        for name, index in leaf.names.items():
-            everything.append(name)
-            key = _only_match(name, patterns)
-            if key is None:
-                unnamed.append((name, leaf))
-                continue
-            used.add(key)
-            tensor, match = tensors[key], patterns[key].fullmatch(name)
-            assert match is not None
-            if tensor is not None:
-                filled = _substituted(tensor.name, match.groups(), key)
-                tensor = tensor._replace(name=filled)
-            parts[index] = name, tensor
-        if len(parts) == len(leaf.names):
-            wanted.append(Wanted(leaf, parts))
-    for key in names:
-        if key not in used:
-            listed = ", ".join(
-                row[0] for row in grouped((n, "", "") for n in everything)
-            )
-            raise ValueError(
-                f"`names`[{key!r}] matches no leaf of the model; those are {listed}."
-            )
-    return wanted, unnamed
-
-
-def pattern(text: str) -> re.Pattern[str]:
-    """`*` is a part of a name without dots, `**` any part."""
+def compile_pattern(text: str) -> re.Pattern[str]:
+    """Compiles a pattern: `*` is a part of a name without dots, `**` is any part."""
     pieces = re.split(r"(\*+)", text)
     stars = {"*": "([^.]+)", "**": "(.+)"}
     return re.compile("".join(stars.get(piece) or re.escape(piece) for piece in pieces))
 
 
-def _only_match(name: str, patterns: Mapping[str, re.Pattern[str]]) -> str | None:
+def _find_key(name: str, patterns: Mapping[str, re.Pattern[str]]) -> str | None:
+    """Returns the pattern that matches a name; a full name comes before patterns."""
     keys = [key for key, regex in patterns.items() if regex.fullmatch(name)]
     exact = [key for key in keys if "*" not in key]
     if len(exact or keys) > 1:
@@ -295,41 +280,35 @@ def _only_match(name: str, patterns: Mapping[str, re.Pattern[str]]) -> str | Non
     return next(iter(exact or keys), None)
 
 
-def _substituted(name: str, captured: Sequence[str], key: str) -> str:
-    pieces = re.split(r"\*+", name)
-    if len(pieces) == 1:
-        return name
-    if len(pieces) - 1 != len(captured):
+def _fill_stars(name: str, captured: Sequence[str], key: str) -> str:
+    count, values = len(re.findall(r"\*+", name)), iter(captured)
+    if count and count != len(captured):
         raise ValueError(
-            f"`names`[{key!r}] has {len(captured)} stars and {name!r}"
-            f" {len(pieces) - 1}; each star stands for what the one in its place in the"
-            " other name does."
+            f"`names`[{key!r}] has {len(captured)} stars and {name!r} {count}; each"
+            " star stands for what the one in its place in the other name does."
         )
-    return pieces[0] + "".join(
-        part + piece for part, piece in zip(captured, pieces[1:], strict=True)
-    )
-
-
-def grouped(rows: Iterable[tuple[str, str, str]]) -> list[tuple[str, str, str, int]]:
-    """Rows of texts, those as one that differ in numbers of names alone: in `*`.
-
-    With how many rows each stands for.
-    """
-    groups: dict[tuple[str, str, str], list[tuple[str, str, str]]] = {}
-    for row in rows:
-        first, second = (_NUMBER.sub("*", text) for text in row[:2])
-        groups.setdefault((first, second, row[2]), []).append(row)
-    return [
-        (_common([a for a, _, _ in rows]), _common([b for _, b, _ in rows]), text, n)
-        for (_, _, text), rows in groups.items()
-        for n in [len(rows)]
-    ]
+    return re.sub(r"\*+", lambda _: next(values), name)
 
 
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.|\s|$)")
 
 
-def _common(names: Sequence[str]) -> str:
-    """Names that differ in numbers as one, with `*` for the numbers that differ."""
-    columns = zip(*[re.split(r"([.\s])", name) for name in names], strict=True)
-    return "".join(part[0] if len({*part}) == 1 else "*" for part in columns)
+def group_rows(rows: Iterable[Sequence[str]]) -> list[tuple[tuple[str, ...], int]]:
+    """Joins rows of texts that differ only in numbers, which become `*`.
+
+    Returns:
+        The rows, each with the number of rows that it stands for.
+    """
+    groups: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+    for row in rows:
+        starred = tuple(_NUMBER.sub("*", text) for text in row)
+        groups.setdefault(starred, []).append(tuple(row))
+    return [
+        (starred if len(rows) > 1 else rows[0], len(rows))
+        for starred, rows in groups.items()
+    ]
+
+
+def format_names(names: Iterable[str]) -> str:
+    """Lists names in one line, joined as by `group_rows`."""
+    return ", ".join(row[0] for row, _ in group_rows((name,) for name in names))
