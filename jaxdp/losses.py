@@ -5,6 +5,7 @@ A *criterion* takes `(prediction, target)` for a whole batch, leaves shaped
 weighted and padded rows left out exactly.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
@@ -21,22 +22,39 @@ from .basics.other_libraries import INSTEAD, find_near
 Criterion = Callable[[Any, Any], Array]
 
 
-def cross_entropy(prediction: Array, target: Array) -> Array:
+def cross_entropy(
+    prediction: Array, target: Array, *, label_smoothing: float = 0.0
+) -> Array:
     """Softmax cross-entropy of logits, in nats.
+
+        Trainer(model, loss=functools.partial(cross_entropy, label_smoothing=0.1))
 
     Args:
         prediction: logits shaped `(batch, ..., classes)`.
         target: integer labels shaped `(batch, ...)` or `(batch, ..., 1)`, or one-hot
             rows or probabilities shaped like the logits.
+        label_smoothing: the probability, from 0 to 1, that all classes share, as in
+            PyTorch.
 
     Returns:
         Shape `(batch,)`; positions other than the row are averaged.
     """
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(
+            f"`label_smoothing` must be from 0 to 1; got {label_smoothing!r}."
+        )
     target = _classes("cross_entropy", prediction, target)
     if target.ndim < prediction.ndim:
-        values = jax.nn.logsumexp(prediction, axis=-1) - _pick(prediction, target)
+        logit = _pick(prediction, target)
+        if label_smoothing:
+            mean = prediction.mean(axis=-1)
+            logit = (1 - label_smoothing) * logit + label_smoothing * mean
+        values = jax.nn.logsumexp(prediction, axis=-1) - logit
     else:
-        values = optax.softmax_cross_entropy(prediction, _numbers(target, prediction))
+        target = _numbers(target, prediction)
+        if label_smoothing:
+            target = optax.smooth_labels(target, label_smoothing)
+        values = optax.softmax_cross_entropy(prediction, target)
     return per_row(values)
 
 
@@ -139,7 +157,13 @@ def is_per_row(criterion: Criterion) -> bool:
 
     A callable of the user's is written for a batch, whatever it computes.
     """
-    return criterion in _PER_ROW
+    return _without_options(criterion) in _PER_ROW
+
+
+def _without_options(criterion: Criterion) -> Criterion:
+    """Returns the function whose keyword arguments a `functools.partial` fills."""
+    is_partial = isinstance(criterion, functools.partial) and not criterion.args
+    return criterion.func if is_partial else criterion
 
 
 def num_classes(
@@ -150,8 +174,9 @@ def num_classes(
     Raises:
         ValueError: if answers to yes/no questions were taken for logits of classes.
     """
-    is_yes_no = criteria["loss"] in _OF_YES_NO
-    if is_yes_no and num_logits(prediction) > 1 and accuracy in criteria.values():
+    functions = {name: _without_options(each) for name, each in criteria.items()}
+    is_yes_no = functions["loss"] in _OF_YES_NO
+    if is_yes_no and num_logits(prediction) > 1 and accuracy in functions.values():
         raise ValueError(
             "`metrics`: 'accuracy' takes the largest of"
             f" {num_logits(prediction)} logits for the answer, but in a binary"
@@ -161,7 +186,7 @@ def num_classes(
         )
     if not jnp.issubdtype(getattr(target, "dtype", float), jnp.integer):
         return None
-    if any(criterion in _OF_LABELS for criterion in criteria.values()):
+    if any(function in _OF_LABELS for function in functions.values()):
         return num_logits(prediction)
     return 2 if is_yes_no else None
 

@@ -1,5 +1,6 @@
 """Named losses and metrics, for the forms of targets in docs/metrics.md."""
 
+import functools
 import itertools
 import pathlib
 import re
@@ -235,3 +236,39 @@ def test_cross_entropy_has_the_bits_of_optax_and_nan_for_no_class(dtype):
         np.testing.assert_array_equal(ours, expected)
     outside = losses.cross_entropy(logits[:2], jnp.array([300, -1]))
     assert jnp.isnan(outside).all()
+
+
+SMOOTH = functools.partial(losses.cross_entropy, label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("is_one_hot", [False, True])
+def test_label_smoothing_is_that_of_torch(is_one_hot):
+    torch = pytest.importorskip("torch")
+    logits = np.random.default_rng(0).standard_normal((8, 5), np.float32)
+    labels = np.arange(8) % 5
+    expected = torch.nn.functional.cross_entropy(
+        torch.tensor(logits),
+        torch.tensor(labels),
+        **{"reduction": "none", "label_smoothing": 0.1},
+    )
+    targets = jnp.eye(5)[labels] if is_one_hot else jnp.array(labels)
+    np.testing.assert_allclose(SMOOTH(jnp.array(logits), targets), expected, rtol=1e-5)
+
+
+def test_a_named_loss_with_an_option_is_still_one_of_single_rows():
+    model = eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0))
+    x, y = np.ones((11, 4), "f4"), np.arange(11) % 3  # not divisible by 8 devices
+    trainer = quiet(model, loss=SMOOTH)
+    values = SMOOTH(jax.vmap(model)(x), jnp.array(y))
+    trained = trainer.validate([(x, y)])["val_loss"]
+    assert trained == pytest.approx(float(values.mean()), rel=1e-5)
+    assert losses.is_per_row(SMOOTH)
+    with pytest.raises(ValueError, match="labels must be 0 to 2"):
+        trainer.fit([(x, y + 1)])
+
+
+def test_label_smoothing_is_a_probability():
+    with pytest.raises(
+        ValueError, match="must be from 0 to 1; got 2"
+    ):
+        losses.cross_entropy(jnp.ones((2, 3)), jnp.zeros(2, int), label_smoothing=2)

@@ -1,5 +1,6 @@
 """Data parallelism with the state whole on every device: on one, by XLA, by hand."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,16 +8,10 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from ..basics.arguments import checks_arguments, format_call
+from ..basics.arguments import checks_arguments
 from ..basics.tree import map_nodes
 from ..step import DATA, Collectives, Group
-from .base import (
-    DataParallel,
-    Rows,
-    count_shards,
-    drop_micro_batch_axis,
-    replace_attributes,
-)
+from .base import DataParallel, Rows, drop_micro_batch_axis, replace_attributes
 from .fsdp_units import FSDPUnits
 from .meshes import Devices, find_devices, get_axis_names, make_mesh
 from .shard_map_collectives import NO_UNITS, ShardMapCollectives
@@ -49,9 +44,7 @@ class SingleDevice(DataParallel):
         return replace_attributes(self, mesh=make_mesh(devices, {DATA: 1}))
 
     def __repr__(self) -> str:
-        device = self.mesh.devices.flat[0]
-        is_first = device == jax.devices()[0]
-        return "SingleDevice()" if is_first else f"SingleDevice({device})"
+        return f"SingleDevice({self.mesh.devices.flat[0]})"
 
 
 class Sharded(DataParallel):
@@ -85,6 +78,7 @@ class Sharded(DataParallel):
             )
         auto = (AxisType.Auto,) * len(mesh.axis_names)
         self.mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=auto)
+        self.num_shards = math.prod(self.mesh.shape[name] for name in self.row_axes)
 
     def on(self, devices: Sequence[Any]) -> "Sharded":
         """This strategy on other devices; the axis `"data"` is what they allow."""
@@ -96,7 +90,12 @@ class Sharded(DataParallel):
                 f" of the mesh's other axes than {DATA!r} in {shape}."
             )
         size = len(devices) // others
-        return replace_attributes(self, mesh=make_mesh(devices, {**shape, DATA: size}))
+        # Exact: num_shards is a product of sizes of axes, that of DATA among them.
+        return replace_attributes(
+            self,
+            mesh=make_mesh(devices, {**shape, DATA: size}),
+            num_shards=self.num_shards * size // shape[DATA],
+        )
 
     def collectives(self, groups: Sequence[Group], rows: Rows) -> Collectives:
         """Returns those by which devices work on their rows alone, if they may.
@@ -105,7 +104,7 @@ class Sharded(DataParallel):
         wherever they are summed up: for each micro-batch, and in each turn of a loop in
         the model.
         """
-        if count_shards(self) == 1:
+        if self.num_shards == 1:
             return Collectives()
         is_apart = rows == "apart" and all(
             self._is_by_rows(drop_micro_batch_axis(leaf))
@@ -134,11 +133,7 @@ class Sharded(DataParallel):
         )
 
     def __repr__(self) -> str:
-        if self.mesh.devices.ndim == 1 or self.mesh.axis_names == self.row_axes:
-            return format_call(self, 1, devices=str(self.mesh.size), mesh=None)
-        names = self.mesh.axis_names
-        mesh = f"jax.make_mesh({self.mesh.devices.shape}, {names})"
-        return format_call(self, mesh=mesh)
+        return f"{type(self).__name__}({dict(self.mesh.shape)})"
 
 
 class Pmap(Sharded):
@@ -163,6 +158,9 @@ class Pmap(Sharded):
     @checks_arguments
     def __init__(self, devices: Devices = None):
         super().__init__(devices)
+
+    def __repr__(self) -> str:
+        return f"Pmap({self.num_shards})"
 
 
 def make_named_shardings(mesh: Mesh, specs: PyTree) -> PyTree:
