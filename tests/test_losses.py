@@ -268,7 +268,5 @@ def test_a_named_loss_with_an_option_is_still_one_of_single_rows():
 
 
 def test_label_smoothing_is_a_probability():
-    with pytest.raises(
-        ValueError, match="must be from 0 to 1; got 2"
-    ):
+    with pytest.raises(ValueError, match="must be from 0 to 1; got 2"):
         losses.cross_entropy(jnp.ones((2, 3)), jnp.zeros(2, int), label_smoothing=2)
