@@ -8,17 +8,17 @@ import runpy
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import numpy as np
 
 from ..basics.console import format_columns, ignore_flush_errors
-from ..basics.environment import get_versions, import_extra
+from ..basics.environment import get_versions
 from ..basics.files import write_atomically
 from ..fit import instead_of_training
 from ..trainer import Trainer
 from .doctor import examine
-from .model_files import read_weights
+from .model_files import read_weights, write_arrays
 from .reports import comparison, differences, read_run, write_comparison, write_report
 
 
@@ -182,18 +182,13 @@ def _export(options: argparse.Namespace) -> None:
     path = options.output.absolute()
     if path.suffix not in (".safetensors", ".npz"):
         raise ValueError(f"`{options.output}` must end with .safetensors or .npz.")
-    arrays: dict[str, Any] = {
-        name: np.ascontiguousarray(array)
-        for name, array in read_weights(options.checkpoint, options.which).items()
-    }
+    arrays = read_weights(options.checkpoint, options.which)
     path.parent.mkdir(parents=True, exist_ok=True)
     with write_atomically(path) as temporary:
         if path.suffix == ".npz":
             with temporary.open("wb") as file:
-                np.savez(file, **arrays)
+                np.savez(file, **cast(Any, arrays))
         else:
-            who = "a .safetensors file"
-            safetensors = import_extra("safetensors.numpy", who, "safetensors")
-            safetensors.save_file(arrays, temporary)
+            write_arrays(temporary, arrays)
     count = sum(array.size for array in arrays.values())
     print(f"{path}: {len(arrays)} arrays, {count:,} numbers")

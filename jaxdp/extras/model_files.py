@@ -1,9 +1,9 @@
-"""The weights of a model alone: from a checkpoint or a file, and into a file."""
+"""Loads a model's weights from a checkpoint or a file, and saves them to a file."""
 
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, Literal, TypeVar, overload
 
 import equinox as eqx
@@ -22,7 +22,7 @@ from ..basics.files import (
     sync_to_disk,
     write_atomically,
 )
-from ..basics.tree import is_key, leaf_path, plain_path
+from ..basics.tree import find_nodes, is_key, leaf_path, plain_path
 from ..checkpoint import CheckpointCorrupt, CheckpointDir, read_meta
 from ..checkpoint.leaves import (
     differences,
@@ -55,12 +55,15 @@ _DTYPES: Final = {
 }
 
 _STATE: Final = "model_state: "
-"""What the names of the arrays of a model's state begin with."""
+"""The prefix of names of arrays of a model's state."""
 
-_HINT_OF_STATE: Final = (
+_STATE_HINT: Final = (
     "\n`like` has an `eqx.nn.State` in it: pass the model alone, and the state as"
     " `state`: `model, state = load_model(path, like=model, state=state)`."
 )
+
+Reader = Callable[[Iterable[str]], dict[str, Any]]
+"""Reads the leaves of these names."""
 
 
 @overload
@@ -105,10 +108,10 @@ def load_model(
         state: an `eqx.nn.State` to fill as well, with BatchNorm's running statistics,
             say. Only checkpoints contain one; one that is not asked for is warned of.
         partial: keep the leaves of `like` that the file lacks or has in another shape,
-            and say which.
-        which: the weights that were validated, `"scored"`, or `"raw"` ones, that
-            training goes on with. They differ where a `WeightAveraging` or the like
-            had others evaluated.
+            and log which.
+        which: the weights that were validated, `"scored"`, or `"raw"` ones, with which
+            training resumes. They differ if a `WeightAveraging`, say, had other weights
+            evaluated.
 
     Returns:
         A new model, on the default device; with `state`, `(model, state)`.
@@ -128,21 +131,23 @@ def load_model(
             )
         return _load_eqx(path, like)
 
-    # What is wanted, by name, and what the file has of it.
-    wanted = _shapes(like)
+    # The shapes of `like` and of the file, by name.
+    wanted = _list_shapes(like)
     if path.endswith(".safetensors"):
         if state is not None:
             raise ValueError("`state`: a .safetensors file has none; use a checkpoint.")
-        stored, read = _open_safetensors(path)
+        tensors = {plain_path(n): x for n, x in open_safetensors(path).items()}
+        stored = {name: shape_text(tensor) for name, tensor in tensors.items()}
+        read: Reader = lambda names: {n: np.array(tensors[n]) for n in names}  # noqa: E731
     else:
-        stored, read = _open_checkpoint(path := _best_in(path), which)
+        stored, read = _open_checkpoint(path := _find_best(path), which)
         if state is not None:
-            wanted |= {f"{_STATE}{n}": x for n, x in _shapes(state).items()}
+            wanted |= {f"{_STATE}{n}": x for n, x in _list_shapes(state).items()}
 
-    stored = {n: _as_wanted(text, wanted.get(n)) for n, text in stored.items()}
+    stored = {n: _widen(text, wanted.get(n)) for n, text in stored.items()}
     fitting = [name for name in wanted if stored.get(name) == wanted[name]]
-    hint = _HINT_OF_STATE if state is None and _has_state(like) else ""
-    _compare(path, wanted, stored, partial, hint)
+    hint = _STATE_HINT if state is None and find_nodes(eqx.nn.State, like) else ""
+    _check_fits(path, wanted, stored, partial, hint)
     if state is None and any(map(_is_of_state, stored)):
         warn(
             f"`load_model`: {path} has a model state, BatchNorm's running statistics"
@@ -151,21 +156,15 @@ def load_model(
             " one."
         )
     values = read(fitting)
-    _check_beside(like, stored.keys() - values.keys())
-    model = _filled(like, values, "")
-    if state is None:
-        return model
-    return model, _filled(state, values, _STATE)
-
-
-def _check_beside(like: PyTree, left_out: Set[str]) -> None:
-    """Raises where `like` has shapes of what adapters were saved without."""
-    for name, leaf in _arrays(like).items():
-        if isinstance(leaf, jax.ShapeDtypeStruct) and name in left_out:
+    for name, leaf in _list_arrays(like).items():
+        is_unread = name in stored and name not in values
+        if is_unread and isinstance(leaf, jax.ShapeDtypeStruct):
             raise ValueError(
                 f"`like`: {name} is a shape, and the checkpoint has adapters alone;"
                 " pass the model itself, with the weights beside them."
             )
+    model = _fill(like, values, "")
+    return model if state is None else (model, _fill(state, values, _STATE))
 
 
 @checks_arguments
@@ -184,40 +183,48 @@ def save_model(path: Path, model: PyTree) -> str:
     check_is_local("path", path)
     path = expand_path(path)
     if path.endswith(".safetensors"):
-        _safetensors()  # says that it is missing, before anything is made
-        write = _write_safetensors
-    elif path.endswith(".eqx"):
-        write = _write_eqx
-    else:
+        _import_safetensors()  # raises where it is missing, before anything is made
+    elif not path.endswith(".eqx"):
         raise ValueError(f"`path`={path!r} must end with '.safetensors' or '.eqx'.")
 
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with write_atomically(path) as temporary:
-        write(temporary, model)
+        if path.endswith(".safetensors"):
+            arrays = _list_arrays(model).items()
+            write_arrays(temporary, {name: plain(leaf) for name, leaf in arrays})
+        else:
+            with temporary.open("wb") as file:  # by its name it would get a suffix
+                eqx.tree_serialise_leaves(file, model)
         sync_to_disk(temporary)
     return path
 
 
-def read_weights(path: Path, which: str = "scored") -> dict[str, np.ndarray]:
-    """The arrays of the model in a checkpoint by their paths, without the model.
+def write_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
+    """Writes a .safetensors file, under any name."""
+    contiguous = {name: np.asarray(x, order="C") for name, x in arrays.items()}
+    _import_safetensors().save_file(contiguous, path)
 
-    `path` and `which` are as for `load_model`. Typed PRNG keys are the integers that
-    they are made of.
+
+def read_weights(path: Path, which: str = "scored") -> dict[str, np.ndarray]:
+    """Reads the arrays of the model in a checkpoint, by their paths.
+
+    `path` and `which` are as for `load_model`. Typed PRNG keys become the integers that
+    they consist of.
     """
-    shapes, read = _open_checkpoint(path := _best_in(expand_path(path)), which)
-    wanted = [name for name in shapes if not _is_of_state(name)]
-    if len(wanted) < len(shapes):
+    shapes, read = _open_checkpoint(path := _find_best(expand_path(path)), which)
+    names = [name for name in shapes if not _is_of_state(name)]
+    if len(names) < len(shapes):
         log_info(f"{path} has a model state, too, which is not among the weights")
-    arrays = {name: np.asarray(value) for name, value in read(wanted).items()}
-    if len(arrays) < len(wanted):
+    arrays = {name: np.asarray(value) for name, value in read(names).items()}
+    if len(arrays) < len(names):
         log_info(
             f"{path} has {len(arrays)} arrays of adapters, and not what is beside them"
         )
     return arrays
 
 
-def _arrays(tree: PyTree) -> dict[str, Any]:
-    """The arrays of a tree, or descriptions of them, by path."""
+def _list_arrays(tree: PyTree) -> dict[str, Any]:
+    """Lists the arrays of a tree, or their shapes, by path."""
     return {
         leaf_path(path) or "value": leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -227,7 +234,7 @@ def _arrays(tree: PyTree) -> dict[str, Any]:
     }
 
 
-def _filled(tree: PyTree, values: dict[str, Any], prefix: str) -> PyTree:
+def _fill(tree: PyTree, values: dict[str, Any], prefix: str) -> PyTree:
     def fill(path: Any, leaf: Any) -> Any:
         value = values.get(prefix + (leaf_path(path) or "value"))
         if value is None:
@@ -238,12 +245,12 @@ def _filled(tree: PyTree, values: dict[str, Any], prefix: str) -> PyTree:
     return jax.tree_util.tree_map_with_path(fill, tree)
 
 
-def _shapes(tree: PyTree) -> dict[str, str]:
-    return {name: shape_text(plain(leaf)) for name, leaf in _arrays(tree).items()}
+def _list_shapes(tree: PyTree) -> dict[str, str]:
+    return {name: shape_text(plain(leaf)) for name, leaf in _list_arrays(tree).items()}
 
 
-def _as_wanted(stored: str, wanted: str | None) -> str:
-    """What is wanted instead of narrower floats, which it holds as they are."""
+def _widen(stored: str, wanted: str | None) -> str:
+    """Returns `wanted` if it is a wider float than `stored`, which loses nothing."""
     if wanted is None or shape_in(stored) != shape_in(wanted):
         return stored
     narrow, wide = dtype_in(stored), dtype_in(wanted)
@@ -255,138 +262,128 @@ def _is_of_state(name: str) -> bool:
     return name.startswith(_STATE)
 
 
-def _has_state(tree: PyTree) -> bool:
-    """Whether there is an `eqx.nn.State` in a tree."""
-
-    def is_state(value: Any) -> bool:
-        return isinstance(value, eqx.nn.State)
-
-    return any(map(is_state, jax.tree.leaves(tree, is_leaf=is_state)))
-
-
-def _compare(
+def _check_fits(
     path: str,
     wanted: dict[str, str],
     stored: dict[str, str],
     partial: bool,
     hint: str,
 ) -> None:
-    """Says what differs from the file: an error, unless `partial` lets it be."""
+    """Raises if the model differs from the file; with `partial`, logs how.
+
+    With `partial` it raises only if nothing of the model fits.
+    """
     of_model = {name for name in wanted if not _is_of_state(name)}
-    fits = any(stored.get(n) == wanted[n] for n in of_model or wanted)
-    problem = f"the model in {path} is a different one"
-    remedy = "Use `partial=True` to take what fits."
-    if partial and not fits:
-        problem = f"no array of the model in {path} fits"
-        remedy = "So nothing would be loaded."
-
-    def counts(name: str) -> bool:
-        return name in wanted or not (partial and fits or _is_of_state(name))
-
-    there = {name: shape for name, shape in stored.items() if counts(name)}
-    lines = differences(wanted, there, "model")
-    if lines and partial and fits:
-        shown = "\n".join(lines)
-        log_info(f"`load_model`: these leaves stay as they are in `like`:\n{shown}")
+    partial_fits = partial and any(
+        stored.get(name) == wanted[name] for name in of_model or wanted
+    )
+    compared = {
+        name: shape
+        for name, shape in stored.items()
+        if name in wanted or not (partial_fits or _is_of_state(name))
+    }
+    lines = differences(wanted, compared, "model")
+    if lines and partial_fits:
+        listed = "\n".join(lines)
+        log_info(f"`load_model`: these leaves stay as they are in `like`:\n{listed}")
     elif lines:
+        problem = f"the model in {path} is a different one"
+        remedy = "Use `partial=True` to take what fits."
+        if partial:
+            problem = f"no array of the model in {path} fits"
+            remedy = "So nothing would be loaded."
         raise ValueError(f"`like`: {problem}:\n{first_lines(lines)}\n{remedy}{hint}")
 
 
-def _best_in(path: str) -> str:
-    """A checkpoint's path: `path`, or the best one if that is a folder of them."""
+def _find_best(path: str) -> str:
+    """Returns `path`, or its best checkpoint if it is a folder of them."""
     folder = CheckpointDir(path)
     steps = folder.steps()
     if not steps or os.path.lexists(os.path.join(path, "meta")):
         return path
     last = steps[-1]
-    recorded, monitor = _best_first(folder, read_meta(folder.path_of(last)))
-    # The link knows of what was measured after it was saved.
+    recorded, monitor = _read_ranking(folder, read_meta(folder.path_of(last)))
+    # The link knows of scores that were measured after the last save.
     best_first = [folder.linked("best"), *recorded]
     chosen = next((step for step in best_first if step in steps), None)
-    what = f"the best by {monitor}" if monitor else "the best"
+    reason = f"the best by {monitor}" if monitor else "the best"
     if chosen is None or not monitor and chosen == last:
-        chosen, what = last, "the last"
+        chosen, reason = last, "the last"
     count = f"{len(steps)} checkpoint{'s' * (len(steps) > 1)}"
-    log_info(f"`load_model`: {folder.path_of(chosen)}, {what} of {count}")
+    log_info(f"`load_model`: {folder.path_of(chosen)}, {reason} of {count}")
     return folder.path_of(chosen)
 
 
-def _best_first(folder: CheckpointDir, meta: dict[str, Any]) -> tuple[list[Any], str]:
-    """The steps of a folder, best first, as its `ModelCheckpoint` had them, and by what
-    they are judged: "val_loss (min)"; "" if by nothing, or if that is not known.
+def _read_ranking(folder: CheckpointDir, meta: dict[str, Any]) -> tuple[list[Any], str]:
+    """Reads how the `ModelCheckpoint` of a folder ranked its steps.
 
-    Of several the one that had this folder, or one of the same name, if it was moved.
+    Of several savers, it is that of this folder; or of one of the same name, as the
+    folder may have been moved.
+
+    Returns:
+        The steps, best first, and their score, such as "val_loss (min)". That is ""
+        where they were not scored, or where it is not known.
     """
-    whose = meta["identities"]
+    identities, base = meta["identities"], os.path.basename
 
-    def is_of(name: str) -> tuple[bool, bool]:
-        saver_folder = whose.get(name, "").partition("\n")[0]
-        base = os.path.basename
-        return saver_folder == folder.path, base(saver_folder) == base(folder.path)
+    def is_of_folder(name: str) -> tuple[bool, bool]:
+        saved = identities.get(name, "").partition("\n")[0]
+        return saved == folder.path, base(saved) == base(folder.path)
 
-    records = {
+    rankings = {
         name: state["best_first"]
         for name, state in meta["callbacks"].items()
         if isinstance(state.get("best_first"), list)
     }
-    if not records:
+    if not rankings:
         return [], ""
-    name = max(records, key=is_of)
-    monitor, *mode = whose.get(name, "").partition("\n")[2].split(", ")
-    return records[name], f"{monitor} ({mode[0]})" if mode else ""
-
-
-Reader = Callable[[Iterable[str]], dict[str, Any]]
-"""Given names of leaves, reads them."""
+    name = max(rankings, key=is_of_folder)
+    monitor, *mode = identities.get(name, "").partition("\n")[2].split(", ")
+    return rankings[name], f"{monitor} ({mode[0]})" if mode else ""
 
 
 def _open_checkpoint(path: str, which: str) -> tuple[dict[str, str], Reader]:
-    """Shapes by name in the model, and how to read some of them."""
+    """Returns the shapes of the arrays by name in the model, and their reader."""
     meta = read_meta(path)
-    where = meta.get("evaluated", {}) if which == "scored" else {}
+    evaluated = meta.get("evaluated", {}) if which == "scored" else {}
     full_names: dict[str, str] = {}
     for full in meta["leaves"]:
         field, _, name = full.partition(": ")
         if field in ("params", "buffers"):
-            full_names[plain_path(name)] = where.get(full, full)
+            full_names[plain_path(name)] = evaluated.get(full, full)
         elif field == "model_state":
-            full_names[full] = where.get(full, full)
+            full_names[full] = evaluated.get(full, full)
     shapes = {name: meta["leaves"][full] for name, full in full_names.items()}
     for full, text in left_out(meta).items():
         shapes[plain_path(full.partition(": ")[2])] = text
 
-    def read(found: Iterable[str]) -> dict[str, Any]:
-        named = {name: full_names[name] for name in found if name in full_names}
+    def read(names: Iterable[str]) -> dict[str, Any]:
+        named = {name: full_names[name] for name in names if name in full_names}
         stored = restore_leaves(path, meta, named.values())
         return {name: stored[full] for name, full in named.items()}
 
     return shapes, read
 
 
-def _open_safetensors(path: str) -> tuple[dict[str, str], Reader]:
-    arrays = {plain_path(name): array for name, array in open_safetensors(path).items()}
-    shapes = {name: shape_text(array) for name, array in arrays.items()}
-    return shapes, lambda found: {name: np.array(arrays[name]) for name in found}
-
-
 def open_safetensors(path: str) -> dict[str, np.ndarray]:
-    """The tensors of a safetensors file: views of it, read where they are used.
+    """Opens the tensors of a safetensors file: views, read when they are used.
 
     Raises:
         FileNotFoundError: if there is none.
         CheckpointCorrupt: if it is of another format, or damaged.
     """
     try:
-        return _views_of(np.memmap(path, np.uint8, mode="r"))
+        return _make_views(np.memmap(path, np.uint8, mode="r"))
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:
         raise CheckpointCorrupt(f"`path`: {path} can't be read: {error}.") from error
 
 
-def _views_of(content: np.ndarray) -> dict[str, np.ndarray]:
-    """The length of the header, the header in JSON, and the numbers.
+def _make_views(content: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns the tensors of a file, and checks all that its header says.
 
+    A file has the length of its header, the header in JSON, and the numbers:
     https://huggingface.co/docs/safetensors/index#format
     """
     length = int.from_bytes(content[:8].tobytes(), "little")
@@ -400,7 +397,7 @@ def _views_of(content: np.ndarray) -> dict[str, np.ndarray]:
     header.pop("__metadata__", None)
     numbers, tensors = content[8 + length :], {}
     for name, described in header.items():
-        start, end = _place_of(name, described, numbers.size)
+        start, end = _check_offsets(name, described, numbers.size)
         flat = numbers[start:end].view(_DTYPES[described["dtype"]])
         tensors[name] = flat.reshape(described["shape"])
 
@@ -417,8 +414,8 @@ def _views_of(content: np.ndarray) -> dict[str, np.ndarray]:
     return tensors
 
 
-def _place_of(name: str, described: Any, size: int) -> tuple[int, int]:
-    """Where a tensor is among so many bytes, or a ValueError."""
+def _check_offsets(name: str, described: Any, size: int) -> tuple[int, int]:
+    """Returns the offsets of a tensor in `size` bytes; raises if they can't be."""
     check_fields(described, {"dtype": str, "shape": list, "data_offsets": list}, name)
     kind, shape, offsets = (described[n] for n in ("dtype", "shape", "data_offsets"))
     if kind not in _DTYPES:
@@ -453,18 +450,5 @@ def _load_eqx(path: str, like: PyTree) -> PyTree:
     return model
 
 
-def _write_safetensors(path: Path, model: PyTree) -> None:
-    arrays = {
-        name: np.asarray(plain(leaf), order="C")
-        for name, leaf in _arrays(model).items()
-    }
-    _safetensors().save_file(arrays, path)
-
-
-def _write_eqx(path: Path, model: PyTree) -> None:
-    with open(path, "wb") as file:  # by its name it would get another one
-        eqx.tree_serialise_leaves(file, model)
-
-
-def _safetensors() -> Any:
+def _import_safetensors() -> Any:
     return import_extra("safetensors.numpy", "a .safetensors file", "safetensors")
