@@ -22,14 +22,14 @@ from .other_libraries import INSTEAD, find_near
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _PARAMETERS: Final[dict[str, Mapping[str, inspect.Parameter]]] = {}
-"""The parameters of what `checks_arguments` has decorated, by its name."""
+"""The parameters of each function that `checks_arguments` decorates, by its name."""
 
 
 def checks_arguments(function: Function) -> Function:
-    """Decorates a public function, or an `__init__`: its callers get errors in words.
+    """Decorates a public function or `__init__` with checks of its arguments.
 
-    They name what it does not take, all at once, with what to write instead, and values
-    that are not of the annotated kinds, as far as these are plain ones.
+    The errors name all arguments that it does not take, each with what to write
+    instead, and values that are not of an annotated kind, if all kinds are in `_KINDS`.
     """
     signature = inspect.signature(function)
     parameters = signature.parameters
@@ -39,11 +39,11 @@ def checks_arguments(function: Function) -> Function:
     @functools.wraps(function)
     def call(*args: Any, **keywords: Any) -> Any:
         try:
-            given = signature.bind(*args, **keywords).arguments
+            bound = signature.bind(*args, **keywords).arguments
         except TypeError:
             wrong = "\n".join(_describe_misfits(name, parameters, args, keywords))
             raise TypeError(wrong) from None
-        for argument, value in given.items():
+        for argument, value in bound.items():
             check_kind(argument, value, parameters[argument].annotation)
         return function(*args, **keywords)
 
@@ -56,7 +56,7 @@ def _describe_misfits(
     args: Sequence[Any],
     keywords: Mapping[str, Any],
 ) -> Iterator[str]:
-    """Says what of a call the parameters don't fit, one sentence each."""
+    """Yields a sentence for each mistake of a call."""
     kinds = {parameter.kind for parameter in parameters.values()}
     names = _list_keywords(parameters)
     for name in keywords if inspect.Parameter.VAR_KEYWORD not in kinds else ():
@@ -83,16 +83,16 @@ def _describe_misfits(
 
 
 def _suggest(function: str, name: str) -> str:
-    """Says what to write instead of an argument that a function does not have."""
-    door = "Trainer", "fit"
-    for other in door if function in door else ():
+    """Returns what to write instead of an argument that a function does not take."""
+    pair = "Trainer", "fit"  # each takes the other's arguments for its own
+    for other in pair if function in pair else ():
         if name in _PARAMETERS[other]:
             return f"it belongs to `{other}`: {other}(..., {name}=...)"
     own = INSTEAD.get(function, {})
-    others = INSTEAD["argument"] if function in door else {}
+    others = INSTEAD["argument"] if function in pair else {}
     if instead := own.get(name) or others.get(name):
         return instead
-    for other in dict.fromkeys([function, *(door if function in door else ())]):
+    for other in dict.fromkeys([function, *(pair if function in pair else ())]):
         if near := find_near(name, _PARAMETERS[other]):
             of = f" of `{other}`" if other != function else ""
             return f"it may be meant for `{near}`{of}"
@@ -102,7 +102,7 @@ def _suggest(function: str, name: str) -> str:
 
 
 def _list_keywords(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
-    """The arguments that can be passed by name."""
+    """Returns the arguments that can be passed by name."""
     variadic = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
     return [
         name
@@ -111,7 +111,7 @@ def _list_keywords(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
     ]
 
 
-_IS_KIND: Final[dict[Any, tuple[str, Callable[[Any], bool]]]] = {
+_KINDS: Final[dict[Any, tuple[str, Callable[[Any], bool]]]] = {
     bool: (
         "a bool",
         lambda x: is_bool(x) or isinstance(x, int | np.integer) and x in (0, 1),
@@ -129,29 +129,29 @@ _IS_KIND: Final[dict[Any, tuple[str, Callable[[Any], bool]]]] = {
     Mesh: ("a jax.sharding.Mesh", lambda x: isinstance(x, Mesh)),
     types.NoneType: ("None", lambda x: x is None),
 }
-"""The plain kinds of arguments."""
+"""The annotations that are checked: in words, and a predicate of values."""
 
 
 def check_kind(name: str, value: Any, annotation: Any) -> None:
-    """Raises for a value that is of none of the annotated kinds, if all are plain."""
+    """Raises for a value of none of the annotated kinds, if all are in `_KINDS`."""
     kinds = _list_kinds(annotation)
     choices = [c for kind in kinds for c in (kind if isinstance(kind, tuple) else ())]
     plain = [kind for kind in kinds if not isinstance(kind, tuple)]
-    if any(kind not in _IS_KIND for kind in plain):
+    if any(kind not in _KINDS for kind in plain):
         return
-    if any(_IS_KIND[kind][1](value) for kind in plain):
+    if any(_KINDS[kind][1](value) for kind in plain):
         return
     if choices and (isinstance(value, str) or {*plain} <= {types.NoneType}):
         check_choice(name, value, [*choices, *[None] * len(plain)])
     elif plain:
         listed = [kind for kind in plain if kind is not int or float not in plain]
-        named = " or ".join(_IS_KIND[kind][0] for kind in listed)
+        named = " or ".join(_KINDS[kind][0] for kind in listed)
         shown = f"{value!r:.200} of type {type(value).__name__}"
         raise TypeError(f"`{name}` must be {named}; got {shown}.")
 
 
 def _list_kinds(annotation: Any) -> list[Any]:
-    """The kinds that a union has; choices are a tuple."""
+    """Returns the members of a union; a `Literal` becomes a tuple of its choices."""
     origin = typing.get_origin(annotation)
     if origin in (types.UnionType, typing.Union):
         return [
@@ -171,7 +171,7 @@ def is_bool(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a number, or an array of no dimension."""
+    """Returns True for a number, and for an array without dimensions."""
     is_real = isinstance(value, numbers.Real) or getattr(value, "ndim", None) == 0
     return is_real and not is_bool(value)
 
@@ -190,7 +190,7 @@ def check_count(
     *,
     suffix: str = "",
 ) -> None:
-    """Raises unless `value` is an int, or NumPy's, from `least` to `most`."""
+    """Raises unless `value` is an int, or NumPy's, from `minimum` to `maximum`."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         kind = type(value).__name__
         raise TypeError(
@@ -211,7 +211,7 @@ def check_number(
     below: float | None = None,
     suffix: str = "",
 ) -> None:
-    """Raises unless `value` is a number in bounds; of these `least` is in bounds."""
+    """Raises unless `minimum <= value`, `above < value` and `value < below`."""
     if not is_number(value):
         raise TypeError(
             f"`{name}` must be a number{suffix}; got {value!r} of type"
@@ -232,7 +232,7 @@ def check_number(
 
 
 def check_is_local(name: str, path: str | os.PathLike[str]) -> None:
-    """Raises where `path` is an address, such as `gs://...`, and no file."""
+    """Raises if `path` is an address, such as `gs://...`, instead of a file."""
     if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]+:/", os.fspath(path)):  # C:/ is a file
         raise ValueError(
             f"`{name}` must be in a file system; got {os.fspath(path)!r}, which"
@@ -242,9 +242,9 @@ def check_is_local(name: str, path: str | os.PathLike[str]) -> None:
 
 
 def as_number(value: Any) -> float | None:
-    """A single number of any kind as a float, an array of one too; else None.
+    """Returns a number, or an array of one number, as a float; None for other values.
 
-    Waits for the device if it is there.
+    Waits for the device if the array is there.
     """
     array = np.asarray(value)
     has_numbers = array.dtype.kind in "biuf" or array.dtype.name == "bfloat16"
@@ -252,12 +252,8 @@ def as_number(value: Any) -> float | None:
     return float(array.item()) if has_numbers and is_single else None
 
 
-Duration = str | datetime.timedelta | Mapping[str, float] | int | float
-_KINDS: Final = str, datetime.timedelta, Mapping, numbers.Real
-
-
 def parse_duration(duration: Any, argument: str = "duration") -> float:
-    """Seconds in a duration; `argument` is how errors call it."""
+    """Returns the seconds of a duration; errors name it `argument`."""
     span = duration
     if isinstance(span, str) and re.fullmatch(r"\s*\d+(:\d+){3}\s*", span):
         names = "days", "hours", "minutes", "seconds"
@@ -272,8 +268,9 @@ def parse_duration(duration: Any, argument: str = "duration") -> float:
     if isinstance(span, numbers.Real) and not is_bool(span):
         seconds = float(span)
     if not 0 <= seconds <= datetime.timedelta.max.total_seconds():
-        is_span = isinstance(duration, _KINDS) and not isinstance(duration, bool)
-        raise (ValueError if is_span else TypeError)(
+        kinds = str, datetime.timedelta, Mapping, numbers.Real
+        is_duration = isinstance(duration, kinds) and not isinstance(duration, bool)
+        raise (ValueError if is_duration else TypeError)(
             f"`{argument}`={duration!r} must be 'DD:HH:MM:SS', such as '00:08:30:00'"
             " for eight and a half hours, a datetime.timedelta, a dict of its keywords"
             " (days, hours, minutes, ...), or a number of seconds; finite and not"

@@ -1,4 +1,4 @@
-"""The table of a run: its file, and what the names of its columns tell."""
+"""The metrics table of a run: its file, and the meaning of its column names."""
 
 import csv
 import io
@@ -15,10 +15,10 @@ THROUGHPUT: Final = "throughput/"
 
 
 def read_table(path: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """The columns and the rows of a table, without a torn one at its end."""
+    """Reads the columns and rows of a table, without an unfinished last row."""
     with path.open(newline="", encoding="utf-8", errors="replace") as file:
         lines = list(file)
-    # A run may be writing its last row at this moment, or was killed then.
+    # A run may be writing its last row now, or was killed while it wrote it.
     if lines and not lines[-1].endswith("\n"):
         lines.pop()
     reader = csv.DictReader(lines, restval="")
@@ -27,10 +27,10 @@ def read_table(path: Path) -> tuple[list[str], list[dict[str, str]]]:
 
 
 class Table:
-    """The table of a run, which grows by rows and, where names are new, by columns.
+    """A table in a file, which grows by rows and by columns for new names.
 
     Args:
-        path: the file. What it has is gone on with.
+        path: the file. An existing table is continued.
     """
 
     def __init__(self, path: Path):
@@ -38,14 +38,14 @@ class Table:
         self._columns = read_table(path)[0] if path.exists() else []
 
     def read_rows(self) -> list[dict[str, str]]:
-        """All rows so far."""
+        """Reads all rows."""
         return read_table(self._path)[1] if self._columns else []
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Adds a row; what it lacks is empty."""
+        """Adds a row; the columns that it lacks stay empty."""
         self.add_columns(row)
         with self._path.open("ab", buffering=0) as file:
-            append_atomically(file, self._text([row]))
+            append_atomically(file, self._format([row]))
 
     def add_columns(self, names: Iterable[str]) -> None:
         """Adds columns that are missing."""
@@ -56,11 +56,11 @@ class Table:
             self.replace_rows(rows)
 
     def replace_rows(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Writes these rows instead of all that are there."""
-        heads = dict(zip(self._columns, self._columns, strict=True))
-        write_text_atomically(self._path, self._text([heads, *rows]))
+        """Replaces all rows."""
+        header = dict(zip(self._columns, self._columns, strict=True))
+        write_text_atomically(self._path, self._format([header, *rows]))
 
-    def _text(self, rows: Iterable[Mapping[str, Any]]) -> str:
+    def _format(self, rows: Iterable[Mapping[str, Any]]) -> str:
         text = io.StringIO()
         csv.DictWriter(text, self._columns, restval="").writerows(rows)
         return text.getvalue()
@@ -68,8 +68,8 @@ class Table:
 
 def _sort_key(column: str) -> tuple[bool, bool, bool]:
     """Sorts the columns of steps before those of epochs and of validations."""
-    is_place = column in ("epoch", "step")
-    return not is_place, column.startswith(VALIDATION), column.startswith(EPOCH)
+    is_position = column in ("epoch", "step")
+    return not is_position, column.startswith(VALIDATION), column.startswith(EPOCH)
 
 
 _LARGER_IS_BETTER: Final = re.compile(
@@ -84,23 +84,14 @@ _IS_AN_ERROR: Final = re.compile(
 )
 
 
-def is_larger_better(name: str) -> bool:
-    """Whether a metric of that name is to be maximised, as far as names tell."""
-    name = name.partition("[")[0].lower()  # without the number of a member
-    is_loss = _SMALLER_IS_BETTER.search(name)
-    return not is_loss and _LARGER_IS_BETTER.search(name) is not None
-
-
 def resolve_mode(name: str, mode: str = "auto") -> str:
-    """Which values of a metric are best, the `"min"` or the `"max"`: as `mode` says;
-    if that is `"auto"`, as the name tells, and `"min"` if it tells nothing."""
-    if mode == "auto":
-        return infer_mode(name) or "min"
-    return mode
+    """Returns `mode`; for `"auto"` what the name says, or else `"min"`."""
+    return (infer_mode(name) or "min") if mode == "auto" else mode
 
 
 def infer_mode(name: str) -> str | None:
-    """`"min"` or `"max"`, if the name of a metric tells which is better."""
-    if is_larger_better(name):
+    """Returns `"min"` or `"max"` if the name of a metric says which is better."""
+    name = name.partition("[")[0].lower()  # without the number of a member
+    if _LARGER_IS_BETTER.search(name) and not _SMALLER_IS_BETTER.search(name):
         return "max"
-    return "min" if _IS_AN_ERROR.search(name.partition("[")[0].lower()) else None
+    return "min" if _IS_AN_ERROR.search(name) else None

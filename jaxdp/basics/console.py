@@ -1,7 +1,7 @@
-"""What the library tells the user, on the logger "jaxdp", as warnings, on streams.
+"""Messages to the user: on the logger "jaxdp", as warnings, and on streams.
 
-That nobody can read it, because the terminal is closed, `tee` has ended or the disk of
-the log is full, is no reason to end a run: nothing here raises then.
+Nothing in this module raises if a message can't be written, because the terminal is
+closed, `tee` has ended, or the disk of the log is full. That is no reason to end a run.
 """
 
 import atexit
@@ -19,31 +19,31 @@ from . import coordination
 from .tracebacks import find_user_frame, get_module_name
 
 _WARNING_REGISTRY: Final = "__warningregistry__"
-"""Under which name Python keeps the warnings of a module that were shown."""
+"""The name of the global in which Python keeps the shown warnings of a module."""
 
 _logger = logging.getLogger("jaxdp")
 _logger.setLevel(logging.INFO)
 
 
 class SafeStream:
-    """A text file to write to for as long as somebody reads it; None is nobody.
+    """A text file, or None, whose errors are ignored once it can't be written.
 
-    Equal to the file itself, as which tqdm is to know it.
+    It equals the file itself, so that tqdm takes both for the same stream.
     """
 
     def __init__(self, file: Any):
         self.file = file
 
     def write(self, text: str) -> None:
-        """Writes, or does nothing where that can't be."""
-        if self.file is not None:  # as if started with `2>&-`, or without a console
+        """Writes the text, or does nothing if that fails."""
+        if self.file is not None:  # None if started with `2>&-`, or without a console
             try:
                 self.file.write(text)
-            except (OSError, ValueError):  # the latter of closed ones
+            except (OSError, ValueError):  # ValueError: the file is closed
                 ignore_flush_errors()
 
     def flush(self) -> None:
-        """Flushes, or does nothing where that can't be."""
+        """Flushes the file, or does nothing if that fails."""
         if self.file is not None:
             try:
                 self.file.flush()
@@ -51,7 +51,7 @@ class SafeStream:
                 ignore_flush_errors()
 
     def isatty(self) -> bool:
-        """Whether it is a terminal."""
+        """Returns True for a terminal."""
         try:
             return bool(self.file.isatty())
         except (AttributeError, OSError, ValueError):
@@ -65,7 +65,7 @@ class SafeStream:
 
 
 class _Stderr(logging.Handler):
-    """To the present `sys.stderr`, clear of progress bars."""
+    """Writes to the current `sys.stderr`, above progress bars."""
 
     def emit(self, record: logging.LogRecord) -> None:
         text, out = f"jaxdp: {record.getMessage()}", SafeStream(sys.stderr)
@@ -76,38 +76,38 @@ class _Stderr(logging.Handler):
             print(text, file=out)  # pyright: ignore
 
 
-# A program that has set up logging before gets the messages there. One that has not
-# may still be given handlers later, by a package it imports; those would say it twice.
+# A program that has set up logging gets the messages there. In other programs a package
+# that is imported later may add handlers, which would print each message twice.
 if not logging.getLogger().handlers:
     _logger.addHandler(_Stderr())
     _logger.propagate = False
 
 
 def log_info(message: str, *, all_processes: bool = False) -> None:
-    """Tells the user something that needs no action; `everywhere`, on all processes."""
+    """Logs a message that needs no action: on process 0, or on all processes."""
     if all_processes or coordination.process_index() == 0:
         try:
             _logger.info(message)
-        except Exception:  # of a handler of the user's
+        except Exception:  # from a handler of the user
             traceback.print_exc(file=SafeStream(sys.stderr))
 
 
 def log_debug(message: str) -> None:
-    """Tells those who have set the logger "jaxdp" to DEBUG, on any process."""
+    """Logs a message at the level DEBUG, on this process."""
     with contextlib.suppress(Exception):
         _logger.debug(message)
 
 
 @functools.cache
 def log_info_once(message: str) -> None:
-    """`say`, but a message that was said before."""
+    """Logs a message unless it was logged before."""
     log_info(message)
 
 
 def warn(message: str) -> None:
-    """A warning at the user's line that led here.
+    """Warns, at the user's line that led here.
 
-    It raises what filters make an error, and nothing else.
+    Raises the warning if a filter makes it an error; raises nothing else.
     """
     frame = find_user_frame(sys._getframe(1))
     module, registry = (
@@ -119,14 +119,14 @@ def warn(message: str) -> None:
         warnings.warn_explicit(message, UserWarning, *where, registry)
     except Warning:
         raise
-    except Exception:  # of a `warnings.showwarning` of the user's
+    except Exception:  # from a `warnings.showwarning` of the user
         traceback.print_exc(file=SafeStream(sys.stderr))
 
 
 def open_bar(make: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """A tqdm bar, or None where none can be drawn.
+    """Returns a tqdm bar, or None if it can't be drawn.
 
-    Its `file` should be an `SafeStream`; tqdm itself flushes both standard streams.
+    Its `file` should be a `SafeStream`. tqdm itself flushes both standard streams.
     """
     try:
         return make(*arguments, **options)
@@ -137,9 +137,9 @@ def open_bar(make: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
 
 @functools.cache
 def ignore_flush_errors() -> None:
-    """Has Python's own end not fail for what nobody can read.
+    """Lets Python exit with its exit code if it can't flush the standard streams.
 
-    It would exit with 120, whatever the exit code was, if it can't flush what is left.
+    It would exit with 120 instead.
     """
     atexit.register(_flush_or_discard)
 
@@ -161,7 +161,7 @@ def _redirect_to_devnull(descriptor: int) -> None:
 
 
 def join_numbers(noun: str, numbers: Iterable[int]) -> str:
-    """process 1; processes 1, 2 and 5; ports 61000 to 61007."""
+    """Returns "process 1", "processes 1, 2 and 5", or "ports 61000 to 61007"."""
     *first, last = sorted(numbers)
     if not first:
         return f"{noun} {last}"
@@ -172,7 +172,7 @@ def join_numbers(noun: str, numbers: Iterable[int]) -> str:
 
 
 def join_some(names: Iterable[str], between: str = ", ") -> str:
-    """a, b, c, d, e and 4 more."""
+    """Returns "a, b, c, d, e and 4 more"."""
     names = list(names)
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return between.join(names[:5]) + more
@@ -181,7 +181,7 @@ def join_some(names: Iterable[str], between: str = ", ") -> str:
 def format_columns(
     rows: Iterable[Sequence[str]], right: Container[int] = ()
 ) -> list[str]:
-    """Lines of a table, from its cells; which columns are flush right, by number."""
+    """Formats the lines of a table; the columns numbered in `right` align right."""
     rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     padded = [

@@ -1,6 +1,6 @@
 """JAX's coordination service: barriers and small values between processes.
 
-The client is no public part of JAX; here is all that the package takes of it.
+Its client is no public part of JAX. Only this module uses it.
 """
 
 import functools
@@ -13,35 +13,35 @@ from typing import Any, Final
 from jax._src import distributed
 
 _POLL_SECONDS: Final = 0.25
-"""After how many seconds at a barrier, each time, it is asked whether to give up."""
+"""The seconds between two calls of `gives_up` at a barrier."""
 
 
 def has_peers() -> bool:
-    """Whether this is one of several processes."""
+    """Returns True if this is one of several processes."""
     return distributed.global_state.client is not None and process_count() > 1
 
 
 def process_index() -> int:
-    """Which process this is."""
+    """Returns the number of this process."""
     return distributed.global_state.process_id
 
 
 def process_count() -> int:
-    """How many processes there are."""
+    """Returns the number of processes."""
     return distributed.global_state.num_processes
 
 
 def wait_at_barrier(name: str, timeout: float, gives_up: Callable[[], bool]) -> bool:
-    """Waits for all processes to come to this name; False after `timeout` seconds.
+    """Waits until all processes wait at this name; returns False after `timeout` s.
 
-    It is the same for all: none is let through that another one has given up. Each
-    name is for one use. This process gives up sooner where `gives_up`, which is asked
-    several times a second: a thread waits for it, because JAX's wait can't be ended.
+    All processes get the same result. Each name can be used once. This process gives up
+    sooner if `gives_up()`, which is called several times a second. A thread does the
+    waiting, because JAX's wait can't be interrupted.
     """
     names, ends = _start_waiter()
     names.put((name, max(1, int(timeout * 1000))))
     reached, error = "", None
-    while reached != name:  # but another one, which was given up
+    while reached != name:  # an earlier one, which was given up, may come first
         try:
             reached, error = ends.get(timeout=_POLL_SECONDS)
         except queue.Empty:
@@ -54,7 +54,7 @@ def wait_at_barrier(name: str, timeout: float, gives_up: Callable[[], bool]) -> 
 
 @functools.cache
 def _start_waiter() -> tuple[queue.SimpleQueue[Any], queue.SimpleQueue[Any]]:
-    """Where to leave names and timeouts for the thread that waits, and how it ended."""
+    """Starts the waiting thread; returns its queues of names and of results."""
     names, ends = queue.SimpleQueue(), queue.SimpleQueue()
 
     def wait() -> None:
@@ -72,18 +72,18 @@ def _start_waiter() -> tuple[queue.SimpleQueue[Any], queue.SimpleQueue[Any]]:
 
 
 def put_value(folder: str, value: Any) -> None:
-    """Leaves a JSON value for all to read, in place of this process's older one."""
+    """Publishes a JSON value of this process, in place of its older one."""
     key = f"{folder}/{process_index()}"
     _client().key_value_set(key, json.dumps(value), allow_overwrite=True)
 
 
 def delete_value(folder: str) -> None:
-    """Takes away what this process has left there, and nobody reads any more."""
+    """Deletes the value of this process."""
     _client().key_value_delete(f"{folder}/{process_index()}")
 
 
 def read_values(folder: str) -> dict[int, Any]:
-    """What processes have left in a folder, by their numbers."""
+    """Reads the values of a folder, by process."""
     entries = _client().key_value_dir_get(folder)
     return {int(key.rpartition("/")[2]): json.loads(text) for key, text in entries}
 

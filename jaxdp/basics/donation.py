@@ -1,4 +1,4 @@
-"""What a compiled program overwrites."""
+"""The inputs that a compiled program overwrites."""
 
 import re
 from collections.abc import Collection
@@ -8,7 +8,7 @@ import jax
 
 
 def parse_aliases(header: str) -> dict[int, str]:
-    """The inputs that a program overwrites, with the places of the results there.
+    """Returns the inputs that a program overwrites, and the results that do it.
 
     Args:
         header: the first line of its text, which may have
@@ -20,13 +20,13 @@ def parse_aliases(header: str) -> dict[int, str]:
 
 
 def find_donated(compiled: Any, aliased: Collection[int]) -> set[int]:
-    """Places, among all flat arguments of a step, of those that it overwrites.
+    """Returns the numbers of the flat arguments of a step that it overwrites.
 
     Args:
         compiled: the step.
-        aliased: which of the program's inputs it overwrites.
+        aliased: the inputs of its program that it overwrites.
     """
-    # The program lacks the arguments that nothing depends on, and numbers the rest.
+    # The program drops the arguments that nothing depends on, and numbers the rest.
     every = range(len(jax.tree.leaves(compiled.args_info)))
     executable = getattr(compiled, "_executable", None)
     kept = sorted(getattr(executable, "_kept_var_idx", every))

@@ -1,4 +1,4 @@
-"""Versions and hardware of this process, and packages that not everybody has."""
+"""Versions and hardware of this process, and imports of optional packages."""
 
 import contextlib
 import functools
@@ -28,11 +28,11 @@ PACKAGES: Final = (
 
 
 def get_versions() -> dict[str, str]:
-    """Versions of Python and of the packages that decide the numbers of a run."""
+    """Returns the versions of Python and of packages that decide a run's numbers."""
     return dict(_read_versions())
 
 
-@functools.cache  # of files, which take milliseconds to read
+@functools.cache  # reading the files takes milliseconds
 def _read_versions() -> dict[str, str]:
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
@@ -45,7 +45,7 @@ def _read_versions() -> dict[str, str]:
 
 
 def describe_hardware() -> dict[str, Any]:
-    """The devices that JAX sees, and the machine that they are in."""
+    """Describes the devices that JAX sees, and the machine that they are in."""
     devices = jax.devices()
     return {
         "platform": devices[0].platform,
@@ -58,14 +58,14 @@ def describe_hardware() -> dict[str, Any]:
 
 
 def import_extra(module: str, who: str, extra: str) -> Any:
-    """A module that `who` needs, of a package that an extra of this one installs.
+    """Imports a module for `who`; the error names its package if it is missing.
 
-    The error names that package, and no extra of `jaxdp`: on the public index that is
-    somebody else's, with the same import name.
+    It does not say `pip install jaxdp[...]`: on the public index that is another
+    library with the same import name.
     """
     try:
         with warnings.catch_warnings():
-            # Of their own dependencies; nobody here can do anything about it.
+            # Warnings of its dependencies, about which the user can do nothing.
             warnings.simplefilter("ignore")
             return importlib.import_module(module)
     except ImportError as error:

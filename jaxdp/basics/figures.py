@@ -1,4 +1,4 @@
-"""Curves, drawn by matplotlib: pictures for files, notebooks and pages."""
+"""Charts of curves, drawn by matplotlib for files, notebooks and pages."""
 
 import functools
 import io
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 Points = Sequence[tuple[float, float]]
 
 _FEW: Final = 80
-"""Points of a chart that are marked one by one."""
+"""The most points of a chart that get a marker each."""
 
 _MANY: Final = 2000
-"""Points of a chart in which matplotlib takes long to find a place for the legend."""
+"""The most points of a chart for which matplotlib places the legend quickly."""
 
 
 class Curve(NamedTuple):
@@ -31,13 +31,13 @@ class Curve(NamedTuple):
     color: str
     """As matplotlib has them: "C0", "0.5"."""
     is_rough: bool = False
-    """Whether it is drawn thin, with a smoothed line over it, as single steps are."""
+    """Whether it is drawn thin under a smoothed line, as the values of steps are."""
 
 
 def metric_curves(
     training: Points, validation: Points, steps: Points = ()
 ) -> list[Curve]:
-    """The curves of one metric of one run."""
+    """Returns the curves of one metric of one run."""
     return [
         Curve("steps, smoothed", steps, "0.5", is_rough=True),
         Curve("training", training, "C0"),
@@ -50,12 +50,12 @@ def draw(
     xlabel: str,
     limits: tuple[float, float] | None = None,
 ) -> "Figure":
-    """A figure with a chart for every name.
+    """Draws a figure with a chart for every name.
 
     Args:
         charts: the curves of each chart.
-        xlabel: what the horizontal axes count, in whole numbers.
-        limits: where they begin and end.
+        xlabel: the unit of the horizontal axes, which have whole numbers.
+        limits: the ends of the horizontal axes.
 
     Raises:
         ImportError: without matplotlib; it says how to install it.
@@ -64,7 +64,7 @@ def draw(
     figure_type: Any = matplotlib("matplotlib.figure").Figure
     ticks = matplotlib("matplotlib.ticker").MaxNLocator
 
-    class Picture(figure_type):
+    class NotebookFigure(figure_type):
         """A figure that notebooks show, without matplotlib's global state."""
 
         def _repr_png_(self) -> bytes:
@@ -74,7 +74,7 @@ def draw(
     count = max(len(charts), 1)
     columns = 2 if count == 4 else min(count, 3)
     rows = -(-count // columns)
-    figure = Picture(
+    figure = NotebookFigure(
         figsize=(4.6 * columns if columns > 1 else 6.0, 3.4 * rows),
         dpi=120,
         layout="constrained",
@@ -98,22 +98,10 @@ def draw(
 
 
 def to_png(figure: "Figure") -> bytes:
-    """The figure as the bytes of a PNG file."""
+    """Returns the figure as a PNG file."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
-
-
-def to_svg(figure: "Figure") -> str:
-    """The figure as an element of an HTML page."""
-    import matplotlib
-
-    text = io.StringIO()
-    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    with matplotlib.rc_context({"svg.fonttype": "none"}):  # texts stay texts
-        figure.savefig(text, format="svg", metadata=nothing, transparent=True)
-    svg = text.getvalue()
-    return svg[svg.index("<svg") :]  # without what only a file of its own begins with
 
 
 def _draw_chart(axes: "Axes", curves: Sequence[Curve]) -> None:
@@ -152,7 +140,7 @@ def _draw_chart(axes: "Axes", curves: Sequence[Curve]) -> None:
 
 
 def _smooth(values: Sequence[float]) -> np.ndarray:
-    """Means over a window of a tenth of the curve."""
+    """Returns means over a window of a tenth of the curve."""
     from scipy.ndimage import uniform_filter1d
 
     window = 2 * (len(values) // 20) + 1

@@ -1,4 +1,4 @@
-"""Files that are written whole or left as they were, and JSON from elsewhere."""
+"""Files that are written completely or not at all, and JSON of unknown origin."""
 
 import contextlib
 import json
@@ -10,18 +10,18 @@ from typing import IO, Any, Final
 
 
 def expand_path(path: str | os.PathLike[str]) -> str:
-    """The absolute path that a user means; a `~` at its start is the home."""
+    """Returns the absolute path; a `~` at its start is the home folder."""
     return os.path.abspath(os.path.expanduser(path))
 
 
 @contextlib.contextmanager
 def add_path_to_errors(path: str | os.PathLike[str], whose: str) -> Iterator[None]:
-    """Has what the system says of a file name the file, its writer and what to do."""
+    """Adds the file, its writer and a remedy to errors of the system."""
     try:
         yield
     except OSError as error:
         if error.errno is None:
-            raise  # of the program, such as a TimeoutError, not of the system
+            raise  # not from the system: a TimeoutError, say
         why = error.strerror or str(error)
         raise OSError(
             error.errno,
@@ -32,15 +32,15 @@ def add_path_to_errors(path: str | os.PathLike[str], whose: str) -> Iterator[Non
 
 @contextlib.contextmanager
 def write_atomically(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A name to write to, which becomes `path` when all has been written.
+    """Yields a temporary path, which is renamed to `path` after the block.
 
-    Where `path` is no ordinary file, `/dev/stdout` say, it is written to as it is.
+    If `path` is no ordinary file, `/dev/stdout` say, yields `path` itself.
     """
     path = Path(path)
     if path.exists() and not path.is_file():
         yield path
         return
-    path = Path(os.path.realpath(path))  # not what links to it
+    path = Path(os.path.realpath(path))  # replaces the target of a link
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield temporary
@@ -51,13 +51,13 @@ def write_atomically(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def write_text_atomically(path: str | os.PathLike[str], text: str) -> None:
-    """Writes a text in one piece: who looks sees the old one or the new one."""
+    """Writes a text so that readers see the old file or the new one."""
     with write_atomically(path) as temporary:
         temporary.write_bytes(text.encode())
 
 
 def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
-    """Saves a figure of matplotlib in one piece, in the format of its suffix."""
+    """Saves a figure of matplotlib atomically, in the format of its suffix."""
     path = Path(expand_path(path))
     kind = path.suffix.removeprefix(".") or "png"
     with add_path_to_errors(path, "plot"):
@@ -67,7 +67,7 @@ def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
 
 
 def sync_to_disk(path: str | os.PathLike[str]) -> None:
-    """Waits until a file or folder is on the disk, so that a power failure keeps it."""
+    """Waits until a file or folder is on the disk, and survives a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -76,7 +76,7 @@ def sync_to_disk(path: str | os.PathLike[str]) -> None:
 
 
 def append_atomically(file: IO[bytes], text: str) -> None:
-    """Adds all of `text` at the end of an unbuffered file, or nothing of it."""
+    """Appends all of `text` to an unbuffered file, or nothing."""
     end, data = os.fstat(file.fileno()).st_size, text.encode()
     try:
         while data:  # once, unless the disk is full
@@ -90,7 +90,7 @@ MAX_JSON_BYTES: Final = 2**28
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """The JSON in a file.
+    """Reads a file of JSON.
 
     Raises:
         OSError: if it can't be read.
@@ -100,9 +100,9 @@ def read_json(path: str | os.PathLike[str]) -> Any:
 
 
 def read_json_bytes(path: str | os.PathLike[str]) -> bytes:
-    """What is in a file of JSON; raises as `read_json` does."""
+    """Reads the bytes of a file of JSON; raises as `read_json` does."""
     with open(path, "rb") as file:
-        # Asked first: a file of nothing but zeros is as long as it likes to be.
+        # Checked first: a sparse file may be longer than memory.
         check_json_size(os.fstat(file.fileno()).st_size)
         return file.read()
 
@@ -128,7 +128,7 @@ def _reject_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_json_size(size: int) -> None:
-    """Raises a ValueError if so many bytes are too many to be read."""
+    """Raises a ValueError if a file of JSON has too many bytes."""
     if size > MAX_JSON_BYTES:
         raise ValueError(f"it has {size:,} bytes, and {MAX_JSON_BYTES:,} are the most")
 
@@ -136,7 +136,7 @@ def check_json_size(size: int) -> None:
 def check_fields(value: Any, types: Mapping[str, Any], name: str) -> None:
     """Raises a ValueError unless `value` is an object with fields of these types.
 
-    A field that may be None may be missing; unknown ones are let be.
+    A field that may be None may be missing. Unknown fields are allowed.
     """
     if not isinstance(value, dict):
         raise ValueError(f"`{name}` is {reprlib.repr(value)}, and must be an object")

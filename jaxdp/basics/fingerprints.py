@@ -1,4 +1,4 @@
-"""Fingerprints of arrays: whether their bits are the same, on whatever devices."""
+"""Fingerprints of arrays, which are equal if the bits are, on any devices."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,10 +14,9 @@ from .host_memory import move_to_device
 def compute_fingerprints(arrays: Mapping[str, Array]) -> dict[str, str]:
     """Returns eight hexadecimal digits per array; waits for the device.
 
-    A fingerprint is a sum of integers, a hash of each word and its index, and so the
-    same on any layout. It is computed where the array lives: one pass over the memory,
-    four bytes per array come to the host. The arrays are on the same devices, and no
-    keys.
+    A fingerprint is the sum of a hash of each word and its index, and so the same in
+    any layout. It is computed on the array's devices, in one pass; four bytes per array
+    are sent to the host. The arrays must be on the same devices, and must not be keys.
     """
     if not arrays:
         return {}
@@ -35,7 +34,7 @@ def _sum(words: UInt32[Array, "..."]) -> UInt32[Array, ""]:
 
 
 def _words(leaf: Array) -> UInt32[Array, "..."]:
-    """The bits of every element, in uint32; wider elements get an axis of words."""
+    """Returns the bits of every element as uint32; wider elements get an axis."""
     bits = leaf.dtype.itemsize * 8
     if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
         return jnp.stack([_words(leaf.real), _words(leaf.imag)], axis=-1)
@@ -48,7 +47,7 @@ def _words(leaf: Array) -> UInt32[Array, "..."]:
 
 
 def _indices(shape: tuple[int, ...]) -> UInt32[Array, "..."]:
-    """0, 1, 2, ... in C order. Not a reshaped `arange`: that would not stay split."""
+    """Returns 0, 1, 2, ... in C order. A reshaped `arange` would not stay split."""
     indices = jnp.zeros(shape, jnp.uint32)
     for axis in range(len(shape)):
         stride = np.uint32(math.prod(shape[axis + 1 :]) % 2**32)
@@ -58,7 +57,7 @@ def _indices(shape: tuple[int, ...]) -> UInt32[Array, "..."]:
 
 
 def _hash(words: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
-    """A bijection of 32 bits in which every bit changes half of the others.
+    """Applies a bijection of 32 bits in which every bit changes half of the others.
 
     (The finaliser of MurmurHash3, after a shift away from its fixed point 0.)
     """

@@ -1,4 +1,4 @@
-"""What the devices that are here say of themselves: memory, kinds, float32."""
+"""Properties of the devices of this process: memory, kinds, precision of products."""
 
 import re
 from collections import Counter
@@ -9,8 +9,10 @@ import jax
 
 
 def get_memory_limit(device: Any) -> int | None:
-    """Bytes that a device gives programs; None if it does not say, as CPUs, or can't be
-    asked, as those of other processes and of plans."""
+    """Returns the bytes that a device gives programs, or None if that is unknown.
+
+    CPUs don't tell; devices of other processes and of plans can't be asked.
+    """
     statistics = getattr(device, "memory_stats", None)
     if statistics is None or device.process_index != jax.process_index():
         return None
@@ -18,12 +20,12 @@ def get_memory_limit(device: Any) -> int | None:
 
 
 def get_smallest_memory(devices: Iterable[Any]) -> int | None:
-    """The memory of the smallest device of those that say it, or None."""
+    """Returns the smallest known memory of the devices, or None."""
     return min(filter(None, map(get_memory_limit, devices)), default=None)
 
 
 def get_product_precision(device: Any) -> str:
-    """What a device computes products of float32 arrays in, unless it is told.
+    """Returns the default precision of products of float32 arrays on a device.
 
     Returns:
         `"TF32"` for NVIDIA's GPUs from Ampere on, `"bfloat16"` for TPUs, else
@@ -40,7 +42,7 @@ def get_product_precision(device: Any) -> str:
 
 
 def describe_mixed_kinds(devices: Iterable[Any]) -> str | None:
-    """What to say of devices that are not all of one kind."""
+    """Returns a message if the devices are not all of one kind."""
     counts = Counter(device.device_kind for device in devices)
     if len(counts) < 2:
         return None

@@ -1,4 +1,4 @@
-"""Where arrays are: in host memory that devices read by themselves, on which mesh."""
+"""The memory and the mesh that arrays are on."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
@@ -9,28 +9,28 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
 HOST: Final = "pinned_host"
-"""What JAX calls it."""
+"""JAX's name of the host memory that devices read by themselves."""
 
 
 def is_on_host(leaf: Any) -> bool:
-    """Whether an array, or its shape with a sharding, is in host memory."""
+    """Returns True if an array, or its shape with a sharding, is in host memory."""
     return getattr(getattr(leaf, "sharding", None), "memory_kind", None) == HOST
 
 
 def move_to_device(tree: PyTree) -> PyTree:
-    """`tree`, its arrays from host memory on their devices; while traced, too."""
+    """Moves arrays from host memory to their devices; also while traced."""
 
-    def moved(leaf: Any) -> Any:
-        is_there = jax.typeof(leaf).memory_space == jax.memory.Space.Host
-        return jax.device_put(leaf, jax.memory.Space.Device) if is_there else leaf
+    def move(leaf: Any) -> Any:
+        on_host = jax.typeof(leaf).memory_space == jax.memory.Space.Host
+        return jax.device_put(leaf, jax.memory.Space.Device) if on_host else leaf
 
-    return jax.tree.map(moved, tree)
+    return jax.tree.map(move, tree)
 
 
 def clear_mesh() -> AbstractContextManager[Any]:
-    """Leaves a mesh that the user has set with `jax.set_mesh` for the time being.
+    """Leaves the mesh that the user has set with `jax.set_mesh`, within the context.
 
-    Programs compiled under it would have to be for that very mesh.
+    Programs that are compiled under it would be for that mesh only.
     """
     if jax.sharding.get_abstract_mesh().empty:  # setting one takes 10 us
         return nullcontext()
@@ -38,7 +38,7 @@ def clear_mesh() -> AbstractContextManager[Any]:
 
 
 def use_auto_axes(tree: PyTree) -> PyTree:
-    """Arrays on meshes with Explicit axes, as on the same meshes with Auto axes."""
+    """Turns the Explicit axes of the meshes of arrays into Auto axes."""
 
     def auto(leaf: Any) -> Any:
         sharding = getattr(leaf, "sharding", None)

@@ -1,7 +1,7 @@
-"""All that jaxdp changes in the process it runs in; docs/inside.md lists it for users.
+"""Changes to the process that jaxdp runs in; docs/inside.md lists them for users.
 
-Nothing of it happens at import. The first `Trainer` keeps programs, its first use of a
-CPU keeps memory, and while it traces a step, no garbage is collected.
+None happens at import. The first `Trainer` enables the compilation cache, its first use
+of a CPU keeps freed memory, and tracing a step pauses the garbage collector.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ import jax
 from .console import log_debug
 
 _MAX_CACHE_BYTES: Final = 2**30
-"""What is kept, about, checked once a day: the oldest entries go."""
+"""The approximate limit of the cache, checked once a day: the oldest entries go."""
 
 _DAY: Final = 24 * 3600
 
@@ -34,38 +34,37 @@ _M_MMAP_THRESHOLD: Final = -3
 
 
 def enable_compilation_cache() -> None:
-    """Keeps compiled programs on disk, so that a script's second start is a quick one.
+    """Switches JAX's persistent cache on, so that a script's second start is quick.
 
-    This is JAX's own persistent cache, switched on: unless JAX has one already, or is
-    told to have none by `JAX_ENABLE_COMPILATION_CACHE=false`, or nothing can be kept.
+    Does nothing if JAX has a cache already, if `JAX_ENABLE_COMPILATION_CACHE=false`, or
+    if the folder can't be written.
     """
     config: Any = jax.config
     if config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache:
         return
     try:
-        path = (
-            _get_cache_home() / f"programs-{_describe_processor()}"
-        )  # homes are shared by machines
-        # Who can write into it can have code run: it is the user's alone.
+        # Machines with other processors may share the home folder.
+        path = _get_cache_home() / f"programs-{_describe_processor()}"
+        # Only for the user: a program that writes into it can have code executed.
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         _sweep(path)
-    except (OSError, RuntimeError):  # no home, or one that is not to be written to
+    except (OSError, RuntimeError):  # no home folder, or a read-only one
         return
     if os.access(path, os.W_OK):
         jax.config.update("jax_compilation_cache_dir", str(path))
         if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
-            # A small step compiles in less than the second from which JAX would keep.
+            # By default JAX keeps programs that took a second or more to compile.
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
 @functools.cache
 def keep_freed_memory() -> None:
-    """Has glibc keep the memory of a step's temporaries; says so, once.
+    """Lets glibc keep the memory that steps free; logs that once.
 
-    By default glibc gives large blocks back to the kernel, which then has to map and
-    clear the same pages again at every step: a third of the time of LeNet's. Numbers do
-    not depend on it; the process stays as large as it was at its largest. Settings of
-    the user's, and `JAXDP_KEEP_FREED_MEMORY=0`, come first.
+    By default glibc returns large blocks to the kernel, which maps and clears the same
+    pages again in every step: a third of the time of LeNet's. Numbers do not depend on
+    it. The process keeps its largest size. Settings of the user and
+    `JAXDP_KEEP_FREED_MEMORY=0` have priority.
     """
     users = "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"
     tuned = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
@@ -90,12 +89,12 @@ def keep_freed_memory() -> None:
 
 @contextlib.contextmanager
 def pause_gc() -> Iterator[None]:
-    """Around what makes many objects that stay, as the tracing of a step does.
+    """Pauses the garbage collector while a step is traced.
 
-    Python would look through all of them for cycles again and again, which takes a
-    fifth of the time that a large step is traced.
+    Tracing makes many objects that stay. Searching all of them for cycles again and
+    again takes a fifth of the time to trace a large step.
     """
-    if not gc.isenabled():  # by the user, or by a trainer in another thread
+    if not gc.isenabled():  # the user or a trainer in another thread disabled it
         yield
         return
     gc.disable()
@@ -106,12 +105,12 @@ def pause_gc() -> Iterator[None]:
 
 
 def is_imported_by_a_worker() -> bool:
-    """Whether a worker of a loader imports the script again, as spawned ones do."""
+    """Returns True in a spawned worker of a loader, which imports the script again."""
     return getattr(multiprocessing.current_process(), "_inheriting", False)
 
 
 def refuse_to_train_in_a_worker() -> None:
-    """Raises a RuntimeError if this process only imports a script that trains."""
+    """Raises a RuntimeError if a worker of a loader only imports this script."""
     if is_imported_by_a_worker():
         raise RuntimeError(
             "a data loader worker runs the training script itself, because"
@@ -121,14 +120,14 @@ def refuse_to_train_in_a_worker() -> None:
 
 
 def _get_cache_home() -> pathlib.Path:
-    """The folder for what jaxdp keeps for this user, which may not be there yet."""
+    """Returns the cache folder of this user, which may not exist yet."""
     home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     return pathlib.Path(home, "jaxdp")
 
 
 @functools.cache
 def _describe_processor() -> str:
-    """What processor this is: programs for one may not run on another."""
+    """Returns an id of the processor: programs for one may not run on another."""
     try:
         lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -139,7 +138,7 @@ def _describe_processor() -> str:
 
 
 def _sweep(path: pathlib.Path) -> None:
-    """Deletes the oldest entries beyond what is kept; at most once a day."""
+    """Deletes the oldest entries beyond the limit; at most once a day."""
     stamp = path / "swept"
     if stamp.exists() and 0 <= time.time() - stamp.stat().st_mtime < _DAY:
         return
@@ -147,9 +146,9 @@ def _sweep(path: pathlib.Path) -> None:
     entries = [
         (cached.stat(), cached.path) for cached in os.scandir(path) if cached.is_file()
     ]
-    left = sum(status.st_size for status, _ in entries)
+    size = sum(status.st_size for status, _ in entries)
     for status, name in sorted(entries, key=lambda entry: entry[0].st_mtime):
-        if left <= _MAX_CACHE_BYTES:
+        if size <= _MAX_CACHE_BYTES:
             return
         pathlib.Path(name).unlink(missing_ok=True)
-        left -= status.st_size
+        size -= status.st_size

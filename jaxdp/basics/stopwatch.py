@@ -1,4 +1,4 @@
-"""Where the time of a loop goes: seconds by phase, each counted once."""
+"""The time of a loop by phase: each second counts once."""
 
 import copy
 import itertools
@@ -17,20 +17,20 @@ PHASES: Final[dict[Phase, tuple[str, str]]] = {
     "validation": ("validation", "validating"),
     "loop": ("the host: packing batches, calling the step", "host-bound"),
 }
-"""A description of each phase, and of a fit that spends its time there."""
-_WITH_ALL_INSIDE: Final = ("validation", "checkpoints")
+"""A description of each phase, and of a fit that spends most of its time there."""
+_COVERING_PHASES: Final = ("validation", "checkpoints")
 
 
 class Stopwatch:
     """Accounts for the time of the main thread, phase by phase.
 
-    A phase inside another one takes the time from it, so that the seconds add up to
-    the time that has passed; but all phases inside of a validation or a checkpoint
-    count as theirs. A callback that calls `trainer.record.measure_phases` in its
-    `setup` has the fit measured; without one nothing is wrapped, and nothing is paid.
+    The time of a phase inside another one counts only for the inner phase, so that the
+    seconds add up to the elapsed time. A validation or a checkpoint counts all phases
+    inside of it as its own. A callback that calls `trainer.record.measure_phases` in
+    its `setup` has the fit measured; otherwise nothing is wrapped.
 
     Args:
-        is_on: False for one that measures nothing, and wraps nothing.
+        is_on: False for a stopwatch that measures and wraps nothing.
     """
 
     def __init__(self, *, is_on: bool = True):
@@ -54,7 +54,7 @@ class Stopwatch:
             return
         self.read()
         outer = self._stack[-1]
-        self._stack.append(outer if outer in _WITH_ALL_INSIDE else phase)
+        self._stack.append(outer if outer in _COVERING_PHASES else phase)
         try:
             yield
         finally:
@@ -91,4 +91,4 @@ class Stopwatch:
 
 
 NO_STOPWATCH: Final = Stopwatch(is_on=False)
-"""The stopwatch of a fit that no callback has measured."""
+"""The stopwatch of a fit that no callback measures."""

@@ -1,8 +1,8 @@
-"""Tracebacks of a user's mistakes, without the frames that are none of the user's.
+"""Tracebacks of a user's mistakes, without the frames of this package and of JAX.
 
-A mistake in a model stands behind some 25 frames of this package and of JAX, which say
-nothing of it. JAX leaves out its own, and so does this; `JAX_TRACEBACK_FILTERING=off`
-(or `jax.config.jax_traceback_filtering`) has them all shown, for debuggers too.
+An error in a model has some 25 such frames above it, which don't help to find it. JAX
+filters its own frames. `JAX_TRACEBACK_FILTERING=off` (or
+`jax.config.jax_traceback_filtering`) shows all of them, also in debuggers.
 """
 
 import functools
@@ -18,21 +18,21 @@ BETWEEN: Final = {
     *("beartype", "jaxtyping", "numpy", "torch"),
     *sys.stdlib_module_names,
 }
-"""Through which a user's code may be called."""
+"""Packages through which this package may call a user's code."""
 
 
 def get_module_name(frame: FrameType) -> str:
-    """The full name of the module that a frame's code is in."""
+    """Returns the full name of the module of a frame's code."""
     return str(frame.f_globals.get("__name__", ""))
 
 
 def get_package(frame: FrameType) -> str:
-    """The package of that module."""
+    """Returns the package of a frame's code."""
     return get_module_name(frame).partition(".")[0]
 
 
 def find_user_frame(frame: FrameType) -> FrameType:
-    """The user's frame that led to `frame`, the nearest one; `frame` if none did."""
+    """Returns the nearest user's frame that led to `frame`, or else `frame`."""
     user_frame: FrameType | None = frame
     while user_frame is not None and get_package(user_frame) in OURS | BETWEEN:
         user_frame = user_frame.f_back
@@ -45,7 +45,7 @@ _NOTE: Final = (
 
 
 class NoteOnError:  # noqa: N801
-    """A context that adds a note to an exception from inside."""
+    """A context that adds a note to an exception of its block."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class NoteOnError:  # noqa: N801
 def note_callback(
     error: BaseException, function: Callable[..., Any], hook: str = ""
 ) -> None:
-    """Adds a note that says which callback's method, or partial of one, has raised."""
+    """Adds a note with the callback whose method, or partial of one, has raised."""
     while isinstance(function, functools.partial):
         function = function.func
     name = getattr(function, "__qualname__", type(function).__name__)
@@ -74,22 +74,22 @@ def note_callback(
 
 
 class TracebackFilter:
-    """A context around what calls a user's code, in a public method.
+    """A context in public methods, which filters the tracebacks of exceptions.
 
-    An exception that has come through some leaves it with the frames of that code and
-    of what it called, but for those of JAX and this package. Others leave as they are.
+    It keeps the frames of the user's code, and those that it called, without the frames
+    of JAX and of this package. A traceback without the user's code stays as it is.
     """
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        is_wanted = jax.config.jax_traceback_filtering != "off"  # pyright: ignore
-        if not isinstance(error, Exception) or not is_wanted:
+        is_on = jax.config.jax_traceback_filtering != "off"  # pyright: ignore
+        if not isinstance(error, Exception) or not is_on:
             return
         before = error.__traceback__
 
-        # Of what it was raised from, too, which is printed before it.
+        # The exceptions that it was raised from are printed, too.
         chain: list[BaseException] = []
         link: BaseException | None = error
         while link is not None and link not in chain:
@@ -98,19 +98,19 @@ class TracebackFilter:
             link = link.__cause__ or link.__context__
 
         notes = getattr(error, "__notes__", [])
-        is_told = any("JAX_TRACEBACK_FILTERING" in note for note in notes)
-        if error.__traceback__ is not before and not is_told:
+        has_note = any("JAX_TRACEBACK_FILTERING" in note for note in notes)
+        if error.__traceback__ is not before and not has_note:
             error.add_note(_NOTE)
 
 
 def _keep_user_frames(traceback: TracebackType | None) -> TracebackType | None:
-    """A user's frames and those after them that are not ours; all if there are none."""
+    """Keeps the user's frames and those below that are not ours; or else all."""
     entries: list[TracebackType] = []
     entry = traceback
     while entry is not None:
         frame = entry.tb_frame
         package = get_package(frame)
-        # Equinox's layers say where in a model it was.
+        # The frames of Equinox's layers show the place in the model.
         is_ours = package in OURS and not get_module_name(frame).startswith(
             "equinox.nn."
         )

@@ -1,4 +1,4 @@
-"""Names, kinds and sizes of the leaves of a pytree, and its nodes of a class."""
+"""Names and sizes of the leaves of a pytree, and its nodes of a class."""
 
 import functools
 import math
@@ -15,36 +15,38 @@ _ROOT: Final = re.compile(r"^\['([A-Za-z_]\w*)'\]")
 
 
 def leaf_path(path: Sequence[Any]) -> str:
-    """A JAX key path as a user writes it: `layers[0].weight`; of models in a dict,
-    `generator.weight`."""
+    """Formats a JAX key path as users write it: `layers[0].weight`.
+
+    Models in a dict have paths such as `generator.weight`.
+    """
     return plain_path(stored_path(path))
 
 
 def stored_path(path: Sequence[Any]) -> str:
-    """A JAX key path as checkpoints have it: `layers[0].weight`, `['a'].weight`."""
+    """Formats a JAX key path as in checkpoints: `layers[0].weight`, `['a'].weight`."""
     return jax.tree_util.keystr(tuple(path)).removeprefix(".")
 
 
 def plain_path(name: str) -> str:
-    """The `leaf_path` of what `stored_path` has given."""
+    """Turns a `stored_path` into a `leaf_path`."""
     return _ROOT.sub(r"\1", name)
 
 
 def to_dotted(name: str) -> str:
-    """A path or a pattern of them with dots alone: `layers[0].w` is `layers.0.w`."""
+    """Rewrites a path or pattern with dots alone: `layers[0].w` as `layers.0.w`."""
     name = re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", plain_path(name))
     return name.lstrip(".")
 
 
 @functools.lru_cache(maxsize=2**16)
 def matches(name: str, pattern: str) -> bool:
-    """Whether a path such as `layers[0].weight` is one that a pattern means.
+    """Returns True if a pattern matches a path such as `layers[0].weight`.
 
     `*` stands for anything, in brackets for anything without dots, and `?` for one
     character. `layers[0]` and `layers.0` are the same, and `stacked`, which the blocks
     of a `Stack` are in, may be left out.
     """
-    # The stars in brackets are kept apart from the others.
+    # A star in brackets becomes "\0", as it means less than other stars.
     pieces = re.split(r"([*?\x00])", to_dotted(pattern.replace("[*]", "[\0]")))
     means = {"*": ".*", "?": ".", "\0": "[^.]+"}
     regex = "".join(means.get(piece) or re.escape(piece) for piece in pieces)
@@ -54,7 +56,7 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def get_node(tree: PyTree, path: Sequence[Any]) -> Any:
-    """The node of `tree` that a JAX key path leads to."""
+    """Returns the node of `tree` at a JAX key path."""
     for key in path:
         if isinstance(key, jax.tree_util.GetAttrKey):
             tree = getattr(tree, key.name)
@@ -66,13 +68,13 @@ def get_node(tree: PyTree, path: Sequence[Any]) -> Any:
 
 
 def is_key(leaf: Any) -> bool:
-    """Whether an array, or what describes one, is of typed PRNG keys."""
+    """Returns True for an array, or its shape, of typed PRNG keys."""
     dtype = getattr(leaf, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def nbytes(leaf: Any, shape: Sequence[int] | None = None) -> int:
-    """Bytes of an array of this type, of its own shape or another."""
+    """Returns the bytes of an array, or of one of its dtype and another shape."""
     size = math.prod(leaf.shape if shape is None else shape)
     if is_key(leaf):
         data = jax.eval_shape(jax.random.key_data, leaf)
@@ -96,7 +98,7 @@ def describe_difference(old: PyTree, new: PyTree) -> str:
 
 
 def find_nodes(kind: type, tree: PyTree) -> list[Any]:
-    """The outermost nodes of a class, in order."""
+    """Returns the outermost nodes of a class, in order."""
     is_kind = lambda node: isinstance(node, kind)  # noqa: E731
     return [*filter(is_kind, jax.tree.leaves(tree, is_leaf=is_kind))]
 
@@ -107,8 +109,7 @@ def map_nodes(
     tree: PyTree,
     others: Callable[[Any], Any] = lambda leaf: leaf,
 ) -> PyTree:
-    """`tree` with `function` of the outermost nodes of a class, and `others` of leaves
-    that are in none."""
+    """Applies `function` to the outermost nodes of a class, `others` to the rest."""
     return jax.tree.map(
         lambda node: function(node) if isinstance(node, kind) else others(node),
         tree,

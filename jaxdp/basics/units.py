@@ -1,4 +1,4 @@
-"""Numbers in words: bytes, times, shares."""
+"""Formats numbers for people: bytes, seconds, percentages."""
 
 import math
 from typing import Final
@@ -8,12 +8,12 @@ _POWERS: Final = tuple((1000.0**n, prefix) for n, prefix in enumerate("kMGTPE", 
 
 
 def format_bytes(number: float) -> str:
-    """`12345678` as `12.35 MB`."""
+    """Formats `12345678` as `12.35 MB`."""
     return format_short(number) + "B" if number >= 1000 else f"{number:.0f} B"
 
 
 def format_seconds(number: float) -> str:
-    """`0.0123` as `12.3 ms`, 125 as `2 min 5 s`."""
+    """Formats `0.0123` as `12.3 ms`, 125 as `2 min 5 s`."""
     if number >= 59.5:
         minutes, seconds = divmod(round(number), 60)
         hours, minutes = divmod(minutes, 60)
@@ -25,7 +25,7 @@ def format_seconds(number: float) -> str:
 
 
 def format_short(number: float) -> str:
-    """`12345678` as `12.35 M`: powers of 1000."""
+    """Formats `12345678` as `12.35 M`, by powers of 1000."""
     size, prefix, least = 1.0, "", abs(number)
     for larger, name in _POWERS:  # most numbers are small
         if not least >= larger:
@@ -35,10 +35,10 @@ def format_short(number: float) -> str:
 
 
 def format_percent(share: float) -> str:
-    """A share with three digits: 43.2%, 0.0259%; "-" if it is not finite."""
+    """Formats a share with three digits: 43.2%, 0.0259%; "-" if it is not finite."""
     return f"{100 * share:.3g}%" if math.isfinite(share) else "-"
 
 
 def format_number(value: float) -> str:
-    """A number in short: 0.001, 12, 13.1 k, 5 M; "-" if it is not finite."""
+    """Formats a number in short: 0.001, 12, 13.1 k, 5 M; "-" if it is not finite."""
     return format_short(value).rstrip() if math.isfinite(value) else "-"

@@ -1,6 +1,7 @@
 """What is known of a run, side by side with others, and as one HTML page."""
 
 import csv
+import io
 import math
 import os
 import string
@@ -15,10 +16,10 @@ from ...basics.columns import (
     EPOCH,
     THROUGHPUT,
     VALIDATION,
-    is_larger_better,
     read_table,
+    resolve_mode,
 )
-from ...basics.figures import Curve, draw, metric_curves, to_svg
+from ...basics.figures import Curve, draw, metric_curves
 from ...basics.files import check_fields, read_json, write_text_atomically
 from ...basics.stopwatch import PHASES
 from ...basics.units import format_number, format_percent, format_seconds
@@ -61,7 +62,7 @@ class Run(NamedTuple):
         points = [(v, x) for x, v in self.columns.get(name, []) if math.isfinite(v)]
         if not points:
             return math.nan, math.nan
-        sign = -1 if is_larger_better(name) else 1
+        sign = -1 if resolve_mode(name) == "max" else 1
         return min(points, key=lambda point: (sign * point[0], point[1]))
 
 
@@ -142,7 +143,7 @@ def comparison(runs: Sequence[Run]) -> list[list[str]]:
         finite = [value for value in values if math.isfinite(value)]
         best = None
         if is_ranked and len(finite) > 1:
-            best = max(finite) if is_larger_better(name) else min(finite)
+            best = max(finite) if resolve_mode(name) == "max" else min(finite)
         marked = (shown(v) + (" *" if v == best else "") for v in values)
         rows.append([name, *marked])
 
@@ -415,6 +416,18 @@ def _facts(record: Mapping[str, Any]) -> str:
         rows = [(name, str(fact)) for name, fact in facts if fact not in (None, "")]
         tables.append(_table([(part, ""), *rows]))
     return "".join(tables)
+
+
+def to_svg(figure: Any) -> str:
+    """Returns the figure as an element of an HTML page."""
+    import matplotlib
+
+    text = io.StringIO()
+    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    with matplotlib.rc_context({"svg.fonttype": "none"}):  # texts stay texts
+        figure.savefig(text, format="svg", metadata=nothing, transparent=True)
+    svg = text.getvalue()
+    return svg[svg.index("<svg") :]  # without the header of a separate file
 
 
 def _drawn(charts: Mapping[str, Sequence[Curve]], xlabel: str) -> str:

@@ -5,12 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from jaxdp.basics.figures import (
-    Curve,
-    draw,
-    metric_curves,
-    to_svg,
-)
+from jaxdp.basics.figures import Curve, draw, metric_curves
+from jaxdp.extras.reports.runs import to_svg
 
 
 def axes_of(points):
