@@ -1,4 +1,4 @@
-"""What a run measured, epoch by epoch."""
+"""The history of a run: the means of each epoch."""
 
 import csv
 import io
@@ -43,7 +43,7 @@ class History(Mapping[str, list[float]]):
 
     def __init__(self) -> None:
         self.epochs: list[int] = []
-        """Which epochs are in here, counted from 0."""
+        """The epochs of this history, counted from 0."""
         self._values: dict[str, list[float | None]] = {}  # None: not measured
 
     def __getitem__(self, name: str) -> list[float]:
@@ -89,7 +89,7 @@ class History(Mapping[str, list[float]]):
             self._values[name][-1] = float(value)
 
     def best(self, name: str, mode: str = "auto") -> int:
-        """The member of an ensemble whose last value of `name` is best.
+        """Returns the member of an ensemble whose last value of `name` is best.
 
         Args:
             name: the name of the mean over members, such as `"val_loss"`.
@@ -171,7 +171,7 @@ class History(Mapping[str, list[float]]):
             write_text_atomically(path, text.getvalue())
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole history as JSON values; numbers that JSON lacks are strings."""
+        """Returns the history as JSON values; NaN and infinity are strings."""
         return {
             "epochs": list(self.epochs),
             "metrics": {
@@ -181,7 +181,7 @@ class History(Mapping[str, list[float]]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replaces this history by the one that `state_dict` returned."""
+        """Replaces this history by one that `state_dict` returned."""
         self.epochs = [int(epoch) for epoch in state["epochs"]]
         self._values = {
             name: [None if v is None else float(v) for v in values]

@@ -1,4 +1,4 @@
-"""The contract between the training loop and whatever watches or steers it."""
+"""The base class of callbacks, and the calls of their hooks."""
 
 import contextlib
 import inspect
@@ -22,14 +22,14 @@ _FIT_HOOKS: Final = (
     "on_train_epoch_end",
     "on_fit_end",
 )
-"""Hooks that a loop of `trainer.steps` does not call."""
+"""Hooks that `trainer.steps` does not call."""
 
 _FINAL_HOOKS: Final = ("on_exception", "on_fit_end", "teardown")
-"""Hooks that run for every callback, also when that of another one raises."""
+"""Hooks that run for all callbacks, even if one raises."""
 
 
 class Callback:
-    """Something that runs at fixed moments of a fit. Override what you need.
+    """An object with hooks that run at fixed moments of a fit. Override what you need.
 
     A hook that you do not override costs nothing. Hooks of several callbacks run in the
     order of `Trainer(callbacks=[...])`, but see `fit_end_order`.
@@ -55,21 +55,20 @@ class Callback:
     """Whether `fit(fast_dev_run=...)` leaves this callback out (loggers, savers)."""
 
     fit_end_order: int = 0
-    """When `on_fit_end` runs: smaller numbers first, equal ones in the order of the
-    list. What measures a fit (1) comes after what takes time at its end."""
+    """The order of `on_fit_end`: smaller numbers run first, equal ones in the order of
+    the list. Measurements of a fit (1) come after the work at its end."""
 
     only_in_training: bool = False
     """Whether `validate`, `test` and `predict` leave this callback out, unless they are
     called while a training runs."""
 
     needs_fit: bool | None = None
-    """Whether it does its work in `fit` alone, so that `trainer.steps` warns of it,
-    which begins and ends neither fits nor epochs. None: if it overrides a hook of
-    these."""
+    """Whether it works in `fit` alone. `trainer.steps`, which has no fits and epochs,
+    warns about such callbacks. None: if it overrides a hook of fits or epochs."""
 
     def setup(self, trainer: Trainer) -> None:
-        """Runs first of all: before a fit, `validate`, `test` and `predict`. Options
-        that placement and compilation need are set here."""
+        """Runs first, before a fit, `validate`, `test` and `predict`. Set options here
+        that placement and compilation need."""
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Runs after the step is compiled, so `trainer.record.names` is known."""
@@ -133,14 +132,14 @@ class Callback:
         """Runs last of all, also after an exception, once for each `setup`."""
 
     def identity(self, trainer: Trainer) -> str:
-        """What distinguishes this callback from others of its class, so that a
-        checkpoint finds its state: the folder it writes to, the metric it watches. A
+        """Returns a text that distinguishes this callback from others of its class, so
+        that it gets its own state from a checkpoint: its folder, or its `monitor`. A
         second line may name the unit, such as `"val_loss, min"`. A callback with
         another identity does not get the state, but one whose folder was moved does."""
         return ""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that a checkpoint saves of this callback: JSON values only.
+        """Returns the state that a checkpoint saves of this callback: JSON values only.
 
         When a second trainer uses the callback, it gets the state back that it had
         before the first one; everything else that it keeps stays.
@@ -151,7 +150,7 @@ class Callback:
         """Restores what `state_dict` returned."""
 
     def bar_note(self) -> str:
-        """What the progress bar shows beside the numbers; "" for nothing."""
+        """Returns a text for the progress bar, shown after the numbers; "" for none."""
         return ""
 
     def __repr__(self) -> str:
@@ -167,10 +166,11 @@ class Callback:
                 shown.append(f"{name}={text if len(text) < 200 else '...'}")
         return f"{type(self).__name__}({', '.join(shown)})"
 
-    # What has a part in the compiled step. One that is not overridden costs nothing.
+    # Methods that are part of the compiled step. One that is not overridden costs
+    # nothing.
 
     def step_options(self, options: StepOptions) -> StepOptions:
-        """The options of the step that this callback needs: `options._replace(...)`.
+        """Returns the options of the step that it needs: `options._replace(...)`.
         Called at the start of a fit, and by `plan`."""
         return options
 
@@ -189,7 +189,7 @@ class Callback:
         return {}
 
     def wrap_optimizer(self, optimizer: Any) -> Any:
-        """The optax transformation that the trainer uses instead of `optimizer`.
+        """Returns the optax transformation to use instead of `optimizer`.
 
         Called once, by `Trainer(...)`. Its state is placed, donated, saved and loaded
         like that of any optimizer.
@@ -197,14 +197,15 @@ class Callback:
         return optimizer
 
     def after_step(self, state: Any) -> Any:
-        """The new `TrainState`, after this callback has updated its own part, which
-        `wrap_optimizer` has added. Traced into the compiled step, after the optimizer
-        and `Trainer(after_update=...)`."""
+        """Returns the new `TrainState`, with the part updated that `wrap_optimizer` has
+        added. Traced into the compiled step, after the optimizer and
+        `Trainer(after_update=...)`."""
         return state
 
     def evaluated_state(self, state: Any) -> Any:
-        """The state whose weights validation, `test`, `predict` and `trainer.model`
-        use, made of arrays in `state`; training continues with `state` itself."""
+        """Returns the state whose weights validation, `test`, `predict` and
+        `trainer.model` use, made of arrays in `state`; training continues with `state`
+        itself."""
         return state
 
 
@@ -225,20 +226,20 @@ class Hooks:
     def __init__(self, callbacks: Iterable[Callback]):
         self.callbacks = tuple(callbacks)
         self._in_step = tuple(filter(_is_in_step, self.callbacks))
-        self._present: set[str] = set()
+        self._overridden: set[str] = set()
         for name in HOOKS:
             ordered: Iterable[Callback] = self.callbacks
             if name == "on_fit_end":
                 ordered = sorted(ordered, key=lambda callback: callback.fit_end_order)
             bound = tuple(getattr(c, name) for c in ordered if overrides(c, name))
-            self._present |= {name} if bound else set()
-            setattr(self, name, _sequence(name, bound))
+            self._overridden |= {name} if bound else set()
+            setattr(self, name, _chain(name, bound))
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         raise AttributeError(f"there is no hook named {name!r}; hooks are {HOOKS}")
 
     def with_callbacks(self, callbacks: Iterable[Callback]) -> "Hooks":
-        """The hooks of what `trainer.callbacks` is by now.
+        """Returns the hooks of the callbacks that `trainer.callbacks` has now.
 
         Raises:
             ValueError: if one was added that has a part in the compiled step.
@@ -259,24 +260,24 @@ class Hooks:
         return with_callbacks
 
     def has(self, name: str) -> bool:
-        """Whether any callback has the hook `name`."""
-        return name in self._present
+        """Returns True if any callback has the hook `name`."""
+        return name in self._overridden
 
     def wrap_optimizer(self, optimizer: Any) -> Any:
-        """The optimizer as callbacks want it."""
+        """Returns the optimizer, wrapped by all callbacks that wrap it."""
         for callback in self.callbacks:
             optimizer = callback.wrap_optimizer(optimizer)
         return optimizer
 
     def step_options(self) -> StepOptions:
-        """How the train step is to be compiled."""
+        """Returns the options to compile the train step with."""
         options = StepOptions()
         for callback in self.callbacks:
             options = callback.step_options(options)
         return options
 
     def evaluated_state(self) -> Callable[[Any], Any] | None:
-        """The function that says which weights are evaluated, if a callback has one."""
+        """Returns the function that chooses the weights to evaluate, if any."""
         evaluating = self._find_overriding("evaluated_state")
         if len(evaluating) > 1:
             names = " and ".join(type(callback).__name__ for callback in evaluating)
@@ -287,7 +288,7 @@ class Hooks:
         return evaluating[0].evaluated_state if evaluating else None
 
     def warn_about_steps(self) -> None:
-        """Says who does nothing in a caller's own loop, or not all that it does."""
+        """Warns about callbacks that do nothing, or less, in a loop of the caller."""
         hooks = {
             callback: [name for name in _FIT_HOOKS if overrides(callback, name)]
             for callback in self.callbacks
@@ -309,37 +310,37 @@ class Hooks:
             )
 
     def inside_step(self) -> tuple[Callable[..., dict[str, Any]], ...]:
-        """The functions that callbacks want traced into the compiled step."""
+        """Returns the functions of callbacks to trace into the compiled step."""
         return tuple(
             callback.inside_step for callback in self._find_overriding("inside_step")
         )
 
     def after_step(self) -> tuple[Callable[[Any], Any], ...]:
-        """What the train step ends with."""
+        """Returns the functions of callbacks that the train step ends with."""
         return tuple(
             callback.after_step for callback in self._find_overriding("after_step")
         )
 
     def _find_overriding(self, name: str) -> list[Callback]:
-        """The callbacks that override the method `name`."""
+        """Returns the callbacks that override the method `name`."""
         return [callback for callback in self.callbacks if overrides(callback, name)]
 
 
 def _is_in_step(callback: Callback) -> bool:
-    """Whether a callback has a part in the compiled step."""
+    """Returns True if a callback is part of the compiled step."""
     names = "inside_step", "wrap_optimizer", "after_step", "evaluated_state"
     return any(overrides(callback, name) for name in names)
 
 
 def overrides(callback: Callback, name: str) -> bool:
-    """Whether a callback has its own method `name`."""
+    """Returns True if a callback overrides the method `name`."""
     return getattr(type(callback), name) is not getattr(Callback, name) or (
         name in vars(callback)
     )
 
 
-def _sequence(name: str, bound: tuple[Callable[..., None], ...]) -> Callable[..., None]:
-    """One callable for all, which says whose hook it was when one raises."""
+def _chain(name: str, bound: tuple[Callable[..., None], ...]) -> Callable[..., None]:
+    """Returns one callable for all hooks, which names the callback that raised."""
 
     def run(*arguments: Any) -> None:
         hook = None
@@ -354,7 +355,7 @@ def _sequence(name: str, bound: tuple[Callable[..., None], ...]) -> Callable[...
     def run_all(*arguments: Any) -> None:
         with contextlib.ExitStack() as stack:  # goes on after one that raises
             for hook in reversed(bound):
-                stack.callback(_sequence(name, (hook,)), *arguments)
+                stack.callback(_chain(name, (hook,)), *arguments)
 
     def run_none(*arguments: Any) -> None:
         pass

@@ -1,4 +1,4 @@
-"""The numbers of a run as a table, and what the run was made of beside it."""
+"""Logs to a CSV file, with the metadata of the run beside it."""
 
 import datetime
 import json
@@ -57,8 +57,8 @@ class CSVLogger(Logger):
             )
         self.name = name
         self.path: Path | None = None
-        self._table: Any = None  # it, during a fit
-        self._rows = -1  # if neither a checkpoint nor a fit before has told
+        self._table: Any = None  # during a fit
+        self._rows = -1  # unknown, until a fit or a checkpoint sets it
         self._facts: Facts = {}
 
     def setup(self, trainer: Trainer) -> None:
@@ -73,7 +73,7 @@ class CSVLogger(Logger):
             self._rows = 0
             self.set_aside(self._list_files(folder))
         self._table = Table(self.path)
-        # What is known to come, so that the table is seldom written anew.
+        # The columns that are known to come, so that the table is seldom rewritten.
         names = dict.fromkeys(trainer.record.names)
         of_epochs = LogRow("epoch", 0, 0, names).numbers()
         self._table.add_columns(["epoch", "step", *names, *of_epochs])
@@ -110,7 +110,7 @@ class CSVLogger(Logger):
         return [table, table.with_suffix(".json")]
 
     def _update_metadata(self, **facts: Any) -> None:
-        """Adds to the record beside the table."""
+        """Adds to the metadata beside the table."""
         assert self.path is not None  # since `open`
         self._facts |= facts
         text = json.dumps(self._facts, indent=2, default=str) + "\n"
@@ -118,7 +118,7 @@ class CSVLogger(Logger):
 
 
 def _read_run_id(table: Path) -> str | None:
-    """The `run_id` of who wrote a table, if its record tells."""
+    """Returns the `run_id` of the run that wrote a table, if it is known."""
     try:
         return read_json(table.with_suffix(".json")).get("run_id")
     except (OSError, ValueError, AttributeError):

@@ -1,4 +1,4 @@
-"""What the compiled step may overwrite, and whether it does."""
+"""Chooses the buffers that the compiled step may overwrite, and checks that it does."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -54,10 +54,9 @@ class DonateBuffers(Callback):
         self._checked = True
         compiled: Any = trainer.compiled_train_step()
         if getattr(compiled, "memory_analysis", lambda: None)() is None:
-            return  # An engine of the user's own, which need not be XLA's.
+            return  # a compiled object of a custom strategy, which XLA need not know
 
-        # What was donated, and what of it the program overwrites.
-        # Not of `trainer.state`, which is not shown between steps that run as one.
+        # `trainer.state` cannot be read between the steps of one dispatch.
         leaves = jax.tree_util.tree_leaves_with_path(trainer.run.shapes())
         arrays = {leaf_path(path): leaf for path, leaf in leaves}
         if self.what == "none":

@@ -1,4 +1,4 @@
-"""Ends a fit that no longer gets better."""
+"""Stops a fit that no longer improves."""
 
 import math
 from collections.abc import Mapping
@@ -59,12 +59,11 @@ class EarlyStopping(MonitorCallback):
         restore_best: bool = False,
     ):
         super().__init__(monitor, patience, min_delta, mode)
-        for name, threshold in (
-            ("stopping_threshold", stopping_threshold),
-            ("divergence_threshold", divergence_threshold),
-        ):
-            if threshold is not None:
-                check_number(name, threshold, suffix=", or None")
+        if stopping_threshold is not None:
+            check_number("stopping_threshold", stopping_threshold, suffix=", or None")
+        if divergence_threshold is not None:
+            number = divergence_threshold
+            check_number("divergence_threshold", number, suffix=", or None")
         self.check_finite = check_finite
         self.stopping_threshold = stopping_threshold
         self.divergence_threshold = divergence_threshold
@@ -85,8 +84,8 @@ class EarlyStopping(MonitorCallback):
         if not self._is_restored or self._last is None:
             return
         self._is_restored = False
-        # A run that was killed when it was to stop has nothing more to do, unless the
-        # rules are others now.
+        # A run that was killed when it was to stop has nothing more to do, unless its
+        # rules have changed.
         self._stop_if_due(trainer, *self._last)
         if self.restore_best and self.best_score is not None:
             if trainer.global_step in self._best_steps:
@@ -132,14 +131,12 @@ class EarlyStopping(MonitorCallback):
         announce(trainer, "EarlyStopping", text)
 
     def _find_best_path(self, trainer: Trainer) -> str | None:
-        """The checkpoint of the best weights, if a callback of the trainer has it."""
+        """Returns the checkpoint of the best weights, if a callback has one."""
 
         def find() -> str | None:
             savers = (getattr(c, "find_path", None) for c in trainer.callbacks)
-            steps = self._best_steps[:1]  # those of another one are not these weights
-            paths = (
-                find_path(step) for find_path in savers if find_path for step in steps
-            )
+            steps = self._best_steps[:1]  # a checkpoint of the others is no candidate
+            paths = (path(step) for path in savers if path for step in steps)
             return next(filter(None, paths), None)
 
         processes = trainer.run.processes
@@ -166,12 +163,13 @@ class EarlyStopping(MonitorCallback):
         self._last = None if last is None else (float(last[0]), last[1])
         self._is_restored = True
         self._best_steps = list(state.get("best_steps", []))  # in no older checkpoint
-        # Of steps that are undone, or another trainer's.
+        # They belong to steps that are undone, or to another trainer.
         self.reason = self._best = None
 
     def _stop_if_due(self, trainer: Trainer, value: float, improved: bool) -> None:
         self.reason = self._find_reason(value, improved)
-        # Before the fit's minimum a wish would be kept, whatever came later.
+        # `should_stop` stays set: before the minimum of the fit it would end a run that
+        # improves later.
         epochs, limits = trainer.current_epoch + 1, trainer.record.limits
         is_early = not limits.may_stop(trainer.global_step, epochs)
         if self.reason is not None and not is_early:
@@ -180,7 +178,7 @@ class EarlyStopping(MonitorCallback):
                 announce(trainer, "EarlyStopping", self.reason)
 
     def _find_reason(self, value: float, improved: bool) -> str | None:
-        """Why to stop now, or None."""
+        """Returns the reason to stop now, or None."""
         got = f"{self.monitor} is {value:.6g}"
         better, worse = self.stopping_threshold, self.divergence_threshold
         if self.check_finite and not math.isfinite(value):
@@ -195,11 +193,11 @@ class EarlyStopping(MonitorCallback):
 
 
 def _copy_parts(trainer: Trainer) -> dict[str, Any]:
-    """Returns a copy of these parts on the host; waits for the device."""
+    """Returns these parts of the state on the host; waits for the device."""
     return fetch({name: getattr(trainer.state, name) for name in _list_parts(trainer)})
 
 
 def _list_parts(trainer: Trainer) -> tuple[str, ...]:
-    """The parts of the state that make a model and its optimizer."""
+    """Returns the parts of the state that make a model and its optimizer."""
     changes_all = trainer.run.arguments["after_update"] is not None
     return ("params", "model_state", "opt_state", *["buffers"] * changes_all)

@@ -1,4 +1,4 @@
-"""Norms of gradients and updates by layer, and leaves that do not learn."""
+"""Logs norms of gradients and updates, and finds leaves that do not learn."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -17,16 +17,9 @@ from .base import Callback, Trainer
 
 _SQUARES: Final = "gradient_monitor/squares"
 _ALIVE: Final = "gradient_monitor/alive"
-_DEAD: Final = (
-    "the gradient of {names} was exactly zero in the first {steps} steps: the loss does"
-    " not depend on it, or a layer before it is dead."
-)
-_NEVER_UPDATED: Final = (
-    "{names} had a gradient and no update in the first {steps} steps: the optimizer"
-    " leaves it out, or its rate is zero."
-)
-_REMEDY: Final = (
-    "Leaves that are not to be trained cost less when `filter_spec` leaves them out."
+_WARNING: Final = (
+    "`GradientMonitor`: {} in the first {} steps: {}. Leaves that are not to be trained"
+    " cost less when `filter_spec` leaves them out."
 )
 
 
@@ -132,15 +125,18 @@ class GradientMonitor(Callback):
                 self.dead.append(path)
             elif not is_updated and not self._is_seldom:
                 self.never_updated.append(path)
-        problems = {_DEAD: self.dead, _NEVER_UPDATED: self.never_updated}
-        for text, names in problems.items():
-            if names:
-                what = text.format(names=join_some(names), steps=self._checked)
-                warn(f"`GradientMonitor`: {what} {_REMEDY}")
+        if names := join_some(self.dead):
+            text = f"the gradient of {names} was exactly zero"
+            why = "the loss does not depend on it, or a layer before it is dead"
+            warn(_WARNING.format(text, self._checked, why))
+        if names := join_some(self.never_updated):
+            text = f"{names} had a gradient and no update"
+            why = "the optimizer leaves it out, or its rate is zero"
+            warn(_WARNING.format(text, self._checked, why))
 
 
 class _LazyNumber:
-    """A number that is worked out when it is read, for `Metrics.add`."""
+    """A number that is computed when it is read, for `Metrics.add`."""
 
     def __init__(self, function: Callable[[], float]):
         self._function = function
@@ -151,13 +147,10 @@ class _LazyNumber:
 
 
 def group_by_layer(paths: list[Any], max_layers: int) -> dict[str, list[int]]:
-    """Indices of leaves by the part of the model that they are in.
-
-    Parts are as deep as possible, without the last key (`weight`, `bias`), such that
-    there are `max_layers` at most.
-    """
-    deepest = max((len(path) for path in paths), default=0) - 1
-    for depth in range(deepest, 0, -1):
+    """Returns the indices of leaves by layer: the deepest parts of the model, without
+    the last key (`weight`, `bias`), of which there are `max_layers` at most."""
+    max_depth = max(map(len, paths), default=0) - 1
+    for depth in range(max_depth, 0, -1):
         grouped: dict[str, list[int]] = {}
         for index, path in enumerate(paths):
             cut = path[: max(min(depth, len(path) - 1), 1)]
@@ -168,6 +161,6 @@ def group_by_layer(paths: list[Any], max_layers: int) -> dict[str, list[int]]:
 
 
 def _square(leaf: Array) -> Array:
-    """The sum of squares in float32."""
+    """Returns the sum of squares, in float32."""
     wide = jnp.abs(leaf).astype(jnp.float32)
     return jnp.sum(wide * wide)

@@ -1,4 +1,4 @@
-"""What a class of callbacks gets wrong about hooks, found before anything runs."""
+"""Checks the hooks of callbacks before anything runs."""
 
 import inspect
 from collections.abc import Iterator
@@ -19,14 +19,12 @@ _MEANINGS: Final = {
     **{name: name for arguments in _METHODS.values() for name in arguments},
     **INSTEAD["hook"],
 }
-"""What is passed as an argument of this name, where it is passed at all."""
+"""Maps the name of an argument, ours or of another library, to our name for it."""
 
 
 def check_hooks(callback: Callback) -> None:
-    """Raises for a hook that is never called, or not called as it is written.
-
-    Warns of names that look like a slip of the pen.
-    """
+    """Raises for a hook that is never called, or is called with other arguments; warns
+    about names that look like a misspelt hook."""
     others = INSTEAD["Callback"]
     for name in _list_methods(callback):
         where = f"`{type(callback).__name__}.{name}`"
@@ -50,7 +48,7 @@ def check_hooks(callback: Callback) -> None:
 
 
 def _list_methods(callback: Callback) -> Iterator[str]:
-    """Public names that a callback does not just inherit from the base."""
+    """Yields the public methods that a callback does not inherit from `Callback`."""
     owners = [callback, *(c for c in type(callback).__mro__ if c is not Callback)]
     for name in dict.fromkeys(name for owner in owners for name in vars(owner)):
         is_method = callable(inspect.getattr_static(callback, name))

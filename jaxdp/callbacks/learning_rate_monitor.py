@@ -1,4 +1,4 @@
-"""The learning rate of every step, as the optimizer's state has it."""
+"""Logs the learning rate of every step, read from the optimizer's state."""
 
 import re
 from collections.abc import Callable
@@ -83,7 +83,7 @@ class LearningRateMonitor(Callback):
         pattern = rf"{re.escape(self.name)}(/.*)?(\[\d+\])?"
         latest = trainer.callback_metrics.items()
         rates = {name: rate for name, rate in latest if re.fullmatch(pattern, name)}
-        # Where a run goes on after the last step, none was taken since.
+        # A run that resumes after its last step has taken none since.
         for name, rate in (
             rates or self.inside_step(None, None, trainer.state)
         ).items():
@@ -93,7 +93,7 @@ class LearningRateMonitor(Callback):
 def make_no_rate_error(
     trainer: Trainer, callback_name: str, remedy: str = ""
 ) -> ValueError:
-    """The error of a callback that finds no learning rate in the optimizer's state."""
+    """Returns the error for an optimizer that keeps no learning rate in its state."""
     return ValueError(
         f"`{callback_name}()`: `optimizer` keeps no learning rate in its state: none of"
         f" {', '.join(RATES)} is among its hyperparameters"
@@ -103,5 +103,5 @@ def make_no_rate_error(
 
 
 def is_rate(name: str) -> bool:
-    """Whether a hyperparameter of that name in `trainer.hyperparams` is a rate."""
+    """Returns True if `name` in `trainer.hyperparams` is a learning rate."""
     return name.rpartition("/")[2] in RATES

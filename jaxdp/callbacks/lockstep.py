@@ -1,4 +1,4 @@
-"""Keeps the processes of a job at the same place, and says who is where if not."""
+"""Keeps the processes of a job in step, and reports where each one is if not."""
 
 import os
 import sys
@@ -33,7 +33,7 @@ _ARGUMENTS = (
     "compiler_options",
     "offload",
 )
-"""Those of the Trainer that a fit's numbers or its order of events depend on."""
+"""Arguments of the Trainer that change the numbers of a fit or its order of events."""
 
 
 class Lockstep(Callback):
@@ -82,7 +82,7 @@ class Lockstep(Callback):
         if not coordination.has_peers():
             return
         if is_fitting(trainer):
-            # If this process does not come, a thread publishes where it is.
+            # If this process is late, a thread publishes where it is.
             main, end = threading.get_ident(), threading.Event()
             watcher = threading.Thread(
                 target=self._watch, args=(main, end), name="jaxdp Lockstep", daemon=True
@@ -142,7 +142,7 @@ class Lockstep(Callback):
         self, trainer: Trainer, where: str, facts: Mapping[str, str] | None = None
     ) -> None:
         if coordination.has_peers():
-            # All that processes wait for each other with keeps to these from now on.
+            # All waits of processes for each other use these from now on.
             here = process_group.get_barrier()
             here.timeout, here.warn_after = self.timeout, self.warn_after
             here.every_n_steps = self.every_n_steps
@@ -152,7 +152,7 @@ class Lockstep(Callback):
     def _note_facts(
         self, trainer: Trainer, where: str, facts: Mapping[str, str]
     ) -> None:
-        """What to compare, and the programs if there are others than before."""
+        """Adds facts that the next barrier compares, and programs that are new."""
         (_, programs), noted = trainer.run.compiled_facts(), dict(facts)
         if programs != self._programs:
             self._programs = programs
@@ -181,7 +181,7 @@ def _list_facts(trainer: Trainer) -> Iterator[tuple[str, str]]:
 
 
 def _describe_model(model: Any) -> dict[str, str]:
-    """The arrays of a model: their shapes, and every bit of them."""
+    """Returns the shapes of a model's arrays, and fingerprints of their bits."""
     named = jax.tree_util.tree_leaves_with_path(model)
     arrays = {
         leaf_path(path): checkpoint.plain(leaf)

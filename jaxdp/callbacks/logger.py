@@ -1,4 +1,4 @@
-"""Loggers: the numbers of a run, written where they can be read later."""
+"""The base of loggers, which write the numbers of a run to files or services."""
 
 import itertools
 import os
@@ -17,7 +17,7 @@ from .run_metadata import Facts, collect_metadata
 
 
 class Logger(Callback):
-    """The base of all loggers, sinks of the record. Subclasses write in `log`.
+    """The base of all loggers. Subclasses write in `log`.
 
     Every `trainer.log_every_n_steps` optimizer steps the scalars of a step are logged
     under their own names, read some steps late so that the device never waits. After
@@ -68,14 +68,14 @@ class Logger(Callback):
         """Called before the first `log` of a fit. `folder` exists."""
 
     def rewind(self, step: int) -> None:
-        """Called after `open` if a run is resumed after so many steps: takes back what
-        was logged since. `load_state_dict` was called before."""
+        """Removes what was logged after optimizer step `step`. Called after `open` and
+        `load_state_dict`, if a run is resumed from there."""
 
     def close(self) -> None:
         """Called after the last `log` of a fit."""
 
     def flush(self) -> None:
-        """Called before a checkpoint: everything logged so far must be written."""
+        """Writes everything logged so far; called before a checkpoint."""
 
     def setup(self, trainer: Trainer) -> None:
         if trainer.is_global_zero:
@@ -83,7 +83,7 @@ class Logger(Callback):
 
     def on_fit_start(self, trainer: Trainer) -> None:
         self._error = None
-        # In all processes: what looks at the state may run a program.
+        # In all processes: reading the state may run a program.
         facts = collect_metadata(trainer, self.hyperparameters)
         facts["run_id"] = trainer.record.run_id
         if trainer.is_global_zero:
@@ -143,7 +143,7 @@ class Logger(Callback):
 
 
 def check_writable(folder: Path, callback_name: str) -> None:
-    """Makes the folder, and raises when files cannot be made in it."""
+    """Makes the folder, and raises if files cannot be made in it."""
     probe = folder / f".write-test.{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -158,7 +158,7 @@ def check_writable(folder: Path, callback_name: str) -> None:
 
 
 def check_is_no_folder(argument: str, path: Path) -> None:
-    """Raises where a folder is where the file that an argument names is to be."""
+    """Raises if the file that an argument names is a folder."""
     if path.is_dir():
         raise ValueError(
             f"`{argument}`: {path} is a folder. Name another file, or move the folder."

@@ -1,6 +1,7 @@
-"""Saves the trainer as it goes, and keeps the best."""
+"""Saves checkpoints during a fit, and keeps the best ones."""
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Mapping
@@ -25,7 +26,7 @@ from .monitor import MetricCallback, announce, check_mode, check_monitor
 from .state_matching import match_state
 
 Scores = Mapping[int, float | None]
-"""Of each step that is saved: what was measured on its weights, or None."""
+"""Maps each saved step to the value that was measured on its weights, or None."""
 
 
 class ModelCheckpoint(MetricCallback):
@@ -99,11 +100,10 @@ class ModelCheckpoint(MetricCallback):
     ):
         check_count("save_top_k", save_top_k, minimum=-1, suffix=", -1 for all")
 
-        # When to save: at every epoch, if nothing is said.
-        if every_n_train_steps is not None:
-            check_count("every_n_train_steps", every_n_train_steps, suffix=" or None")
-        if every_n_epochs is not None:
-            check_count("every_n_epochs", every_n_epochs, suffix=" or None")
+        every = {"every_n_train_steps": every_n_train_steps}
+        for name, value in {**every, "every_n_epochs": every_n_epochs}.items():
+            if value is not None:
+                check_count(name, value, suffix=" or None")
         if train_time_interval is not None:
             seconds = parse_duration(train_time_interval, "train_time_interval")
             train_time_interval = timedelta(seconds=seconds)
@@ -124,23 +124,23 @@ class ModelCheckpoint(MetricCallback):
         self.every_n_train_steps = every_n_train_steps
         self.every_n_epochs = every_n_epochs
         self.train_time_interval = train_time_interval
+        # Whether steps and not only epochs make a checkpoint due.
+        self._saves_by_step = (every_n_train_steps or train_time_interval) is not None
         self.needs_fit = not self._saves_by_step
         self.save_on_exception = save_on_exception
         self.on_save_error = on_save_error
 
-        # Known once a fit has begun.
-        self._dir: CheckpointDir | None = None
-        self._scores: dict[int, float | None] = {}  # of every step that is saved
-        self._row: tuple[int, Any] | None = None  # the last step, and its values
-        self._measured: tuple[int, float] | None = None  # at which step, and what
+        self._dir: CheckpointDir | None = None  # during a fit
+        self._scores: dict[int, float | None] = {}
+        self._last_step: tuple[int, Any] | None = None  # and its metrics
+        self._measured: tuple[int, float] | None = None  # a step, and the value there
         self._is_due = False
-        self._pinned_step: int | None = (
-            None  # whatever its score, while it is the newest
-        )
+        # A step that stays, whatever its score, while it is the newest.
+        self._pinned_step: int | None = None
         self._saving: tuple[int, checkpoint.Saving] | None = None
         self._saved_at = time.monotonic()
-        self._error: BaseException | None = None  # that ended the fit
-        self._has_warned_unscored = False
+        self._error: BaseException | None = None  # the one that ended the fit
+        self._has_told_unscored = False
 
     @property
     def best_model_path(self) -> str:
@@ -156,19 +156,19 @@ class ModelCheckpoint(MetricCallback):
         return self._make_path(max(self._scores, default=None))
 
     def find_path(self, step: int) -> str | None:
-        """The checkpoint of a step of this run, if it is still there."""
+        """Returns the checkpoint of a step of this run, if it still exists."""
         path = self._make_path(step)
         return path if step in self._scores and os.path.isdir(path) else None
 
-    def folder(self, trainer: Trainer) -> CheckpointDir:
-        """Where the checkpoints of a trainer go."""
+    def find_folder(self, trainer: Trainer) -> CheckpointDir:
+        """Returns the folder for the checkpoints of a trainer."""
         if self._follows_trainer:
             root = os.path.join(trainer.default_root_dir, "checkpoints")
             self.dirpath = expand_path(root)
         return CheckpointDir(str(self.dirpath))
 
     def rank_saved(self, state: dict[str, Any]) -> list[int]:
-        """The steps that have a score in a saved state of this callback, best first."""
+        """Returns the scored steps in a saved state of this callback, best first."""
         return _rank_steps(_from_json(state["scores"]), self.mode)
 
     @property
@@ -176,10 +176,8 @@ class ModelCheckpoint(MetricCallback):
         return next(iter(_rank_steps(self._scores, self.mode)), None)
 
     def _select_kept(self, scores: Scores) -> set[int]:
-        """The steps that stay: the best, and the newest if it is wanted.
-
-        What has no score stays while it is the newest of all.
-        """
+        """Returns the steps to keep: the best, and the newest if that is pinned, has
+        no score, or `save_last` asks for it."""
         if self.save_top_k == -1:
             return set(scores)
         steps = set(_rank_steps(scores, self.mode)[: self.save_top_k])
@@ -197,19 +195,17 @@ class ModelCheckpoint(MetricCallback):
     def setup(self, trainer: Trainer) -> None:
         """Locks the folder, so that an unwritable one is an error before training."""
         super().setup(trainer)
-        self._dir, self._processes = self.folder(trainer), trainer.run.processes
+        self._dir, self._processes = self.find_folder(trainer), trainer.run.processes
         self._clock = PeriodicVote(self._processes, "the time of a checkpoint")
-        self._row = None
-        self._processes.run_on_rank_zero("ModelCheckpoint: its folder", self._dir.open)
-        sort_out, what = lambda: self._claim_checkpoints(trainer), "what is there"
-        self._scores = dict(
-            self._processes.run_on_rank_zero(f"ModelCheckpoint: {what}", sort_out)
-        )
-        # What the run goes on from is kept until another one is on disk.
+        self._last_step, first = None, self._processes.run_on_rank_zero
+        first("ModelCheckpoint: its folder", self._dir.open)
+        claim = functools.partial(self._claim_checkpoints, trainer)
+        self._scores = dict(first("ModelCheckpoint: what is there", claim))
+        # The checkpoint that the run resumed from stays until another one is on disk.
         step = trainer.global_step
         self._pinned_step = step if step in self._scores else None
         self._remove_others()
-        self._save_if_due(trainer)  # what a kill came before
+        self._save_if_due(trainer)  # a kill may have come before
 
     def on_fit_start(self, trainer: Trainer) -> None:
         if self.monitor is not None:
@@ -220,7 +216,7 @@ class ModelCheckpoint(MetricCallback):
         self, trainer: Trainer, metrics: Any, batch_idx: int
     ) -> None:
         step, every = trainer.global_step, self.every_n_train_steps
-        self._row = step, metrics
+        self._last_step = step, metrics
         if every is not None and step % every == 0:
             self._is_due = True
         if self.train_time_interval is not None:
@@ -229,8 +225,8 @@ class ModelCheckpoint(MetricCallback):
             if self._clock.poll(is_over or None):
                 self._is_due = True
 
-    def look(self, trainer: Trainer, row: LogRow) -> None:
-        """Takes the value of the monitor for the present weights, which are now due."""
+    def handle_means(self, trainer: Trainer, row: LogRow) -> None:
+        """Keeps the value of the monitor on the present weights, which are now due."""
         is_end = row.kind == "epoch"
         if is_end and self.monitor is not None:
             check_monitor(trainer, self, self.monitor, row)
@@ -248,37 +244,33 @@ class ModelCheckpoint(MetricCallback):
         every = self.every_n_epochs
         return every is not None and (trainer.current_epoch + 1) % every == 0
 
-    @property
-    def _saves_by_step(self) -> bool:
-        return (self.every_n_train_steps or self.train_time_interval) is not None
-
     def _monitors_steps(self) -> bool:
-        """Whether the values of single steps decide, because it saves by them."""
-        row = self._row
-        return self._saves_by_step and row is not None and self.monitor in (*row[1],)
+        """Returns True if single steps log the monitor, and make checkpoints due."""
+        last = self._last_step
+        return self._saves_by_step and last is not None and self.monitor in (*last[1],)
 
     def _find_last_measured(self) -> tuple[int, float] | None:
-        """The step at which the monitor was measured last, and its value there."""
-        if self._row is None or self.monitor is None or not self._monitors_steps():
+        """Returns the step at which the monitor was measured last, and its value."""
+        if self._last_step is None or not (self.monitor and self._monitors_steps()):
             return self._measured
-        step, metrics = self._row
+        step, metrics = self._last_step
         return step, float(metrics[self.monitor])  # waits for the device
 
     def _find_score(self, step: int) -> float | None:
-        """The score of the weights of a step, if they have one."""
+        """Returns the value measured on the weights of a step, if there is one."""
         if self.monitor is None:
             return float(step)  # the best is the newest
-        at, value = self._find_last_measured() or (None, None)
-        return value if at == step else None
+        measured_step, value = self._find_last_measured() or (None, None)
+        return value if measured_step == step else None
 
-    # What goes on at other times.
+    # The end of a fit, and the state.
 
     def on_exception(self, trainer: Trainer, exception: BaseException) -> None:
         self._error = exception
-        if self._dir is None:  # it comes from a `setup`
+        if self._dir is None:  # raised by a `setup`
             return
-        is_wanted = self.save_on_exception and self._processes.count == 1
-        if is_wanted or is_graceful_stop(exception):
+        should_save = self.save_on_exception and self._processes.count == 1
+        if should_save or is_graceful_stop(exception):
             self._save_last_step(trainer)
 
     def on_fit_end(self, trainer: Trainer) -> None:
@@ -288,7 +280,7 @@ class ModelCheckpoint(MetricCallback):
         self._finish_save(wait=True)
 
     def _save_last_step(self, trainer: Trainer) -> None:
-        """Saves the step that a fit ends with, which stays whatever its score."""
+        """Saves the last step of a fit, which is kept whatever its score."""
         self._pinned_step = trainer.global_step
         if trainer.global_step:
             self._save(trainer)
@@ -306,7 +298,7 @@ class ModelCheckpoint(MetricCallback):
         unit = f"{self.monitor}, {self.mode}" if self.monitor else "no monitor"
         if self._saves_by_step and not (self.monitor or "val_").startswith("val_"):
             unit += ", of steps"  # and not of epochs
-        return f"{self.folder(trainer).path}\n{unit}"
+        return f"{self.find_folder(trainer).path}\n{unit}"
 
     def state_dict(self) -> dict[str, Any]:
         measured = self._find_last_measured()
@@ -320,48 +312,43 @@ class ModelCheckpoint(MetricCallback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._scores = _from_json(state["scores"])
         self._is_due = state["is_due"]
-        measured = state.get("measured")  # in no checkpoint of 0.2
+        measured = state.get("measured")  # not in checkpoints of 0.2
         self._measured = measured and (measured[0], float(measured[1]))
-        self._row = None
+        self._last_step = None
 
     # Saving, one at a time.
 
     def _save_if_due(self, trainer: Trainer) -> None:
-        # After the last step of an epoch its validation comes first: that is what the
-        # checkpoint is judged by, and need not be repeated when it is resumed.
+        # After the last step of an epoch its validation comes first: it gives the
+        # score, and need not be repeated after a resume.
         if self._is_due and not trainer.record.is_at_epoch_end:
             self._is_due = False
             self._save(trainer)
 
     def _save(self, trainer: Trainer) -> None:
-        """Begins to save the present step, if it is to be kept."""
+        """Starts to save the present step, if it would be kept."""
         self._finish_save(wait=True)
         step = trainer.global_step
         score = self._find_score(step)
         if step not in self._scores:
             if step in self._select_kept({**self._scores, step: score}):
-                self._announce_unscored(trainer, score)
+                if score is None and not self._has_told_unscored:
+                    self._has_told_unscored = True
+                    text = (
+                        f"step {step} is saved without a score, because"
+                        f" {self.monitor!r} was not measured on these weights. It is no"
+                        " candidate for the best, and kept only while it is the newest."
+                    )
+                    announce(trainer, "ModelCheckpoint", text)
                 self._start_saving(trainer, score)
         elif self._scores[step] is None:  # saved before it was measured
             self._scores[step] = score
             self._remove_others()
 
-    def _announce_unscored(self, trainer: Trainer, score: float | None) -> None:
-        if score is not None or self._has_warned_unscored:
-            return
-        self._has_warned_unscored = True
-        text = (
-            f"step {trainer.global_step} is saved without a score, because"
-            f" {self.monitor!r} was not measured on these weights. It is no candidate"
-            " for the best, and kept only while it is the newest."
-        )
-        announce(trainer, "ModelCheckpoint", text)
-
     def _start_saving(self, trainer: Trainer, score: float | None) -> None:
-        """Begins to save the present step."""
         assert self._dir is not None
         step = trainer.global_step
-        self._scores[step] = score  # what is saved knows of itself
+        self._scores[step] = score  # the checkpoint has its own score
         self._saved_at = time.monotonic()
         try:
             self._saving = step, trainer.start_saving(self._dir.path_of(step))
@@ -372,12 +359,13 @@ class ModelCheckpoint(MetricCallback):
             raise
 
     def _finish_save(self, *, wait: bool = False) -> None:
-        """When a save is done: removes what it makes superfluous, or says it failed."""
+        """Removes the checkpoints that a finished save replaces, or reports its
+        failure. Returns at once while a save runs, unless it is to `wait`."""
         if self._saving is None:
             return
-        if not wait and (self._processes.count > 1 or not self._saving[1].is_done):
-            return  # several processes are not done at the same step
         step, saving = self._saving
+        if not wait and (self._processes.count > 1 or not saving.is_done):
+            return  # several processes are not done at the same step
         try:
             has_failed = self._error is not None and not is_graceful_stop(self._error)
             saving.finish(alone=has_failed)
@@ -391,11 +379,11 @@ class ModelCheckpoint(MetricCallback):
     def _fail(self, step: int, error: Exception) -> None:
         del self._scores[step]
         if self._processes.index == 0 and self._dir is not None:
-            with contextlib.suppress(OSError):  # the folder may be what is gone
+            with contextlib.suppress(OSError):  # the folder itself may be gone
                 self._dir.sweep()
         if self.on_save_error == "raise":
-            more = "ModelCheckpoint(on_save_error='warn') would continue without it."
-            error.add_note(more)
+            remedy = "ModelCheckpoint(on_save_error='warn') would continue without it."
+            error.add_note(remedy)
             raise error
         warn(f"{error} Training continues; the next one is tried when it is due.")
 
@@ -417,9 +405,10 @@ class ModelCheckpoint(MetricCallback):
                 warn(f"the old checkpoint {path} could not be removed: {error}.")
 
     def _claim_checkpoints(self, trainer: Trainer) -> list[tuple[int, float | None]]:
-        """Finds out whose the checkpoints are that lie in the folder; our scores."""
+        """Returns the scores of this run's checkpoints in the folder, and moves those
+        of other runs aside."""
         assert self._dir is not None
-        now, scores, strangers = trainer.global_step, {}, self._dir.impostors()
+        now, scores, others = trainer.global_step, {}, self._dir.impostors()
         for step in self._dir.steps():
             run_id, saved_scores = self._read_owner(step, trainer)
             is_of_run = run_id == trainer.record.run_id
@@ -428,11 +417,11 @@ class ModelCheckpoint(MetricCallback):
             elif is_of_run and step <= now and step in saved_scores:
                 scores[step] = saved_scores[step]
             elif not is_of_run or step != now or self._is_due:
-                strangers.append(step)
-            # else saved by somebody else at this very step: the fit may go on from it
-        if strangers:
-            path = self._dir.set_aside(strangers)
-            listed = ", ".join(map(str, strangers))
+                others.append(step)
+            # else another callback saved this very step: the fit may resume from it
+        if others:
+            path = self._dir.set_aside(others)
+            listed = ", ".join(map(str, others))
             text = (
                 f"{self._dir.path} has checkpoints that this run does not resume from,"
                 f" or that this callback has not saved: {listed}. They are now in"
@@ -443,7 +432,7 @@ class ModelCheckpoint(MetricCallback):
         return list(scores.items())
 
     def _read_owner(self, step: int, trainer: Trainer) -> tuple[str | None, Scores]:
-        """Whose run saved a step, and the scores that this callback had then."""
+        """Returns the run that saved a step, and the scores of this callback then."""
         try:
             meta = checkpoint.read_meta(self._make_path(step))
         except (OSError, ValueError):
@@ -452,21 +441,21 @@ class ModelCheckpoint(MetricCallback):
         return meta["run_id"], _from_json(state["scores"]) if state else {}
 
     def _make_path(self, step: int | None) -> str:
-        """The folder of a step, "" of none."""
+        """Returns the folder of a step; "" if that is None."""
         return "" if step is None else CheckpointDir(str(self.dirpath)).path_of(step)
 
 
 def _to_json(scores: Scores) -> list[Any]:
-    """Rows for JSON, which lacks NaN and infinity: scores are texts."""
+    """Returns rows with scores as texts, since JSON lacks NaN and infinity."""
     return [[step, s if s is None else str(s)] for step, s in scores.items()]
 
 
 def _from_json(rows: list[Any]) -> dict[int, float | None]:
-    """The inverse of `_to_json`."""
+    """Inverts `_to_json`."""
     return {step: s if s is None else float(s) for step, s in rows}
 
 
 def _rank_steps(scores: Scores, mode: str) -> list[int]:
-    """Steps with a score, the best first, NaN last; of equals the older first."""
+    """Returns the scored steps, best first and NaN last; of equals the older first."""
     scored = [(rank(s, mode), step) for step, s in scores.items() if s is not None]
     return [step for _, step in sorted(scored)]

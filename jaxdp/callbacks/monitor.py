@@ -1,4 +1,4 @@
-"""What callbacks share: judging values and what is saved by them, telling the user."""
+"""Helpers of callbacks: monitored values, messages, notebooks."""
 
 import functools
 import math
@@ -16,13 +16,13 @@ from .base import Callback, Trainer
 def check_monitor(
     trainer: Trainer, callback: Callback, monitor: str, row: LogRow | None = None
 ) -> None:
-    """Raises if a fit that starts will have no value of the name `monitor`, or, given
-    the `row` of an epoch that ends, if that should have had one."""
+    """Raises if a fit that starts will log no value named `monitor`, or if the `row`
+    of an epoch that ends should have had one and has not."""
     names = trainer.record.names
     logged = names if row is None else (*row.values, *trainer.record.validation)
     is_of_validation = monitor.startswith("val_")
     if row is None:
-        # A user's callback may log it, and a metric of a pass may have any values.
+        # A callback of the user may log it, and a `PassMetric` may have any values.
         roots = {type(other).__module__.split(".")[0] for other in trainer.callbacks}
         is_open = is_of_validation and not trainer.record.names_are_all
         may_come = is_open or bool(roots - {__name__.split(".")[0]})
@@ -45,55 +45,54 @@ def check_monitor(
 
 
 def check_mode(callback: Callback, monitor: Any, mode: Any) -> str:
-    """`"min"` or `"max"`: what the argument `mode` of a callback means for `monitor`.
+    """Returns `"min"` or `"max"`, as `mode` or the name of `monitor` says.
 
-    Warns of a mode that contradicts the name. Says what a name that tells nothing is
-    taken for.
+    Warns about a mode that contradicts the name, and says once which mode it takes if
+    the name says nothing.
     """
     check_choice("mode", mode, ("auto", "min", "max"))
-    name, way = str(monitor), {"min": "smaller", "max": "larger"}
+    name, better = str(monitor), {"min": "smaller", "max": "larger"}
     who = f"`{type(callback).__name__}(monitor={name!r})`"
-    by_name, meant = infer_mode(name), resolve_mode(name, mode)
-    if mode == "auto" and by_name is None:
+    inferred, resolved = infer_mode(name), resolve_mode(name, mode)
+    if mode == "auto" and inferred is None:
         log_info_once(
             f"{who}: the name does not tell which values are better, so it is the"
             ' smaller ones; `mode="max"` if larger ones are, or `mode="min"`'
         )
-    elif by_name not in (None, meant):
+    elif inferred not in (None, resolved):
         warn(
-            f"{who}: `mode`={mode!r} takes {way[meant]} values for better, and by its"
-            f" name {way[str(by_name)]} ones are. Leave `mode` out, if you mean these."
+            f"{who}: `mode`={mode!r} takes {better[resolved]} values for better, and by"
+            f" its name {better[str(inferred)]} ones are. Leave `mode` out, if you mean"
+            " these."
         )
-    return meant
+    return resolved
 
 
 def is_better(
     mode: str, value: float, best: float | None, min_delta: float = 0.0
 ) -> bool:
-    """Whether `value` beats `best` by more than `min_delta`.
-
-    NaN beats nothing, and every other value beats NaN and None.
-    """
+    """Returns True if `value` beats `best` by more than `min_delta`. NaN beats
+    nothing, and every other value beats NaN and None."""
     if math.isnan(value) or best is None or math.isnan(best):
         return not math.isnan(value)
     return value < best - min_delta if mode == "min" else value > best + min_delta
 
 
 class MetricCallback(Callback):
-    """Looks at the means of each validation and epoch of a fit, with all that callbacks
-    have logged of them.
+    """A callback that gets the means of each validation and epoch of a fit, with all
+    values that callbacks have logged for them.
 
-    At those alone whose hook was called: a subclass that overrides `on_validation_end`
-    or `on_train_epoch_end`, and does not call the one of `super()`, passes them over.
+    A subclass that overrides `on_validation_end` or `on_train_epoch_end`, and does not
+    call the one of `super()`, leaves that validation or epoch out.
     """
 
     skip_in_fast_dev_run = True
     only_in_training = True
 
-    _expected_kind = ""  # the kind of the row that comes next
+    _expected_kind = ""  # of the row whose hook was called
 
-    def look(self, trainer: Trainer, row: LogRow) -> None:
-        """Acts on the values of a validation or an epoch, in a subclass."""
+    def handle_means(self, trainer: Trainer, row: LogRow) -> None:
+        """Acts on the values of a validation or an epoch."""
         raise NotImplementedError
 
     def setup(self, trainer: Trainer) -> None:
@@ -109,39 +108,39 @@ class MetricCallback(Callback):
     def _forward_expected(self, trainer: Trainer, row: LogRow) -> None:
         if row.kind == self._expected_kind:
             self._expected_kind = ""
-            self.look(trainer, row)
+            self.handle_means(trainer, row)
 
 
 class MonitorCallback(MetricCallback):
-    """Checks one value after every validation of a fit that has it, or else after every
-    epoch that has; counts the checks without improvement."""
+    """A callback that checks the value `monitor` after each validation or epoch that
+    has it, and counts the checks without improvement."""
 
     @checks_arguments
     def __init__(self, monitor: str, patience: int, min_delta: float, mode: str | None):
         check_count("patience", patience, minimum=0)
-        way = "; `mode` says in which direction"
-        check_number("min_delta", min_delta, minimum=0, suffix=way)
+        suffix = "; `mode` says in which direction"
+        check_number("min_delta", min_delta, minimum=0, suffix=suffix)
         self.monitor = monitor
         self.patience = int(patience)
         self.min_delta = float(min_delta)
-        # None: somebody else knows.
+        # None: the subclass knows no direction.
         self.mode = "min" if mode is None else check_mode(self, monitor, mode)
         self.wait_count = 0
         self.best_score: float | None = None
 
     def check(self, trainer: Trainer, values: Mapping[str, float]) -> None:
-        """Acts on the new values that came with that of `monitor`, in a subclass."""
+        """Acts on the values of a validation or an epoch that has `monitor`."""
         raise NotImplementedError
 
     def update_best(self, value: float) -> bool:
-        """Whether `value` is the best so far, which is then kept."""
+        """Keeps `value` if it is the best so far; returns whether it is."""
         if not is_better(self.mode, value, self.best_score, self.min_delta):
             return False
         self.best_score, self.wait_count = value, 0
         return True
 
     def describe_wait(self) -> str:
-        """What has happened, in words."""
+        """Returns a sentence about the checks without improvement."""
         best = "none" if self.best_score is None else f"{self.best_score:.6g}"
         checks = "check" if self.wait_count == 1 else "checks"
         return (
@@ -159,7 +158,7 @@ class MonitorCallback(MetricCallback):
                 " one, or leave the callback out."
             )
 
-    def look(self, trainer: Trainer, row: LogRow) -> None:
+    def handle_means(self, trainer: Trainer, row: LogRow) -> None:
         if row.kind == "epoch":
             check_monitor(trainer, self, self.monitor, row)
         if self.monitor in row.values:
@@ -178,18 +177,18 @@ class MonitorCallback(MetricCallback):
 
 
 def is_fitting(trainer: Trainer) -> bool:
-    """Whether hooks are those of a fit."""
+    """Returns True if hooks are called by a fit, and not by `validate`, say."""
     return trainer.run.doing == "a fit"
 
 
 def announce(trainer: Trainer, callback_name: str, text: str) -> None:
-    """Tells the user something, once for all processes."""
+    """Logs a message of a callback on rank 0."""
     if trainer.is_global_zero:
         log_info(f"{callback_name}: {text}")
 
 
 def in_notebook() -> bool:
-    """Whether a notebook runs this process, and so can show pictures."""
+    """Returns True if a notebook runs this process, and so can show pictures."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return shell is not None and hasattr(shell, "kernel")

@@ -1,4 +1,4 @@
-"""Keeps NaN and infinity out of the model."""
+"""Drops updates with NaN or infinity, and stops the fit or warns."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -53,7 +53,7 @@ class NanGuard(Callback):
         self.max_skips = max_skips
         self.skipped_steps: list[int] = []
 
-        # What the run has shown so far.
+        # Of the present run.
         self._in_a_row = 0
         self._trainer: Any = None
         self._leaves: tuple[str, ...] = ()
@@ -121,7 +121,7 @@ class NanGuard(Callback):
         warn(f"`NanGuard`: {place}; skipped this update.")
 
     def _describe_bad_values(self, metrics: Mapping[str, Any]) -> str:
-        """What was not finite, by name."""
+        """Returns a sentence that names the values that are not finite."""
         bad = np.flatnonzero(metrics[_FLAGS])
         loss = f"the loss was {metrics['loss']:.6g}"
         if not len(bad):

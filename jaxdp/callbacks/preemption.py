@@ -1,4 +1,4 @@
-"""What a signal does to a fit."""
+"""Chooses the signals that end a fit."""
 
 import signal
 from collections.abc import Sequence

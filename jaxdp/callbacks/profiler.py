@@ -1,4 +1,4 @@
-"""A trace of a few steps, for xprof and Perfetto."""
+"""Traces a few steps, for xprof and Perfetto."""
 
 import contextlib
 import os
@@ -53,7 +53,7 @@ class Profiler(Callback):
         self._first = start_step  # the trace begins after this step
         self._step = contextlib.ExitStack()
         self._is_tracing = self._done = False
-        self._is_at_boundary = True  # and not between steps that run as one
+        self._is_at_boundary = True  # and not between the steps of one dispatch
 
     def setup(self, trainer: Trainer) -> None:
         root = trainer.default_root_dir

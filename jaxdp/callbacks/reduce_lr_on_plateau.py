@@ -1,4 +1,4 @@
-"""Lowers the learning rate when training no longer gets better."""
+"""Lowers the learning rate when a monitored value no longer improves."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -66,7 +66,7 @@ class ReduceLROnPlateau(MonitorCallback):
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
-        rates = _rates(trainer)
+        rates = _find_rates(trainer)
         if not rates:
             raise make_no_rate_error(trainer, "ReduceLROnPlateau")
         trainer.set_hyperparams(**rates)  # to what they are: a schedule's raises
@@ -89,10 +89,10 @@ class ReduceLROnPlateau(MonitorCallback):
 
     def _reduce(self, trainer: Trainer) -> None:
         lowered = {}
-        for name, rate in _rates(trainer).items():
-            # Rounded as the optimizer does, or it might be above what is reached.
-            least = np.asarray(self.min_lr, rate.dtype)  # on the host
-            new = np.minimum(rate, np.maximum(rate * self.factor, least))
+        for name, rate in _find_rates(trainer).items():
+            # Rounded like the rate of the optimizer, which might be just below it.
+            minimum = np.asarray(self.min_lr, rate.dtype)  # on the host
+            new = np.minimum(rate, np.maximum(rate * self.factor, minimum))
             if (new != rate).any():
                 lowered[name] = new
         if not lowered:
@@ -105,8 +105,8 @@ class ReduceLROnPlateau(MonitorCallback):
         self.cooldown_count, self.wait_count = self.cooldown, 0
 
 
-def _rates(trainer: Trainer) -> dict[str, np.ndarray]:
-    """The learning rates in the optimizer's state, by the names to set them by."""
+def _find_rates(trainer: Trainer) -> dict[str, np.ndarray]:
+    """Returns the learning rates of the optimizer, by the names to set them by."""
     return {
         name: np.asarray(rate)  # on the host
         for name, rate in trainer.hyperparams.items()

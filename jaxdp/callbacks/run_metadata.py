@@ -1,4 +1,4 @@
-"""What a run was made of, for its records: hyperparameters, versions, hardware."""
+"""Collects the metadata of a run: hyperparameters, versions, hardware."""
 
 import inspect
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ loggers are given a `"run_id"` too."""
 def collect_metadata(
     trainer: Trainer, hyperparameters: Mapping[str, Any] | None
 ) -> Facts:
-    """The arguments of the trainer and its fit, and what it runs on.
+    """Returns the arguments of the trainer and its fit, versions and hardware.
 
     Args:
         trainer: the running one.
@@ -47,7 +47,7 @@ def collect_metadata(
 
 
 def plain(value: Any) -> Any:
-    """`value` as JSON: numbers and short texts as they are, the rest by name."""
+    """Returns `value` as JSON: numbers and texts as they are, the rest by name."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, np.generic):
@@ -66,7 +66,8 @@ def plain(value: Any) -> Any:
 
 
 def flat(facts: Facts) -> dict[str, Any]:
-    """One mapping: hyperparameters under their names, the rest as `versions/jax`."""
+    """Returns one mapping, with hyperparameters under their own names and the rest as
+    `versions/jax`."""
     rest = {
         f"{part}/{name}": value
         for part in ("versions", "hardware")
@@ -76,7 +77,7 @@ def flat(facts: Facts) -> dict[str, Any]:
 
 
 def markdown(values: Mapping[str, Any]) -> str:
-    """A table, as TensorBoard and W&B render it."""
+    """Returns a Markdown table, which TensorBoard renders."""
     rows = [f"| {name} | {value} |" for name, value in values.items()]
     return "\n".join(["| name | value |", "| --- | --- |", *rows])
 
@@ -93,19 +94,19 @@ def describe_function(function: Any, depth: int = 0) -> str:
     that it closes over."""
     function = inspect.unwrap(function)
     name = getattr(function, "__qualname__", type(function).__name__)
-    if depth > 6:  # a function that refers to itself
+    if depth > 6:  # a function may refer to itself
         return name
     inside = {k: _text(v, depth + 1) for k, v in get_closure(function).items()}
     stages = [text for text in inside.values() if text.endswith(")")]
     numbers = [f"{k}={v}" for k, v in inside.items() if v and v not in stages]
-    if len(stages) == 1 and not numbers:  # it adds nothing
+    if len(stages) == 1 and not numbers:  # a mere wrapper
         return stages[0]
     parts = ", ".join([*stages, *numbers])
     return f"{name.split('.<locals>')[0]}({parts})" if parts else name
 
 
 def _text(value: Any, depth: int = 0) -> str:
-    """Returns a value that a function closes over; "" for what tells nothing."""
+    """Returns a value that a function closes over as text; "" for most kinds."""
     if hasattr(value, "init") and hasattr(value, "update"):
         value = value.update
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Stacks of all threads of a fit that no longer moves."""
+"""Writes the stacks of all threads of a fit that makes no progress."""
 
 import faulthandler
 import math
@@ -72,7 +72,7 @@ class StallWatch(Callback):
         self._file = None
 
     def _restart_countdown(self) -> None:
-        """Begins to count down anew. That starts a thread, so not at every step."""
+        """Restarts the countdown, not at every step, since that starts a thread."""
         now = time.monotonic()
         if now - self._armed > self.timeout / 10:
             self._armed = now

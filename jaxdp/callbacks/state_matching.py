@@ -1,4 +1,4 @@
-"""Whose state is whose: of callbacks in any order, and of several trainers'."""
+"""Matches saved states to callbacks, and resets callbacks for another trainer."""
 
 import copy
 import os
@@ -8,11 +8,11 @@ from typing import Any, Final
 from .base import Callback, Trainer, overrides
 
 _USED_BY: Final = "_used_by"
-"""Where a callback has the id of the trainer that uses it, and its first state."""
+"""The attribute of a callback with the id of its trainer, and its first state."""
 
 
 def reset_reused(callbacks: Iterable[Callback], trainer_id: str) -> None:
-    """Gives callbacks that another trainer has used the state from before that."""
+    """Restores the first state of callbacks that another trainer has used."""
     for callback in callbacks:
         user, first = vars(callback).get(_USED_BY, (None, None))
         if user == trainer_id:
@@ -33,7 +33,7 @@ def reset_reused(callbacks: Iterable[Callback], trainer_id: str) -> None:
 
 
 def name_callbacks(callbacks: Iterable[Callback]) -> Iterator[tuple[str, Callback]]:
-    """Callbacks by class, the second of a class as `Name:1`, in any list."""
+    """Yields each callback with its class name; the second of a class is `Name:1`."""
     counts: dict[str, int] = {}
     for callback in callbacks:
         name = type(callback).__name__
@@ -42,12 +42,12 @@ def name_callbacks(callbacks: Iterable[Callback]) -> Iterator[tuple[str, Callbac
 
 
 def list_identities(trainer: Trainer) -> dict[str, str]:
-    """What a checkpoint tells of each callback beside its state, by name."""
+    """Returns the `identity` of each callback by name, for checkpoints."""
     return {name: c.identity(trainer) for name, c in name_callbacks(trainer.callbacks)}
 
 
 def match_states(trainer: Trainer, meta: dict[str, Any]) -> dict[str, Any]:
-    """The states in a checkpoint, by the present names of callbacks they belong to."""
+    """Returns the states in a checkpoint, by the present names of their callbacks."""
     saved = meta["callbacks"]
     return {new: saved[old] for new, old in _match_names(trainer, meta).items()}
 
@@ -76,7 +76,7 @@ def _match_names(trainer: Trainer, meta: dict[str, Any]) -> dict[str, str]:
     It is the one of its class and identity, else the only one of its class that lies in
     another folder.
     """
-    own, pairs = list_identities(trainer), dict[str, str]()
+    present, pairs = list_identities(trainer), dict[str, str]()
 
     def find(name: str, fits: Callable[[str, str | None], bool]) -> list[str]:
         return [
@@ -84,13 +84,13 @@ def _match_names(trainer: Trainer, meta: dict[str, Any]) -> dict[str, str]:
             for saved in meta["callbacks"]
             if saved not in pairs.values()
             and _class(saved) == _class(name)
-            and fits(own[name], meta["identities"].get(saved))
+            and fits(present[name], meta["identities"].get(saved))
         ]
 
-    for name in own:
+    for name in present:
         if same := find(name, _is_same):
             pairs[name] = name if name in same else same[0]
-    moved = {name: find(name, _is_moved) for name in own if name not in pairs}
+    moved = {name: find(name, _is_moved) for name in present if name not in pairs}
     for name, found in moved.items():
         if len(found) == 1 and list(moved.values()).count(found) == 1:
             pairs[name] = found[0]
@@ -98,7 +98,7 @@ def _match_names(trainer: Trainer, meta: dict[str, Any]) -> dict[str, str]:
 
 
 def _is_same(identity: str, saved: str | None) -> bool:
-    # Version 0.2 knew no second lines.
+    # Checkpoints of 0.2 have no second lines.
     return saved in (None, identity, identity.partition("\n")[0])
 
 
@@ -108,7 +108,7 @@ def _is_moved(identity: str, saved: str | None) -> bool:
 
 
 def _format_identities(identities: dict[str, str]) -> str:
-    """Callbacks as they are told from each other: EarlyStopping (val_loss, min)."""
+    """Returns a list in words, such as "EarlyStopping (val_loss, min) and ..."."""
     shown = {name: ", ".join(its.split("\n")) for name, its in identities.items()}
     return " and ".join(
         f"{_class(name)} ({its})" if its else name for name, its in shown.items()
@@ -116,12 +116,12 @@ def _format_identities(identities: dict[str, str]) -> str:
 
 
 def match_state(trainer: Trainer, meta: dict[str, Any], callback: Callback) -> Any:
-    """The state of one callback in a checkpoint, or None."""
+    """Returns the state of one callback in a checkpoint, or None."""
     return match_states(trainer, meta).get(find_name(trainer, callback))
 
 
 def find_name(trainer: Trainer, callback: Callback) -> str:
-    """What the trainer calls one of its callbacks."""
+    """Returns the name under which a checkpoint has the state of a callback."""
     return next(
         name for name, other in name_callbacks(trainer.callbacks) if other is callback
     )
@@ -136,5 +136,5 @@ def _read_first_state(callback: Callback) -> dict[str, Any] | None:
         return None
     try:
         return copy.deepcopy(callback.state_dict())
-    except Exception:  # one that first gets its values when a fit begins
+    except Exception:  # it may get its values when a fit starts
         return None

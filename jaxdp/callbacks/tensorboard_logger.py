@@ -1,4 +1,4 @@
-"""Logging for TensorBoard."""
+"""Logs to event files for TensorBoard."""
 
 import time
 from pathlib import Path
@@ -40,7 +40,7 @@ class TensorBoardLogger(Logger):
         self._writer = make(str(folder), filename_suffix=suffix)
 
     def rewind(self, step: int) -> None:
-        """Has TensorBoard leave out the events of this run from later steps."""
+        """Makes TensorBoard ignore the events of this run after `step`."""
         self._write(step + 1, session_log={"status": "START"})
 
     def log(self, epoch: int, step: int, values: dict[str, Number]) -> None:
@@ -77,7 +77,7 @@ class TensorBoardLogger(Logger):
         writer.close()
 
     def _show(self, **value: Any) -> None:
-        """Writes a value of now."""
+        """Writes a value at the present step."""
         if self._writer is None:
             raise RuntimeError(
                 "`TensorBoardLogger` writes during a fit only: between the hooks"

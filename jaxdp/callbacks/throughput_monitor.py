@@ -1,6 +1,6 @@
-"""How fast a fit goes, and what it waits for."""
+"""Measures how fast a fit runs, and what it waits for."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import jax
@@ -17,7 +17,7 @@ from .base import Callback, Trainer
 from .monitor import announce
 
 _RATES: Final = "examples_per_s", "steps_per_s", "flops_per_s", "mfu"
-"""Left out of the last row: a wait for a checkpoint trains nothing."""
+"""Values that the last row lacks: a wait for a checkpoint trains nothing."""
 
 
 class ThroughputMonitor(Callback):
@@ -35,7 +35,9 @@ class ThroughputMonitor(Callback):
       `remat` repeats; and `throughput/mfu`, their share of the hardware's peak;
     - `throughput/data`, `.../device`, `.../callbacks`, `.../checkpoints`,
       `.../validation` and `.../loop`: the shares of that time, which add up to 1.
-      `loop` is packing batches and calling the step.
+      `loop` is packing batches and calling the step;
+    - `throughput/peak_bytes`, the most memory that a device of this process has had in
+      use since the process started, where devices report it (CPUs do not).
 
     The last row, at the end of the fit, has the rest, so the rows add up to the whole.
     `summary`, the line in the terminal, `trainer.report` and `python -m jaxdp compare`
@@ -81,6 +83,7 @@ class ThroughputMonitor(Callback):
         self.summary: dict[str, float] = {}
         self._flops: dict[Any, float] = {}  # per row, by the shapes of the batch
         self._peak: float | None = None
+        self._devices: list[Any] = []
         self._stopwatch = NO_STOPWATCH
         self._reset()
 
@@ -93,26 +96,28 @@ class ThroughputMonitor(Callback):
         self, trainer: Trainer, batch: Any, batch_idx: int
     ) -> None:
         shapes = frozenset([leaf.shape[1:] for leaf in jax.tree.leaves(batch)])
-        if not self._flops:
+        is_first = not self._flops
+        if shapes not in self._flops:
+            try:
+                flops = self.flops_per_example
+                if flops is None:
+                    flops = trainer.run.flops_per_example(batch)
+                self._flops[shapes] = flops
+            except Exception:
+                if is_first:
+                    raise
+                return  # the step will say what is wrong with this shape
+        if is_first:
             devices = trainer.state.step.sharding.device_set
             profile = jaxdp.plan.hardware_of(next(iter(devices)))
             peak = self.peak_flops_per_device or (profile and profile.flops)
             self._peak = peak and peak * len(devices)
-            self._count_flops(trainer, shapes, batch)
-            self._reset()  # what was traced just now is no part of the run
-        elif shapes not in self._flops:
-            try:
-                self._count_flops(trainer, shapes, batch)
-            except Exception:
-                return  # the step will say what is wrong with this shape
+            self._devices = [
+                d for d in devices if d.process_index == jax.process_index()
+            ]
+            self._reset()  # the run does not include the tracing above
         self._flops_of_row = self._flops[shapes]
         self._examples_before = trainer.record.examples
-
-    def _count_flops(self, trainer: Trainer, shapes: Any, batch: Any) -> None:
-        flops = self.flops_per_example
-        if flops is None:
-            flops = trainer.run.flops_per_example(batch)
-        self._flops[shapes] = flops
 
     def on_train_batch_end(
         self, trainer: Trainer, metrics: Any, batch_idx: int
@@ -151,10 +156,10 @@ class ThroughputMonitor(Callback):
         if "others" in values:
             text.append(f"waiting for other processes {values['others']:.0%}")
         announce(trainer, "ThroughputMonitor", ", ".join(text))
-        self._reset()  # the bar of a later pass has nothing of this fit
+        self._reset()  # the bar of a later pass shows nothing of this fit
 
     def bar_note(self) -> str:
-        """Returns what bounds the steps since the last logged one."""
+        """Returns the phase that takes most of the time since the last logged step."""
         now = self._read_totals()
         start = self._last if now["steps"] > self._last["steps"] else self._start
         if now["steps"] == start["steps"]:
@@ -169,7 +174,7 @@ class ThroughputMonitor(Callback):
         self._start = self._last = self._read_totals()
 
     def _read_totals(self) -> dict[str, float]:
-        """Returns the work done and the seconds by phase, since the beginning."""
+        """Returns the work done and the seconds by phase, since `_reset`."""
         waited = process_group.get_barrier().wait_seconds
         return {**self._counts, **self._stopwatch.read(), "waited": waited}
 
@@ -189,7 +194,15 @@ class ThroughputMonitor(Callback):
             if self._peak:
                 values["mfu"] = values["flops_per_s"] / self._peak
         values |= {phase: spent[phase] / total for phase in PHASES}
+        values |= _read_peak_bytes(self._devices)
         if coordination.has_peers():  # in the hooks of `Lockstep`, most of it
             values["others"] = spent["waited"] / total
             values["callbacks"] = max(0.0, values["callbacks"] - values["others"])
         return values
+
+
+def _read_peak_bytes(devices: Iterable[Any]) -> dict[str, float]:
+    """Returns the peak memory of the devices that report it; {} if none does."""
+    stats = [device.memory_stats() or {} for device in devices]
+    peaks = [each["peak_bytes_in_use"] for each in stats if "peak_bytes_in_use" in each]
+    return {"peak_bytes": float(max(peaks))} if peaks else {}

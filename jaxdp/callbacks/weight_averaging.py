@@ -1,4 +1,4 @@
-"""Averages of the weights over the steps of a run, to evaluate and to keep."""
+"""Averages the weights over the steps of a run, and evaluates the average."""
 
 from typing import Any, NamedTuple
 
@@ -57,14 +57,14 @@ class WeightAveraging(Callback):
     def wrap_optimizer(
         self, optimizer: optax.GradientTransformation
     ) -> optax.GradientTransformationExtraArgs:
-        """The `optimizer`, with the average of the weights in its state."""
+        """Returns the `optimizer` with the average of the weights in its state."""
         inner = optax.with_extra_args_support(optimizer)
 
         def init(params: PyTree) -> AveragingState:
-            def wide(leaf: Array) -> Array:  # or a thousandth of a step is lost
+            def widen(leaf: Array) -> Array:  # or small contributions round to zero
                 return jnp.array(leaf, jnp.promote_types(leaf.dtype, jnp.float32))
 
-            average = jax.tree.map(wide, params)
+            average = jax.tree.map(widen, params)
             zero = jnp.zeros((), jnp.int32)
             return AveragingState(inner.init(params), average, zero, zero)
 
@@ -77,7 +77,7 @@ class WeightAveraging(Callback):
         return optax.GradientTransformationExtraArgs(init, update)
 
     def after_step(self, state: Any) -> Any:
-        """`state` with its weights in the average."""
+        """Returns `state` with its weights added to the average."""
 
         def update_average(averaging: AveragingState) -> AveragingState:
             return self._update_average(state.params, averaging)
@@ -86,11 +86,11 @@ class WeightAveraging(Callback):
         return state._replace(opt_state=opt_state)
 
     def evaluated_state(self, state: Any) -> Any:
-        """`state` with the weights that are to be evaluated as its `params`."""
+        """Returns `state` with the weights to evaluate as its `params`."""
         return _replace_params(state) if self.evaluate else state
 
     def averaged_model(self, trainer: Trainer) -> PyTree:
-        """The model with the average as its weights, live, on the default device."""
+        """Returns the model with the average as its weights, on the default device."""
         return trainer.run.model_of(_replace_params(trainer.state))
 
     def _update_average(
@@ -124,7 +124,7 @@ class AveragingState(NamedTuple):
     steps: Array
     """int32 `()`. Optimizer steps done."""
     taken: Array
-    """int32 `()`. How many of them the average is made of."""
+    """int32 `()`. The number of them in the average."""
 
 
 def _replace_params(state: Any) -> Any:
@@ -142,7 +142,7 @@ def _replace_params(state: Any) -> Any:
 
 
 def _round_as_stored(leaf: Array) -> Array:
-    """An average as the step stores it; inside a fusion XLA would not round."""
+    """Returns the leaf rounded as it is stored; a fusion of XLA would not round it."""
     facts = jnp.finfo(leaf.dtype)
     if facts.bits >= 32:
         return leaf

@@ -1,4 +1,4 @@
-"""Curves that grow while the run goes."""
+"""Draws the curves of a run while it trains."""
 
 import os
 import time
@@ -15,7 +15,7 @@ from ..callbacks.monitor import in_notebook
 from ..record import Number
 
 _MAX_SHARE: Final = 0.05
-"""Of the time, that may go into drawing."""
+"""The maximum share of the time that drawing may take."""
 
 
 class LivePlot(Logger):
@@ -85,7 +85,7 @@ class LivePlot(Logger):
         self._due = end + max(self.every_n_seconds, (end - start) / _MAX_SHARE)
 
     def _show(self, png: bytes) -> None:
-        """Puts the picture where the last one is."""
+        """Replaces the picture in the notebook cell."""
         from IPython.core.display import Image
         from IPython.display import display
 

@@ -1,4 +1,4 @@
-"""Logging to MLflow."""
+"""Logs to MLflow."""
 
 import os
 import time
@@ -73,7 +73,7 @@ class MLFlowLogger(Logger):
             try:
                 return self._client.update_run(self.run_id, status="RUNNING")
             except self._mlflow.exceptions.MlflowException as error:
-                if not self._is_resumed:  # it is the user who wants to go on with it
+                if not self._is_resumed:  # the user has passed this id
                     raise
                 text = f"{error}. A new run begins; `tracking_uri` says where to log."
                 announce(trainer, "MLFlowLogger", text)
@@ -92,7 +92,7 @@ class MLFlowLogger(Logger):
 
     def log_run(self, facts: Facts) -> None:
         entities = self._mlflow.entities
-        # A run that is gone on with has parameters, which MLflow won't change.
+        # A continued run has parameters, which MLflow does not change.
         known = self._client.get_run(self.run_id).data.params
         new = {k: v for k, v in facts["hyperparameters"].items() if k not in known}
         tags = {k: v for k, v in flat(facts).items() if "/" in k}
@@ -119,5 +119,5 @@ class MLFlowLogger(Logger):
         return {"run_id": self.run_id}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        # And no address: a checkpoint does not decide where anything is sent.
+        # No address: a checkpoint does not decide where data is sent.
         self.run_id, self._is_resumed = state["run_id"], True

@@ -1,4 +1,4 @@
-"""Trials of Optuna that end early where their values are not worth going on."""
+"""Ends trials of Optuna early, as the pruner of the study decides."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -72,7 +72,7 @@ class OptunaPruning(MonitorCallback):
 
     def check(self, trainer: Trainer, values: Mapping[str, float]) -> None:
         def report() -> list[int]:
-            """Which are to be pruned, as the first process's study has it."""
+            """Reports the values; returns the members that the study prunes."""
             to_prune = []
             for member, (name, trial) in enumerate(
                 zip(self._names(), self.trials, strict=True)

@@ -1,4 +1,4 @@
-"""Logging to Weights & Biases."""
+"""Logs to Weights & Biases."""
 
 import io
 import os

@@ -126,7 +126,7 @@ def _paths(
 
     And what stands among them that is no checkpoint.
     """
-    folders = [saver.folder(trainer) for saver in savers]
+    folders = [saver.find_folder(trainer) for saver in savers]
 
     # Of equal steps first the last saver's: it knows of those before it.
     steps = sorted(
@@ -200,12 +200,13 @@ def _best_first(
     if ranked is None:
         return found
     there = dict(found)
-    linked = saver.folder(trainer).linked("best")
+    linked = saver.find_folder(trainer).linked("best")
     ranked = [linked, *(step for step in ranked if step != linked)]
     best_first = [(step, there[step]) for step in ranked if step in there]
     if not best_first:
         raise ValueError(
-            f"`ckpt_path`='best': of no checkpoint in {saver.folder(trainer).path} was"
-            f" {saver.monitor!r} measured; use 'last' or a path."
+            f"`ckpt_path`='best': of no checkpoint in"
+            f" {saver.find_folder(trainer).path} was {saver.monitor!r} measured; use"
+            " 'last' or a path."
         )
     return best_first

@@ -108,7 +108,8 @@ class ByAFunction(Callback):
 
 @pytest.mark.parametrize("made, method, whose", [
     (lambda folder: EarlyStopping(), "check", "EarlyStopping"),
-    (lambda folder: ModelCheckpoint(folder, "val_loss"), "look", "ModelCheckpoint"),
+    (lambda folder: ModelCheckpoint(folder, "val_loss"), "handle_means",
+     "ModelCheckpoint"),
     (lambda folder: ProgressBar(), "_end_epoch", "ProgressBar"),
     (lambda folder: NanGuard(), "_check", "NanGuard"),
     *((CSVLogger, name, "CSVLogger") for name in ("write", "flush", "close")),

@@ -85,9 +85,9 @@ def test_a_subclass_whose_hooks_leave_the_base_out_passes_that_epoch_over(
     kind, tmp_path, monkeypatch
 ):
     class Mine(WarmsUp, kind):
-        def look(self, trainer, row):
+        def handle_means(self, trainer, row):
             looked.append((row.kind, trainer.current_epoch))
-            super().look(trainer, row)
+            super().handle_means(trainer, row)
 
     looked = []
     monkeypatch.chdir(tmp_path)

@@ -166,6 +166,17 @@ def test_waits_for_the_device_count_where_a_fit_begins_at_an_epochs_end(tmp_path
     assert trainer.run.engine.in_flight.wait is not wait
 
 
+def test_logs_the_peak_memory_of_devices_that_report_it(tmp_path, monkeypatch):
+    monitor = ThroughputMonitor()
+    make_trainer(monitor).fit(batches(8))
+    assert "peak_bytes" not in monitor.summary  # CPUs
+    stats = {"peak_bytes_in_use": 3}
+    monkeypatch.setattr(type(jax.devices()[0]), "memory_stats", lambda device: stats)
+    make_trainer(monitor, CSVLogger(tmp_path)).fit(batches(8, 8))
+    (row, *_) = read(tmp_path)
+    assert float(row["throughput/peak_bytes"]) == monitor.summary["peak_bytes"] == 3
+
+
 def test_a_short_run_and_generators_are_measured_too():
     monitor = ThroughputMonitor()
     trainer = make_trainer(monitor)
