@@ -1,4 +1,4 @@
-"""The record of a run: its mapping, its files, its pictures."""
+"""The history of a run: its mapping, its files, its pictures."""
 
 import csv
 import json
@@ -21,44 +21,42 @@ def make_history(epochs=3):
     return history
 
 
-def test_every_list_is_as_long_as_epochs_with_nan_where_nothing_was_measured():
+def test_a_history_maps_names_to_one_value_per_epoch():
     history = make_history(4)
+    assert list(history) == list(history.keys()) == ["loss", "accuracy", "val_loss"]
+    assert "val_loss" in history and "val_accuracy" not in history
     assert history.epochs == [0, 1, 2, 3]
     assert [len(history[name]) for name in history] == [4, 4, 4]
     assert [math.isnan(value) for value in history["val_loss"]] == [True, False] * 2
     assert all(isinstance(value, float) for value in history["loss"])
-
-
-def test_a_history_is_a_mapping_of_names():
-    history = make_history()
-    assert list(history) == list(history.keys()) == ["loss", "accuracy", "val_loss"]
-    assert "val_loss" in history and "val_accuracy" not in history
-    assert len(history) == 3
-    assert dict(history)["accuracy"] == history["accuracy"]
     assert type(history.history) is dict  # Keras's
-    assert history.history["accuracy"] == history["accuracy"]
+    assert dict(history)["accuracy"] == history.history["accuracy"]
+    history["loss"].clear()  # a copy
+    assert len(history["loss"]) == 4
 
 
-def test_what_is_returned_is_a_copy():
+def test_wrong_names_epochs_and_paths_are_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     history = make_history()
-    history["loss"].clear()
-    assert len(history["loss"]) == 3
-
-
-def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(KeyError, match=r"history\['acc'\].*known names: 'loss', 'acc"):
-        make_history()["acc"]
+        history["acc"]
     with pytest.raises(KeyError, match="known names: none yet"):
         History()["loss"]
+    with pytest.raises(ValueError, match="`epoch`=1 comes before the last one, 2"):
+        history.append(1, {"loss": 0.5})
+    with pytest.raises(ValueError, match="'loss' is the name of a metric"):
+        history.plot("loss")
+    assert not [*tmp_path.iterdir()]
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match="`pip install matplotlib`"):
+        history.plot()
 
 
-def test_the_same_epoch_again_overwrites_and_an_earlier_one_is_refused():
+def test_the_same_epoch_again_overwrites():
     history = make_history()
     history.append(2, {"loss": 0.5})
     assert history.epochs == [0, 1, 2] and history["loss"][-1] == 0.5
     assert history["accuracy"][-1] == pytest.approx(0.51)
-    with pytest.raises(ValueError, match="`epoch`=1 comes before the last one, 2"):
-        history.append(1, {"loss": 0.5})
 
 
 def test_csv_has_a_row_per_epoch_and_empty_cells_for_nan(tmp_path):
@@ -70,26 +68,23 @@ def test_csv_has_a_row_per_epoch_and_empty_cells_for_nan(tmp_path):
     assert [float(cell) for cell in rows[2]] == pytest.approx([1, 1.6, 0.3, 1.722])
 
 
-def test_state_is_strict_json_and_comes_back_exactly():
-    history = make_history()
+def test_the_state_is_strict_json_and_is_restored_exactly():
+    history, loaded = make_history(), make_history(1)
     history.append(3, {"loss": math.inf, "accuracy": 0.1 + 0.2})
     text = json.dumps(history.state_dict(), allow_nan=False)
-    loaded = make_history(1)
     loaded.load_state_dict(json.loads(text))
-    assert loaded.epochs == history.epochs
-    assert repr(loaded) == repr(history)
+    assert loaded.epochs == history.epochs and repr(loaded) == repr(history)
     assert loaded["loss"][-1] == math.inf and loaded["accuracy"][-1] == 0.1 + 0.2
 
 
 def test_repr_shows_first_best_and_last_epoch():
     history = make_history(1000)
     history.append(1000, {"loss": 3.0, "val_loss": 3.0})
-    lines = repr(history).splitlines()
-    assert lines[0] == "History(1001 epochs)"
-    assert lines[1].split() == ["epoch", "loss", "accuracy", "val_loss"]
-    first_cells = [line.split()[0] for line in lines[2:]]
-    assert first_cells == ["0", "999", "1000"]
-    assert lines[3].endswith("<- best")
+    title, names, *lines = repr(history).splitlines()
+    assert title == "History(1001 epochs)"
+    assert names.split() == ["epoch", "loss", "accuracy", "val_loss"]
+    assert [line.split()[0] for line in lines] == ["0", "999", "1000"]
+    assert lines[1].endswith("<- best")
     assert lines[-1].split() == ["1000", "3", "nan", "3"]
     assert repr(History()) == "History(no epochs yet)"
     assert repr(make_history(1)).splitlines()[0] == "History(1 epoch)"
@@ -111,60 +106,37 @@ def test_plot_draws_training_and_validation_of_a_metric_together(tmp_path):
     assert [file.name for file in path.parent.iterdir()] == ["curves.png"]
 
 
-def test_plot_shows_in_a_notebook_and_leaves_pyplot_alone(monkeypatch):
+def test_plot_shows_few_epochs_other_formats_and_notebooks(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "matplotlib.pyplot", raising=False)
-    figure = make_history().plot()
+    figure = make_history(1).plot(tmp_path / "curves.pdf")
+    assert (tmp_path / "curves.pdf").read_bytes().startswith(b"%PDF")
+    assert len(figure.axes) == 2 and figure.axes[0].lines[0].get_marker() == "o"
     assert figure._repr_png_().startswith(b"\x89PNG")
+    assert History().plot().axes == []
     assert "matplotlib.pyplot" not in sys.modules
 
 
-def test_plot_of_one_epoch_and_of_none():
-    assert len(make_history(1).plot().axes) == 2
-    assert make_history(1).plot().axes[0].lines[0].get_marker() == "o"
-    assert History().plot().axes == []
-
-
-def test_plot_can_save_other_formats(tmp_path):
-    make_history().plot(tmp_path / "curves.pdf")
-    assert (tmp_path / "curves.pdf").read_bytes().startswith(b"%PDF")
-
-
-def test_missing_matplotlib_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match="`pip install matplotlib`"):
-        make_history().plot()
-
-
-def test_the_best_member_is_the_largest_of_what_should_be_large():
+def test_the_best_member_is_the_first_with_the_best_last_value():
     history = History()
     rows = {"val_auroc": (0.2, 0.9), "val_acc_loss": (0.2, 0.9), "val_mse": (0.2, 0.9)}
     members = {f"{n}[{i}]": v for n, each in rows.items() for i, v in enumerate(each)}
-    history.append(0, {name: 0.5 for name in rows} | members)
+    equal = {"acc[1]": 0.5, "acc[0]": 0.5, "mse[1]": 2.0, "mse[0]": 2.0}
+    history.append(0, {name: 0.5 for name in (*rows, "loss")} | members | equal)
     assert [history.best(name) for name in rows] == [1, 0, 0]
     assert history.best("val_mse", mode="max") == 1
-
-
-def test_of_equal_values_the_older_is_the_best():
-    history = History()
-    history.append(
-        0, {"loss": 1.0, "acc[1]": 0.5, "acc[0]": 0.5, "mse[1]": 2.0, "mse[0]": 2.0}
-    )
-    history.append(1, {"loss": 1.0})
     assert history.best("acc") == history.best("mse") == 0
-    assert [line.endswith("<- best") for line in repr(history).splitlines()[2:]] == [
-        True,
-        False,
-    ]
+    with pytest.raises(KeyError, match="there are no values of members"):
+        history.best("loss")
+
+
+def test_of_equal_epochs_the_older_is_the_best():
+    history = History()
+    for epoch in (0, 1):
+        history.append(epoch, {"loss": 1.0})
+    best = [line.endswith("<- best") for line in repr(history).splitlines()[2:]]
+    assert best == [True, False]
     run = run_of_history("a", history, {})
     assert run.best("epoch_loss") == (1.0, 0.0)
-    for name in ("acc", "loss"):
+    for name, best in (("acc", 2.0), ("loss", 1.0)):
         curve = [(1.0, 0.2), (2.0, 0.7), (3.0, 0.7), (4.0, 0.2)]
-        run = run._replace(columns={name: curve})
-        assert run.best(name)[1] == {"acc": 2.0, "loss": 1.0}[name]
-
-
-def test_a_metric_is_no_path(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="'loss' is the name of a metric"):
-        make_history().plot("loss")
-    assert not [*tmp_path.iterdir()]
+        assert run._replace(columns={name: curve}).best(name)[1] == best

@@ -93,12 +93,12 @@ class Lockstep(Callback):
         if not self._has_compared_model:
             facts |= _describe_model(trainer.run.arguments["model"])
             self._has_compared_model = True
-        self._wait_for_all(trainer, f"the start of {trainer.run.doing}", facts)
+        self._wait(trainer, f"the start of {trainer.run.doing}", facts)
 
     def on_fit_start(self, trainer: Trainer) -> None:
         sizes, _ = trainer.run.compiled_facts()
         rows = {f"rows of a {kind} batch": str(n) for kind, n in sizes.items()}
-        self._wait_for_all(trainer, "the first step", rows)
+        self._wait(trainer, "the first step", rows)
 
     def on_train_batch_start(
         self, trainer: Trainer, batch: Any, batch_idx: int
@@ -113,15 +113,13 @@ class Lockstep(Callback):
         process_group.get_barrier().sync_step()
 
     def on_train_epoch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        self._wait_for_all(trainer, f"the end of epoch {trainer.current_epoch}")
+        self._wait(trainer, f"the end of epoch {trainer.current_epoch}")
 
     def on_validation_start(self, trainer: Trainer) -> None:
-        self._wait_for_all(trainer, f"validation after step {trainer.global_step}")
+        self._wait(trainer, f"validation after step {trainer.global_step}")
 
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        self._wait_for_all(
-            trainer, f"the end of validation after step {trainer.global_step}"
-        )
+        self._wait(trainer, f"the end of validation after step {trainer.global_step}")
 
     def on_exception(self, trainer: Trainer, exception: BaseException) -> None:
         self._has_failed = True
@@ -134,11 +132,9 @@ class Lockstep(Callback):
         self._watcher = None
         if self._has_failed:
             return
-        self._wait_for_all(
-            trainer, f"the end of the fit after step {trainer.global_step}"
-        )
+        self._wait(trainer, f"the end of the fit after step {trainer.global_step}")
 
-    def _wait_for_all(
+    def _wait(
         self, trainer: Trainer, where: str, facts: Mapping[str, str] | None = None
     ) -> None:
         if coordination.has_peers():

@@ -1,4 +1,4 @@
-"""Keeping bad batches out, and seeing what a fit is stuck in."""
+"""Bad batches that are kept out, and fits that are stuck."""
 
 import subprocess
 import sys
@@ -6,13 +6,15 @@ import time
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toys import Recorder, batches, on_one_device
+from toys import Recorder, batches, linear_on_one_device, on_one_device
 
-from jaxdp import Callback, Trainer
+from jaxdp import Callback, Sharded, Trainer
 from jaxdp.callbacks import ModelCheckpoint, NanGuard, StallWatch
+from jaxdp.step import IN_FLIGHT
 
 
 def make(*callbacks, lr=0.1, **options):
@@ -21,34 +23,110 @@ def make(*callbacks, lr=0.1, **options):
     return on_one_device(*callbacks, model=model, **options)
 
 
-def data(bad=None, value=np.nan):
-    """Thirty batches of a linear problem, the one number `bad` with a target off."""
+def data(bad=None):
+    """Thirty batches of a linear problem; the targets of batch `bad` are NaN."""
     result = []
     for idx, (x, _) in enumerate(batches(*[8] * 30)):
         y = x[:, :1] * 0.5
-        result.append((x, np.full_like(y, value) if idx == bad else y))
+        result.append((x, np.full_like(y, np.nan) if idx == bad else y))
     return result
 
 
-def test_a_step_inside_a_block_is_skipped_or_stops_the_fit():
+def poisoned(*bad, count=12):
+    """Batches of which those numbered `bad` have a NaN in a row."""
+    data = batches(*[8] * count)
+    for i in bad:
+        data[i][0][3, 1] = np.nan
+    return data
+
+
+def test_stops_and_keeps_the_last_good_model():
+    trainer = linear_on_one_device(NanGuard(), strategy=Sharded())
+    message = (
+        r"epoch 0, step 12 \(batch_idx 11\): the loss was nan, with NaN or infinity in"
+        r" the gradients of all leaves. The update was not applied"
+    )
+    with pytest.raises(FloatingPointError, match=message):
+        trainer.fit(poisoned(11))
+    good = linear_on_one_device(strategy=Sharded())
+    good.fit(poisoned()[:11])
+    np.testing.assert_array_equal(trainer.model.weight, good.model.weight)
+    np.testing.assert_array_equal(trainer.model.bias, good.model.bias)
+
+
+def test_finds_a_bad_step_some_steps_later():
+    trainer = linear_on_one_device(NanGuard())
+    with pytest.raises(FloatingPointError, match=r"step 2 \(batch_idx 1\)"):
+        trainer.fit(poisoned(1, count=40))
+    assert trainer.global_step == 2 + IN_FLIGHT
+    assert np.isfinite(trainer.model.weight).all()
+
+
+def sqrt_loss(model, x, y):
+    # The gradient of sqrt at 0 is infinite, though the loss is 0 in that place.
+    bias = model.bias - jax.lax.stop_gradient(model.bias)
+    return jnp.sqrt(jnp.abs(bias)).sum() + jnp.mean(jax.vmap(model)(x) ** 2)
+
+
+def nan_loss(model, x, y):
+    return jnp.mean(jax.vmap(model)(x) ** 2) + jnp.full((), jnp.nan)
+
+
+@pytest.mark.parametrize("loss_fn, message", [
+    (sqrt_loss, r"the loss was \d.*, with NaN or infinity in the gradients of bias\."),
+    (nan_loss, "nan, and all gradients were finite"),
+])  # fmt: skip
+def test_names_what_was_not_finite(loss_fn, message):
+    trainer = linear_on_one_device(NanGuard(), loss_fn=loss_fn, loss=None)
+    with pytest.raises(FloatingPointError, match=message):
+        trainer.fit(batches(*[8] * 12))
+
+
+def test_skips_and_warns_and_the_epoch_is_that_of_the_good_steps():
+    guard, data = NanGuard("skip"), poisoned()
+    trainer, good = linear_on_one_device(guard), linear_on_one_device()
+    skipped = r"step 4 \(batch_idx 3\).*skipped this update"
+    with pytest.warns(UserWarning, match=skipped):
+        history = trainer.fit(poisoned(3))
+    assert guard.skipped_steps == [4]
+    expected = good.fit(data[:3] + data[4:])
+    np.testing.assert_array_equal(trainer.model.weight, good.model.weight)
+    assert history["loss"] == expected["loss"]
+    plain, guarded = linear_on_one_device(), linear_on_one_device(NanGuard())
+    assert guarded.fit(poisoned())["loss"] == plain.fit(poisoned())["loss"]
+
+
+def test_gives_up_after_max_skips_in_a_row():
+    guard = NanGuard("skip", max_skips=2)
+    with pytest.warns(UserWarning, match="skipped"):
+        linear_on_one_device(guard).fit(poisoned(1, 2, 4, 5, 9))
+    assert guard.skipped_steps == [2, 3, 5, 6, 10]
+    trainer = linear_on_one_device(NanGuard("skip", max_skips=2))
+    message = "makes 3 steps in a row without an update, more than `max_skips`=2"
+    with pytest.raises(FloatingPointError, match=message):
+        with pytest.warns(UserWarning, match="skipped"):
+            trainer.fit(poisoned(1, 2, 3))
+
+
+def test_a_step_within_a_dispatch_is_skipped_or_stops_the_fit():
     with pytest.raises(FloatingPointError, match="step 18"):
         make(NanGuard(), steps_per_execution=8).fit(data(17))
-    found = []
+    runs = []
     for steps in (1, 8):
         guard, losses = NanGuard("skip"), Recorder()
         trainer = make(guard, losses, steps_per_execution=steps)
         with pytest.warns(UserWarning, match="step 18 .*skipped this update"):
             history = trainer.fit(data(17))
-        found.append((trainer.model, guard.skipped_steps, losses.losses, history))
-    one, many = found
-    assert eqx.tree_equal(one[0], many[0]) and one[1] == many[1] == [18]
-    np.testing.assert_array_equal(one[2], many[2])
-    assert one[3].state_dict() == many[3].state_dict()
+        assert guard.skipped_steps == [18]
+        runs.append((trainer.model, losses.losses, history.state_dict()))
+    one, many = runs
+    assert eqx.tree_equal(one[0], many[0]) and one[2] == many[2]
+    np.testing.assert_array_equal(one[1], many[1])
 
 
 @pytest.mark.parametrize("steps", [1, 8])
 @pytest.mark.parametrize("bad", [0, 17, 29])
-def test_a_fit_ends_gently(bad, steps, tmp_path):
+def test_ends_a_fit_as_should_stop_does(bad, steps, tmp_path):
     class Ends(Callback):
         exception, ended = None, 0
 
@@ -69,35 +147,54 @@ def test_a_fit_ends_gently(bad, steps, tmp_path):
     assert np.isfinite(history["val_loss"][0]) and saver.last_model_path
     assert np.isfinite(trainer.model.weight).all()
     assert ends.exception is None and ends.ended == 1
-    trainer.fit(data(), max_epochs=3)  # a second fit goes on
+    trainer.fit(data(), max_epochs=3)  # a second fit continues
     assert trainer.current_epoch == 3
 
 
-class Sleeping(Callback):
+def test_overflows_of_the_loss_scale_are_no_findings():
+    random = np.random.default_rng(0)
+    x = [30 * random.normal(size=(8, 4)).astype(np.float32) for _ in range(20)]
+    data = [(rows, np.zeros(8, np.int32)) for rows in x]
+    skipped = []
+
+    class Sees(Callback):
+        def on_train_batch_end(self, trainer, metrics, batch_idx):
+            skipped.append(bool(metrics["skipped"]))
+
+    model = eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0))
+    options = {"precision": "16-mixed", "callbacks": [NanGuard(), Sees()]}
+    trainer = Trainer(model, optax.adam(1e-2), enable_progress_bar=False, **options)
+    trainer.fit(data)
+    assert any(skipped) and not all(skipped)
+    data[3] = (data[3][0] * np.nan, data[3][1])
+    with pytest.raises(FloatingPointError, match="the loss was nan"):
+        trainer.fit(data, max_epochs=2)
+
+
+class Sleeps(Callback):
+    """Sleeps after step `step`, or after all."""
+
+    def __init__(self, seconds, step=None):
+        self.seconds, self.step = seconds, step
+
     def on_train_batch_end(self, trainer, metrics, batch_idx):
-        if batch_idx == 3:
-            time.sleep(1.5)
+        if self.step in (None, batch_idx):
+            time.sleep(self.seconds)
 
 
 def test_the_stacks_of_a_stalled_fit_are_written_once(tmp_path):
     watch = StallWatch(0.4, path=tmp_path / "stalls.txt")
-    make(Sleeping(), watch).fit(data())
+    make(Sleeps(1.5, 3), watch).fit(data())
     text = (tmp_path / "stalls.txt").read_text()
     assert text.count("Timeout (0:00:00.400000)!") == 1
     assert "in on_train_batch_end" in text and "most recent call first" in text
 
 
 def test_a_fit_that_moves_or_has_ended_is_left_alone(tmp_path):
-    class Steady(Callback):
-        def on_train_batch_end(self, trainer, metrics, batch_idx):
-            time.sleep(0.1)
-
     watch = StallWatch(1.0, path=tmp_path / "stalls.txt")
-    make(Steady(), watch).fit(data())
+    make(Sleeps(0.1), watch).fit(data())
     time.sleep(1.2)
     assert (tmp_path / "stalls.txt").read_text() == ""
-    with pytest.raises(ValueError, match="`timeout` must be more than 0"):
-        StallWatch(0)
 
 
 def test_a_stalled_process_is_ended(tmp_path):
@@ -116,26 +213,3 @@ Trainer(model, loss="mse", callbacks=[watch, Sleeping()]).fit([(x, x)])
     run = [sys.executable, str(script)]
     ended = subprocess.run(run, capture_output=True, text=True, timeout=50)
     assert ended.returncode == 1 and "in on_train_batch_end" in ended.stderr
-
-
-def test_overflows_of_the_loss_scale_are_left_to_it():
-    random = np.random.default_rng(0)
-    data = [
-        (30 * random.normal(size=(8, 4)).astype(np.float32), np.zeros(8, np.int32))
-        for _ in range(20)
-    ]
-    skipped = []
-
-    class Sees(Callback):
-        def on_train_batch_end(self, trainer, metrics, batch_idx):
-            skipped.append(bool(metrics["skipped"]))
-
-    model = eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0))
-    options = {"precision": "16-mixed", "callbacks": [NanGuard(), Sees()]}
-    trainer = Trainer(model, optax.adam(1e-2), enable_progress_bar=False, **options)
-    trainer.fit(data)
-    assert any(skipped) and not all(skipped)
-
-    data[3] = (data[3][0] * np.nan, data[3][1])
-    with pytest.raises(FloatingPointError, match="the loss was nan"):
-        trainer.fit(data, max_epochs=2)

@@ -1,4 +1,4 @@
-"""The learning rate of a step, as optax's injected hyperparameters have it."""
+"""The learning rate of a step, as the state of `optax.inject_hyperparams` has it."""
 
 import equinox as eqx
 import jax
@@ -6,9 +6,9 @@ import numpy as np
 import optax
 import pytest
 from logs import read
-from toys import batches
+from toys import batches, quiet
 
-from jaxdp import Callback, Sharded, SingleDevice, Trainer
+from jaxdp import Callback, Sharded, SingleDevice
 from jaxdp.callbacks import CSVLogger, LearningRateMonitor
 
 SCHEDULE = optax.linear_schedule(1e-2, 0.0, 10)
@@ -38,17 +38,15 @@ class Rates(Callback):
         self.seen.append({name: float(metrics[name]) for name in names})
 
 
-def rates_of(optimizer, monitor=None, **options):
-    """The rates of four steps, by name."""
-    rates = Rates()
+def make(optimizer, *callbacks, **options):
     options = {"strategy": SingleDevice(), "loss": "cross_entropy"} | options
-    trainer = Trainer(
-        make_model(),
-        optimizer,
-        callbacks=[monitor or LearningRateMonitor(), rates],
-        enable_progress_bar=False,
-        **options,
-    )
+    return quiet(make_model(), optimizer, callbacks=callbacks, **options)
+
+
+def rates_of(optimizer, monitor=None, **options):
+    """Returns the rates of four steps, by name."""
+    rates = Rates()
+    trainer = make(optimizer, monitor or LearningRateMonitor(), rates, **options)
     history = trainer.fit(batches(8, 8, 8, 8))
     in_history = {name: history[name] for name in history if name.startswith("lr")}
     assert in_history == {name: [rate] for name, rate in rates.seen[-1].items()}
@@ -71,36 +69,27 @@ INJECTED = {
 
 
 @pytest.mark.parametrize("name", INJECTED)
-def test_a_schedule_in_the_optimizers_state_is_shown_as_of_this_step(name):
+def test_a_schedule_in_the_state_shows_the_rate_of_this_step(name):
     assert rates_of(INJECTED[name](SCHEDULE)) == {"lr": pytest.approx(STEPS)}
 
 
-def test_a_number_in_the_optimizers_state_is_shown():
+def test_numbers_clipping_and_many_devices():
     assert rates_of(injected(optax.adam, 1e-3)) == {"lr": pytest.approx([1e-3] * 4)}
-
-
-def test_clipping_and_many_devices_change_nothing():
     optimizer = injected(optax.adam, SCHEDULE)
-    found = rates_of(optimizer, strategy=Sharded(), gradient_clip_val=1.0)
-    assert found == {"lr": pytest.approx(STEPS)}
+    rates = rates_of(optimizer, strategy=Sharded(), gradient_clip_val=1.0)
+    assert rates == {"lr": pytest.approx(STEPS)}
 
 
 def test_groups_of_leaves_have_their_labels():
     groups = {"slow": injected(optax.adam, SCHEDULE), "fast": injected(optax.sgd, 0.5)}
-    found = rates_of(optax.partition(groups, labels("slow", "fast")))
-    assert found == {
-        "lr/slow": pytest.approx(STEPS),
-        "lr/fast": pytest.approx([0.5] * 4),
-    }
-
-
-def test_several_rates_without_labels_are_told_apart():
+    slow, fast = pytest.approx(STEPS), pytest.approx([0.5] * 4)
+    rates = rates_of(optax.partition(groups, labels("slow", "fast")))
+    assert rates == {"lr/slow": slow, "lr/fast": fast}
     optimizer = optax.chain(
         optax.masked(injected(optax.adam, SCHEDULE), labels(True, False)),
         optax.masked(injected(optax.sgd, 0.5), labels(False, True)),
     )
-    found = rates_of(optimizer)
-    assert found == {"lr/0": pytest.approx(STEPS), "lr/1": pytest.approx([0.5] * 4)}
+    assert rates_of(optimizer) == {"lr/0": slow, "lr/1": fast}
     scaled = optax.inject_hyperparams(optax.scale)(step_size=0.5)
     found = rates_of(optax.chain(injected(optax.sgd, 0.1), scaled))
     assert {name: seen[0] for name, seen in found.items()} == {
@@ -123,16 +112,13 @@ def test_a_schedule_can_be_given():
     assert found == {"lr_of_adam": pytest.approx([0.3] * 4)}
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "held"),
-    [
-        (None, "there are none"),
-        (optax.adam(SCHEDULE), "there are none"),
-        (optax.inject_hyperparams(optax.scale_by_adam)(b1=0.9), "b1"),
-    ],
-)
-def test_an_optimizer_without_a_rate_in_its_state_says_what_to_do(optimizer, held):
-    message = rf"keeps no learning rate.*\({held}.*inject_hyperp.*Monitor\(schedule="
+@pytest.mark.parametrize("optimizer, listed", [
+    (None, "there are none"),
+    (optax.adam(SCHEDULE), "there are none"),
+    (optax.inject_hyperparams(optax.scale_by_adam)(b1=0.9), "b1"),
+])  # fmt: skip
+def test_an_optimizer_without_a_rate_in_its_state_is_refused(optimizer, listed):
+    message = rf"keeps no learning rate.*\({listed}.*inject_hyperp.*Monitor\(schedule="
     with pytest.raises(ValueError, match=message):
         rates_of(optimizer)
 
@@ -143,18 +129,10 @@ def test_the_rate_is_the_factor_of_the_update():
             return {"grad": grads.weight, "update": updates.weight}
 
         def on_train_batch_end(self, trainer, metrics, batch_idx):
-            lr = metrics["lr"]
-            np.testing.assert_allclose(
-                metrics["update"], -lr * metrics["grad"], rtol=1e-5
-            )
+            expected = -metrics["lr"] * metrics["grad"]
+            np.testing.assert_allclose(metrics["update"], expected, rtol=1e-5)
 
-    trainer = Trainer(
-        make_model(),
-        injected(optax.sgd, SCHEDULE),
-        callbacks=[LearningRateMonitor(), Updates()],
-        enable_progress_bar=False,
-        loss="cross_entropy",
-    )
+    trainer = make(injected(optax.sgd, SCHEDULE), LearningRateMonitor(), Updates())
     trainer.fit(batches(8, 8, 8))
 
 
@@ -164,14 +142,8 @@ def test_an_epoch_has_the_rate_of_its_last_step(tmp_path):
             rate = trainer.hyperparams["learning_rate"]
             trainer.set_hyperparams(learning_rate=rate / 2)
 
-    trainer = Trainer(
-        make_model(),
-        injected(optax.sgd, 0.5),
-        loss="cross_entropy",
-        callbacks=[Halves(), LearningRateMonitor(), CSVLogger(tmp_path)],
-        strategy=SingleDevice(),
-        enable_progress_bar=False,
-    )
+    callbacks = Halves(), LearningRateMonitor(), CSVLogger(tmp_path)
+    trainer = make(injected(optax.sgd, 0.5), *callbacks)
     with pytest.warns(UserWarning, match="no row of a step was logged: `log_every_n_s"):
         history = trainer.fit(batches(8, 8), batches(8), max_epochs=3)
     assert history["lr"] == [0.5, 0.25, 0.125]

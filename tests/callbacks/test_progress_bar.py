@@ -1,13 +1,12 @@
-"""What the progress bar shows, on a terminal, in a file and in a notebook."""
+"""The progress bar on a terminal, in a file and in a notebook."""
 
 import io
 import re
 import subprocess
 import sys
+import threading
 import time
 
-import equinox as eqx
-import jax
 import numpy as np
 import pytest
 from toys import batches
@@ -16,7 +15,7 @@ from tqdm import tqdm
 
 from jaxdp import Callback, Trainer
 from jaxdp.callbacks import ProgressBar
-from jaxdp.step import IN_FLIGHT as LAG
+from jaxdp.step import IN_FLIGHT
 
 
 class Terminal(io.StringIO):
@@ -24,20 +23,11 @@ class Terminal(io.StringIO):
         return True
 
 
-class Clock:
-    """In place of `time.perf_counter`; every step takes a second, validation two."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
 class Ticking(Callback):
+    """Advances a clock: by a second each step, by two each validation batch."""
+
     def __init__(self, clock, seconds=1):
-        self.clock = clock
-        self.seconds = seconds
+        self.clock, self.seconds = clock, seconds
 
     def on_train_batch_start(self, trainer, batch, batch_idx):
         self.clock.now += self.seconds
@@ -46,80 +36,87 @@ class Ticking(Callback):
         self.clock.now += 2
 
 
+class After(Callback):
+    """Calls a function after each step."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def on_train_batch_end(self, trainer, metrics, batch_idx):
+        self.function(trainer, metrics, batch_idx)
+
+
 @pytest.fixture
 def clock(monkeypatch):
+    class Clock:
+        now = 0.0
+
+        def __call__(self):
+            return self.now
+
     clock = Clock()
     monkeypatch.setattr(time, "perf_counter", clock)
     monkeypatch.setattr("tqdm.std.time", clock)
     return clock
 
 
-def drawn(out):
+def shown(out):
     """The successive states of the line that bars are drawn on."""
-    return [
-        part.strip() for part in re.split(r"[\r\n]", out.getvalue()) if part.strip()
-    ]
+    parts = re.split(r"[\r\n]", out.getvalue())
+    return [part.strip() for part in parts if part.strip()]
 
 
-def test_a_terminal_sees_where_the_epoch_is(clock):
+def test_a_terminal_shows_where_the_epoch_is(clock):
     out = Terminal()
     trainer = make_trainer(Ticking(clock), ProgressBar(file=out), metrics=["accuracy"])
     history = trainer.fit(batches(*[8] * 12), batches(8), max_epochs=2)
-    lines = drawn(out)
+    lines = shown(out)
     assert "epoch 0/1 |" in lines[0] and " 1/12 [" in lines[0]
     last = [line for line in lines if line.startswith("epoch 0/1 |")][-1]
-    assert " 12/12, loss " in last
-    assert re.search(r"12/12, loss [\d.]+ \[00:1\d<00:00, 8 examples/s\]$", last)
-    summary = [line for line in lines if line.startswith("epoch 1/1:")]
-    assert summary == [
-        f"epoch 1/1: loss {history['loss'][1]:.4g},"
-        f" accuracy {history['accuracy'][1]:.4g},"
-        f" val_loss {history['val_loss'][1]:.4g},"
-        f" val_accuracy {history['val_accuracy'][1]:.4g}, 14 s, 8 examples/s"
-    ]
+    assert re.search(r" 12/12, loss [\d.]+ \[00:1\d<00:00, 8 examples/s\]$", last)
+    names = "loss", "accuracy", "val_loss", "val_accuracy"
+    values = [f"{name} {history[name][1]:.4g}" for name in names]
+    summary = f"epoch 1/1: {', '.join(values)}, 14 s, 8 examples/s"
+    assert [line for line in lines if line.startswith("epoch 1/1:")] == [summary]
     assert any(line.startswith("validating") for line in lines)
 
 
 def test_a_narrow_terminal_keeps_the_loss_longest(clock, monkeypatch):
     out = Terminal()
     monkeypatch.setattr("tqdm.std._screen_shape_wrapper", lambda: lambda _: (50, 24))
-    trainer = make_trainer(Ticking(clock), ProgressBar(file=out))
-    trainer.fit(batches(*[8] * 9))
-    last = drawn(out)[-2]
+    make_trainer(Ticking(clock), ProgressBar(file=out)).fit(batches(*[8] * 9))
+    last = shown(out)[-2]
     assert len(last) <= 50 and "loss" in last and "examples/s" not in last
 
 
-def test_the_loss_shown_is_one_of_some_steps_ago(clock):
-    out = Terminal()
-    reads = []
+def test_the_loss_is_that_of_a_step_that_the_device_has_finished(clock):
+    out, reads = Terminal(), []
 
-    class Spy(Callback):
-        def on_train_batch_end(self, trainer, metrics, batch_idx):
-            number = trainer.global_step
-            real = type(metrics).__getitem__
+    def watch(trainer, metrics, batch_idx):
+        number, real = trainer.global_step, type(metrics).__getitem__
 
-            class Watched(type(metrics)):
-                def __getitem__(self, name):
-                    reads.append((number, trainer.global_step))
-                    return real(self, name)
+        class Watched(type(metrics)):
+            def __getitem__(self, name):
+                reads.append((number, trainer.global_step))
+                return real(self, name)
 
-            metrics.__class__ = Watched
+        metrics.__class__ = Watched
 
-    trainer = make_trainer(Ticking(clock), Spy(), ProgressBar(file=out))
+    trainer = make_trainer(Ticking(clock), After(watch), ProgressBar(file=out))
     trainer.fit(batches(*[8] * 20))
-    assert reads and all(now - number == LAG for number, now in reads)
+    assert reads and all(now - number == IN_FLIGHT for number, now in reads)
     assert re.search(r"loss \d", out.getvalue())
 
 
 def test_bars_are_drawn_ten_times_a_second_at_most(monkeypatch, clock):
     draws, display = [], tqdm.display
 
-    def noting(bar, msg=None, *arguments, **options):
+    def count(bar, msg=None, *arguments, **options):
         if msg is None:
             draws.append(clock.now)
         return display(bar, msg, *arguments, **options)
 
-    monkeypatch.setattr(tqdm, "display", noting)
+    monkeypatch.setattr(tqdm, "display", count)
     bar = ProgressBar(file=Terminal())
     make_trainer(Ticking(clock, 0.03), bar).fit(batches(*[8] * 100))
     np.testing.assert_allclose(np.diff(draws), 0.12, rtol=1e-6)
@@ -128,92 +125,91 @@ def test_bars_are_drawn_ten_times_a_second_at_most(monkeypatch, clock):
 
 def test_a_file_gets_a_line_per_epoch_and_no_carriage_returns(clock):
     out = io.StringIO()
-    bar = ProgressBar(file=out, every_n_seconds=10.0)
-    trainer = make_trainer(Ticking(clock), bar)
+    trainer = make_trainer(Ticking(clock), ProgressBar(file=out, every_n_seconds=10.0))
     trainer.fit(batches(*[8] * 25), batches(*[8] * 8), max_epochs=1)
-    assert "\r" not in out.getvalue()
-    lines = out.getvalue().splitlines()
-    assert re.fullmatch(
+    patterns = (
         r"epoch 0/0: 10/25 batches \(40%\), loss [\d.]+, 00:15 left, 8 examples/s",
-        lines[0],
+        r"epoch 0/0: 20/25 batches \(80%\), loss .*",
+        r"validating: .*",
+        r"epoch 0/0: loss [\d.]+, val_loss [\d.]+, 41 s, 8 examples/s",
     )
-    assert lines[1].startswith("epoch 0/0: 20/25 batches (80%), loss ")
-    assert lines[2].startswith("validating: ")
-    assert re.fullmatch(
-        r"epoch 0/0: loss [\d.]+, val_loss [\d.]+, 41 s, 8 examples/s", lines[-1]
-    )
-    assert len(lines) == 4
+    assert "\r" not in out.getvalue()
+    for line, pattern in zip(out.getvalue().splitlines(), patterns, strict=True):
+        assert re.fullmatch(pattern, line)
+
+
+def test_a_message_within_an_epoch_adds_no_line_to_a_file(clock):
+    def say(*_):
+        tqdm.write("a message", file=out)
+
+    out = io.StringIO()
+    trainer = make_trainer(Ticking(clock), ProgressBar(file=out), After(say))
+    trainer.fit(batches(*[8] * 3))
+    *messages, last = out.getvalue().split("\n")[:-1]
+    assert messages == ["a message"] * 3 and last.startswith("epoch 0/0: loss")
+    assert "\r" not in out.getvalue()
 
 
 def test_a_terminal_without_columns_gets_lines(clock, monkeypatch):
     monkeypatch.setenv("COLUMNS", "0")
     out = Terminal()
-    trainer = make_trainer(Ticking(clock), ProgressBar(file=out))
-    trainer.fit(batches(*[8] * 12))
+    make_trainer(Ticking(clock), ProgressBar(file=out)).fit(batches(*[8] * 12))
     (line,) = out.getvalue().splitlines()
     assert line.startswith("epoch 0/0: loss ")
 
 
-def test_unknown_lengths_and_max_steps_are_shown_for_what_they_are(clock):
+def test_unknown_lengths_and_max_steps_are_shown(clock):
     out = Terminal()
     trainer = make_trainer(Ticking(clock), ProgressBar(file=out))
     trainer.fit((batch for batch in batches(*[8] * 5)), max_epochs=1)
-    assert any(line.startswith("epoch 0/0 5 batches [") for line in drawn(out))
-    out.truncate(0)
-    trainer.fit(batches(*[8] * 5), max_steps=8, max_epochs=-1)
-    assert any(line.startswith("epoch 1 |") and " 3/3, " in line for line in drawn(out))
-    out.truncate(0)
-    trainer.fit(batches(*[8] * 9), max_steps=10, max_epochs=-1)  # inside the epoch
-    assert any(line.startswith("epoch 1 |") and " 5/5, " in line for line in drawn(out))
+    assert any(line.startswith("epoch 0/0 5 batches [") for line in shown(out))
+    for size, max_steps, last in (5, 8, " 3/3, "), (9, 10, " 5/5, "):
+        out.truncate(0)  # the second one ends within the epoch
+        trainer.fit(batches(*[8] * size), max_steps=max_steps, max_epochs=-1)
+        assert any(line.startswith("epoch 1 |") and last in line for line in shown(out))
 
 
-def test_an_exception_leaves_the_line_empty(clock):
-    class Fails(Callback):
-        def on_train_batch_end(self, trainer, metrics, batch_idx):
-            if batch_idx == 4:
-                raise RuntimeError("no")
+def test_bars_of_failed_fits_and_of_validations_go_away(clock):
+    def fail(trainer, metrics, batch_idx):
+        if batch_idx == 4:
+            raise RuntimeError("no")
 
     out = Terminal()
-    trainer = make_trainer(Ticking(clock), ProgressBar(file=out), Fails())
+    trainer = make_trainer(Ticking(clock), ProgressBar(file=out), After(fail))
     with pytest.raises(RuntimeError):
         trainer.fit(batches(*[8] * 8))
     assert re.search(r"\r +\r$", out.getvalue())
-
-
-def test_validation_outside_of_fit_has_a_bar_that_goes_away(clock):
-    out = Terminal()
-    trainer = make_trainer(Ticking(clock), ProgressBar(file=out))
+    out.truncate(0)
     trainer.validate(batches(8, 8, 8))
-    assert any(line.startswith("validating 2 batches") for line in drawn(out))
+    assert any(line.startswith("validating 2 batches") for line in shown(out))
     assert re.search(r"\r +\r$", out.getvalue())
 
 
-def test_owning_the_loop_shows_nothing():
-    out = Terminal()
+def test_own_loops_and_other_processes_show_nothing_and_no_thread_stays(clock, capfd):
+    out, before = Terminal(), set(threading.enumerate())
     trainer = make_trainer(ProgressBar(file=out))
     for _ in trainer.steps(batches(8, 8)):
         pass
     assert out.getvalue() == ""
-
-
-def test_other_processes_show_nothing(capfd):
-    trainer = make_trainer(ProgressBar())
-    trainer.is_global_zero = False
-    trainer.fit(batches(8, 8), batches(8))
+    trainer.fit(batches(8, 8), max_epochs=2)
+    new = {type(thread).__name__ for thread in {*threading.enumerate()} - before}
+    assert not any("TMonitor" in name for name in new)
+    other = make_trainer(ProgressBar())
+    other.is_global_zero = False
+    other.fit(batches(8, 8), batches(8))
     assert capfd.readouterr().err == ""
 
 
 def test_the_trainer_adds_a_bar_unless_there_is_one_or_it_is_not_wanted(capfd):
-    model = eqx.nn.Linear(4, 3, key=jax.random.key(0))
-    trainer = Trainer(model, loss="cross_entropy")
-    bars = [c for c in trainer.callbacks if isinstance(c, ProgressBar)]
-    assert len(bars) == 1
+    plain = make_trainer()
+    assert plain.callbacks == []
+    trainer = Trainer(plain.model, loss="cross_entropy")
+    assert [type(callback) for callback in trainer.callbacks] == [ProgressBar]
     trainer.fit(batches(8))
     assert "epoch 0/0: " in capfd.readouterr().err
     mine = ProgressBar()
-    trainer = Trainer(model, loss="cross_entropy", callbacks=[mine])
+    trainer = Trainer(plain.model, loss="cross_entropy", callbacks=[mine])
     assert trainer.callbacks == [mine]
-    assert make_trainer().callbacks == []
 
 
 NOTEBOOK = """
@@ -240,40 +236,15 @@ def slow():
         yield np.ones((8, 4), np.float32), np.zeros(8, np.int32)
 
 out = io.StringIO()
-trainer = Trainer(
-    eqx.nn.Linear(4, 3, key=jax.random.key(0)),
-    loss="cross_entropy",
-    strategy=SingleDevice(),
-    callbacks=[ProgressBar(file=out, refresh_per_second=1e9)],
-)
-trainer.fit(slow())
+bar = ProgressBar(file=out, refresh_per_second=1e9)
+model = eqx.nn.Linear(4, 3, key=jax.random.key(0))
+one = SingleDevice()
+Trainer(model, loss="cross_entropy", strategy=one, callbacks=[bar]).fit(slow())
 print("1 batches" in out.getvalue(), "epoch 0/0: " in out.getvalue())
 """
 
 
 def test_a_notebook_without_widgets_gets_a_text_bar_and_no_warning():
-    done = subprocess.run(
-        [sys.executable, "-c", NOTEBOOK], capture_output=True, text=True, check=False
-    )
+    run = [sys.executable, "-c", NOTEBOOK]
+    done = subprocess.run(run, capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == ("True True\n", "")
-
-
-def test_no_thread_is_left_behind(clock):
-    import threading
-
-    before = set(threading.enumerate())
-    make_trainer(ProgressBar(file=Terminal())).fit(batches(8, 8))
-    new = {thread for thread in threading.enumerate() if thread not in before}
-    assert not any("TMonitor" in type(thread).__name__ for thread in new)
-
-
-def test_a_message_in_the_middle_of_an_epoch_adds_no_line_to_a_file(clock):
-    class Says(Callback):
-        def on_train_batch_end(self, trainer, metrics, batch_idx):
-            tqdm.write("a message", file=out)
-
-    out = io.StringIO()
-    make_trainer(Ticking(clock), ProgressBar(file=out), Says()).fit(batches(*[8] * 3))
-    *messages, last = out.getvalue().split("\n")[:-1]
-    assert messages == ["a message"] * 3 and last.startswith("epoch 0/0: loss")
-    assert "\r" not in out.getvalue()

@@ -17,68 +17,52 @@ SCORES = [3.0, 2.0, 1.0, 5.0, 4.0]
 
 
 class MadeUp(Callback):
-    """Hands out scores, and keeps the weights of each check."""
+    """Replaces validation losses by scores, and keeps the weights of each check."""
 
-    def __init__(self):
-        self.left, self.weights = list(SCORES), []
+    def __init__(self, scores=SCORES):
+        self.left, self.weights = list(scores), []
 
     def on_validation_end(self, trainer, metrics):
         metrics["val_loss"] = self.left.pop(0)
         self.weights.append(jax.tree.map(np.asarray, jax.tree.leaves(trainer.state)))
 
 
-def fitted(**arguments):
-    made_up, stopping = MadeUp(), EarlyStopping(patience=2, restore_best=True)
-    trainer = make_small(
-        None, optax.adam(0.1), callbacks=[made_up, stopping], **arguments
-    )
-    trainer.fit(batches(8, 8), batches(8), max_epochs=9)
-    return trainer, made_up.weights
+def fit(*callbacks, patience=2, monitor="val_loss", lr=0.1, **options):
+    """A fit of two steps an epoch, and the weights of each check."""
+    stopping = EarlyStopping(monitor, patience=patience, restore_best=True)
+    strategy = options.pop("strategy", SingleDevice())
+    callbacks = [*callbacks, stopping]
+    trainer = make_small(None, optax.adam(lr), callbacks=callbacks, strategy=strategy)
+    trainer.fit(batches(8, 8), batches(8), **{"max_epochs": 9, **options})
+    return trainer
 
 
 @pytest.mark.parametrize("strategy", [SingleDevice, FSDP])
 def test_a_fit_ends_with_the_weights_of_the_best_check(strategy, caplog):
-    trainer, weights = fitted(strategy=strategy())
-    found, best = trainer.state, weights[2]
-    number = len(jax.tree.leaves(found.params))
-    for leaf, wanted in zip(jax.tree.leaves(found.params), best[:number], strict=True):
-        np.testing.assert_array_equal(leaf, wanted)
-    assert not np.array_equal(jax.tree.leaves(found.params)[0], weights[4][0])
+    made_up = MadeUp()
+    trainer, weights = fit(made_up, strategy=strategy()), made_up.weights
+    leaves = jax.tree.leaves(trainer.state.params)
+    for leaf, best in zip(leaves, weights[2][: len(leaves)], strict=True):
+        np.testing.assert_array_equal(leaf, best)
+    assert not np.array_equal(leaves[0], weights[4][0])
     assert trainer.global_step == 10
     assert "back to step 6, where val_loss was 1" in caplog.text
 
 
-def test_a_fit_whose_last_check_is_the_best_is_left_alone(caplog):
-    stopping = EarlyStopping("loss", restore_best=True)
-    trainer = make_small(None, optax.sgd(1e-3), callbacks=[stopping])
-    trainer.fit(batches(8), max_epochs=2)
-    assert stopping.wait_count == 0
-    assert "back to step" not in caplog.text
-
-
 def test_of_equal_checks_the_older_stays(caplog):
-    made_up = MadeUp()
-    made_up.left = [2.0, 1.0, 1.0, 1.0]
-    stopping = EarlyStopping(patience=2, restore_best=True)
-    trainer = make_small(None, optax.adam(0.1), callbacks=[made_up, stopping])
-    trainer.fit(batches(8, 8), batches(8), max_epochs=9)
-    assert trainer.global_step == 8
+    assert fit(MadeUp([2.0, 1.0, 1.0, 1.0])).global_step == 8
     assert "back to step 4, where val_loss was 1" in caplog.text
 
 
-def test_a_fit_that_fails_keeps_what_it_has(caplog):
+def test_a_fit_whose_last_check_is_the_best_or_that_fails_is_left_alone(caplog):
     class Fails(Callback):
         def on_train_epoch_start(self, trainer):
             if trainer.current_epoch == 4:
                 raise KeyError("mine")
 
-    trainer = make_small(
-        None,
-        optax.adam(0.1),
-        callbacks=[MadeUp(), EarlyStopping(restore_best=True), Fails()],
-    )
+    fit(monitor="loss", lr=1e-3, max_epochs=2)
     with pytest.raises(KeyError):
-        trainer.fit(batches(8, 8), batches(8), max_epochs=9)
+        fit(MadeUp(), Fails(), patience=3)
     assert "back to step" not in caplog.text
 
 
@@ -168,14 +152,10 @@ def test_a_damaged_checkpoint_of_the_best_is_told(tmp_path, caplog):
     assert "of step 6 are older" in text and "damaged" in text
 
 
-def test_what_is_saved_after_the_end_has_the_best_weights(tmp_path, caplog):
-    trainer, _ = fitted()
+def test_a_checkpoint_of_after_the_end_has_the_best_weights(tmp_path, caplog):
+    trainer = fit(MadeUp())
     path, wanted = trainer.save(tmp_path / "saved"), learned(trainer)
-    stopping = EarlyStopping(patience=3, restore_best=True)
-    worse = MadeUp()
-    worse.left = [9.0, 9.0]
-    again = make_small(None, optax.adam(0.1), callbacks=[worse, stopping])
-    again.fit(batches(8, 8), batches(8), max_epochs=7, ckpt_path=path)
+    again = fit(MadeUp([9.0, 9.0]), patience=3, max_epochs=7, ckpt_path=path)
     assert again.global_step > 10
     for leaf, expected in zip(learned(again), wanted, strict=True):
         np.testing.assert_array_equal(leaf, expected)

@@ -8,12 +8,10 @@ from shown_events import events
 from toys import batches, linear_trainer
 
 from jaxdp import Callback
-from jaxdp.callbacks import (
-    TensorBoardLogger,
-)
+from jaxdp.callbacks import TensorBoardLogger
 
 
-def test_a_resumed_run_takes_back_events_too(tmp_path):
+def test_a_resumed_run_removes_later_events(tmp_path):
     pytest.importorskip("tensorboard")
     data = batches(*[8] * 4), batches(8)
     whole, trainer, again = (
@@ -25,35 +23,12 @@ def test_a_resumed_run_takes_back_events_too(tmp_path):
     path = trainer.save(tmp_path / "saved")
     trainer.fit(*data, max_epochs=2)
     (tmp_path / "a" / "events.out.tfevents.1.other").write_text("of another run")
-    again.load(path)
-    again.fit(*data, max_epochs=3)
+    again.fit(*data, max_epochs=3, ckpt_path=path)
     (tmp_path / "a" / "events.out.tfevents.1.other").unlink()
     assert events(tmp_path / "a") == events(tmp_path / "whole")
 
 
-def test_tensorboard_reads_what_was_logged(tmp_path):
-    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-
-    trainer = linear_trainer(TensorBoardLogger(tmp_path / "tb"))
-    history = trainer.fit(batches(*[8] * 4), batches(8))
-    (path,) = (tmp_path / "tb").iterdir()
-    found = {}
-    kinds = {}
-    for event in EventFileLoader(str(path)).Load():
-        for value in event.summary.value:
-            kinds[value.tag] = value.metadata.plugin_data.plugin_name
-            if kinds[value.tag] != "scalars":
-                continue
-            number = value.tensor.float_val[0]
-            found.setdefault(value.tag, []).append((event.step, number))
-    assert [step for step, _ in found["loss"]] == [2, 4]
-    assert found["val_loss"] == [(4, pytest.approx(history["val_loss"][0]))]
-    assert found["epoch_loss"] == [(4, pytest.approx(history["loss"][0]))]
-    assert {kinds[tag] for tag in ("hyperparameters", "environment")} == {"text"}
-    assert kinds["history"] == "images"
-
-
-def test_tensorboard_shows_texts_and_figures(tmp_path):
+def test_tensorboard_reads_values_texts_and_figures(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     class Shows(Callback):
@@ -62,24 +37,31 @@ def test_tensorboard_shows_texts_and_figures(tmp_path):
 
     logger = TensorBoardLogger(tmp_path, hyperparameters={"width": 64})
     trainer = linear_trainer(logger, Shows())
-    trainer.fit(batches(*[8] * 4))
-    read = EventAccumulator(str(tmp_path)).Reload()
+    history = trainer.fit(batches(*[8] * 4), batches(8))
+    found = EventAccumulator(str(tmp_path)).Reload()
+
+    def scalars(tag):
+        return [(event.step, event.value) for event in found.Scalars(tag)]
+
+    assert [step for step, _ in scalars("loss")] == [2, 4]
+    assert scalars("val_loss") == [(4, pytest.approx(history["val_loss"][0]))]
+    assert scalars("epoch_loss") == [(4, pytest.approx(history["loss"][0]))]
     texts = {
-        tag: read.Tensors(tag)[0].tensor_proto.string_val[0].decode()
-        for tag in read.Tags()["tensors"]
-        if read.SummaryMetadata(tag).plugin_data.plugin_name == "text"
+        tag: found.Tensors(tag)[0].tensor_proto.string_val[0].decode()
+        for tag in found.Tags()["tensors"]
+        if found.SummaryMetadata(tag).plugin_data.plugin_name == "text"
     }
     assert texts["note"] == "4 bytes per device"
     assert "| width | 64 |" in texts["hyperparameters"]
     assert "polynomial_schedule(" in texts["hyperparameters"]
     assert f"| versions/jax | {jax.__version__} |" in texts["environment"]
-    (image,) = read.Images("history")
+    (image,) = found.Images("history")
     assert image.encoded_image_string.startswith(b"\x89PNG") and image.step == 4
     with pytest.raises(RuntimeError, match="writes during a fit only"):
         logger.log_text("late", "")
 
 
-def test_missing_tensorboard_names_the_extra(tmp_path, monkeypatch):
+def test_a_missing_tensorboard_is_named(tmp_path, monkeypatch):
     name = "tensorboard.summary.writer.event_file_writer"
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match="`pip install tensorboard`"):

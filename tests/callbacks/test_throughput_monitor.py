@@ -1,6 +1,5 @@
-"""Where the time goes, and how many operations a step takes."""
+"""How long the phases of a fit take, and the operations of a step."""
 
-import csv
 import time
 
 import equinox as eqx
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from logs import read
 from toys import batches, on_one_device
 
 from jaxdp import Callback, Pmap, Sharded, SingleDevice, Trainer
@@ -68,10 +68,6 @@ def make_trainer(*callbacks, **options):
     return on_one_device(*callbacks, optimizer=optax.sgd(0.1), **options)
 
 
-def read(folder):
-    return list(csv.DictReader((folder / "metrics.csv").read_text().splitlines()))
-
-
 def test_phases_inside_each_other_add_up(clock):
     stopwatch = Stopwatch()
     clock.turn(1)
@@ -95,7 +91,7 @@ def test_shares_of_the_time_are_of_what_took_it(tmp_path, clock):
     monitor = ThroughputMonitor(peak_flops_per_device=1e4)
     trainer = make_trainer(CSVLogger(tmp_path), monitor, Turns(clock, 1.0))
     trainer.fit(Slow(batches(*[8] * 6), clock, 3.0), batches(8), max_epochs=2)
-    first, second, *_ = [row for row in read(tmp_path) if row["loss"]]
+    first, second, *_ = [row for row in read(tmp_path / "metrics.csv") if row["loss"]]
     # The first batch is read before the clock starts; the callback comes last.
     assert float(first["throughput/data"]) == pytest.approx(3 / 4)
     assert float(first["throughput/callbacks"]) == pytest.approx(1 / 4)
@@ -133,12 +129,9 @@ def test_checkpoints_are_no_part_of_callbacks(tmp_path, clock, monkeypatch):
 
 
 def test_the_bar_says_what_the_fit_waits_for(clock, capsys):
-    trainer = Trainer(
-        eqx.nn.Linear(4, 3, key=jax.random.key(0)),
-        loss="cross_entropy",
-        strategy=SingleDevice(),
-        callbacks=[ThroughputMonitor()],
-    )
+    model, one = eqx.nn.Linear(4, 3, key=jax.random.key(0)), SingleDevice()
+    options = {"loss": "cross_entropy", "strategy": one}
+    trainer = Trainer(model, callbacks=[ThroughputMonitor()], **options)
     trainer.fit(Slow(batches(*[8] * 6), clock, 3.0))
     assert "input-bound 100%" in capsys.readouterr().err
 
@@ -173,14 +166,13 @@ def test_logs_the_peak_memory_of_devices_that_report_it(tmp_path, monkeypatch):
     stats = {"peak_bytes_in_use": 3}
     monkeypatch.setattr(type(jax.devices()[0]), "memory_stats", lambda device: stats)
     make_trainer(monitor, CSVLogger(tmp_path)).fit(batches(8, 8))
-    (row, *_) = read(tmp_path)
+    (row, *_) = read(tmp_path / "metrics.csv")
     assert float(row["throughput/peak_bytes"]) == monitor.summary["peak_bytes"] == 3
 
 
-def test_a_short_run_and_generators_are_measured_too():
+def test_a_short_run_and_own_loops_are_measured_too():
     monitor = ThroughputMonitor()
-    trainer = make_trainer(monitor)
-    trainer.fit(batches(8))
+    make_trainer(monitor).fit(batches(8))
     assert monitor.summary["examples"] == 8
     for _ in make_trainer(ThroughputMonitor()).steps(batches(8, 8)):
         pass
@@ -188,7 +180,7 @@ def test_a_short_run_and_generators_are_measured_too():
 
 def mlp_flops():
     forward = 2 * (4 * 16 + 16 * 16 + 16 * 3)
-    # Backward twice that, less the gradient of the input, which nobody needs.
+    # Backward twice that, but for the gradient of the input.
     return 3 * forward - 2 * 4 * 16
 
 

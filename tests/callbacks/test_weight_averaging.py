@@ -1,4 +1,4 @@
-"""The average of the weights: its numbers, who sees it, and that it survives."""
+"""The average of the weights: its numbers, who sees it, and that it is saved."""
 
 import equinox as eqx
 import jax
@@ -8,14 +8,14 @@ import optax
 import pytest
 from toys import Mlp, NormNet, batches, cross_entropy, on_one_device, rows
 
-from jaxdp import FSDP, Callback, Pmap, Sharded, SingleDevice, Trainer, ZeRO
+from jaxdp import FSDP, Callback, Pmap, Sharded, SingleDevice, ZeRO
 from jaxdp.callbacks import LearningRateMonitor, NanGuard, WeightAveraging
 
 STRATEGIES = [SingleDevice(), Sharded(8), Pmap(2)]
 
 
 class Weights(Callback):
-    """The trained weights after every step, as one NumPy vector each."""
+    """Keeps the trained weights after every step, each as one NumPy vector."""
 
     def __init__(self):
         self.seen = []
@@ -30,8 +30,9 @@ def vector(tree):
 
 
 def make_trainer(*callbacks, **options):
-    options = {"model": eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0))} | options
-    return on_one_device(*callbacks, optimizer=optax.adam(0.05), **options)
+    model = eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0))
+    options = {"model": model, "optimizer": optax.adam(0.05)} | options
+    return on_one_device(*callbacks, **options)
 
 
 @pytest.mark.slow_but(
@@ -58,18 +59,6 @@ def test_the_average_is_that_of_torch(strategy, decay):
     np.testing.assert_array_equal(vector(trainer.state.params), weights.seen[-1])
 
 
-def test_some_steps_are_left_out():
-    weights = Weights()
-    averaging = WeightAveraging(None, every_n_steps=3, start_step=4)
-    trainer = make_trainer(weights, averaging)
-    data = batches(*[8] * 12)
-    trainer.fit(data, max_steps=4)
-    np.testing.assert_array_equal(vector(trainer.model), weights.seen[3])
-    trainer.fit(data, max_steps=12)
-    taken = [weights.seen[step - 1] for step in (6, 9, 12)]
-    np.testing.assert_allclose(vector(trainer.model), np.mean(taken, 0), atol=1e-6)
-
-
 @pytest.mark.parametrize("n, start, steps", [
     (1, 0, [1, 2, 3, 4, 5, 6, 7]),
     (2, 0, [2, 4, 6]),
@@ -77,11 +66,15 @@ def test_some_steps_are_left_out():
     (2, 3, [4, 6]),
     (3, 3, [6]),
 ])  # fmt: skip
-def test_which_steps_are_averaged(n, start, steps):
+def test_only_the_chosen_steps_are_averaged(n, start, steps):
     weights = Weights()
     averaging = WeightAveraging(0.5, every_n_steps=n, start_step=start)
     trainer = make_trainer(weights, averaging)
-    trainer.fit(batches(*[8] * 7))
+    data = batches(*[8] * 7)
+    if start:
+        trainer.fit(data, max_steps=start)
+        np.testing.assert_array_equal(vector(trainer.model), weights.seen[start - 1])
+    trainer.fit(data)
     first, *rest = (weights.seen[step - 1] for step in steps)
     for each in rest:
         first = 0.5 * first + 0.5 * each
@@ -89,18 +82,18 @@ def test_which_steps_are_averaged(n, start, steps):
 
 
 def test_training_is_as_without_it():
-    plain, averaged = Weights(), Weights()
-    data = batches(*[8] * 10)
-    first = make_trainer(plain, model=Mlp(jax.random.key(0)))
-    first.fit(data, batches(8), max_epochs=2)
-    second = make_trainer(averaged, WeightAveraging(), model=Mlp(jax.random.key(0)))
-    second.fit(data, batches(8), max_epochs=2)
-    np.testing.assert_array_equal(plain.seen, averaged.seen)
+    seen, data = [], batches(*[8] * 10)
+    for averaging in ([], [WeightAveraging()]):
+        weights = Weights()
+        trainer = make_trainer(weights, *averaging, model=Mlp(jax.random.key(0)))
+        trainer.fit(data, batches(8), max_epochs=2)
+        seen.append(weights.seen)
+    np.testing.assert_array_equal(*seen)
 
 
 @pytest.mark.slow_but("Sharded({'data': 8})", "FSDP({'data': 8})")
 @pytest.mark.parametrize("strategy", [*STRATEGIES, ZeRO(), FSDP()], ids=repr)
-def test_validation_and_prediction_take_the_average(strategy):
+def test_evaluations_use_the_average(strategy):
     x, y = rows(16)
     trainer = make_trainer(WeightAveraging(0.9), strategy=strategy)
     history = trainer.fit(batches(*[8] * 12), [(x, y)])
@@ -114,48 +107,45 @@ def test_validation_and_prediction_take_the_average(strategy):
     np.testing.assert_allclose(predicted, jax.vmap(model)(x), atol=1e-5)
 
 
-def test_on_request_only_the_callback_has_it():
-    x, y = rows(16)
+def test_without_evaluate_only_the_callback_has_the_average():
+    (x, y), data = rows(16), batches(*[8] * 12)
     averaging = WeightAveraging(0.9, evaluate=False)
-    trainer = make_trainer(averaging)
-    history = trainer.fit(batches(*[8] * 12), [(x, y)])
+    trainer, other = make_trainer(averaging), make_trainer(WeightAveraging(0.9))
+    history = trainer.fit(data, [(x, y)])
+    other.fit(data)
     loss = float(cross_entropy(trainer.model, x, y))
     assert history["val_loss"] == [pytest.approx(loss, abs=1e-5)]
     np.testing.assert_array_equal(vector(trainer.model), vector(trainer.state.params))
-    other = make_trainer(WeightAveraging(0.9))
-    other.fit(batches(*[8] * 12))
     averaged = averaging.averaged_model(trainer)
     np.testing.assert_array_equal(vector(averaged), vector(other.model))
 
 
 def test_a_resumed_run_has_the_same_average(tmp_path):
-    data = batches(*[8] * 10)
-    whole = make_trainer(WeightAveraging(0.9), strategy=Sharded(4))
-    whole.fit(data, max_epochs=2)
+    def make(strategy):
+        return make_trainer(WeightAveraging(0.9), strategy=strategy)
 
-    stopped = make_trainer(WeightAveraging(0.9), strategy=Sharded(4))
+    data = batches(*[8] * 10)
+    whole, stopped, resumed = (make(Sharded(4)) for _ in range(3))
+    whole.fit(data, max_epochs=2)
     stopped.fit(data, max_steps=7)
     path = stopped.save(str(tmp_path / "saved"))
-    resumed = make_trainer(WeightAveraging(0.9), strategy=Sharded(4))
     resumed.load(path)
     np.testing.assert_array_equal(vector(resumed.model), vector(stopped.model))
     resumed.fit(data, max_epochs=2)
     np.testing.assert_array_equal(vector(resumed.model), vector(whole.model))
-
-    other = make_trainer(WeightAveraging(0.9))
-    other.load(path)
-    other.fit(data, max_epochs=2)
+    other = make(SingleDevice())
+    other.fit(data, max_epochs=2, ckpt_path=path)
     np.testing.assert_allclose(vector(other.model), vector(whole.model), atol=1e-5)
     with pytest.raises(ValueError, match=r"`callbacks` was WeightAveraging\("):
         make_trainer().load(path)
 
 
 def test_low_precision_weights_are_averaged_in_float32():
-    model = jax.tree.map(
-        lambda leaf: leaf.astype(jnp.bfloat16) if eqx.is_inexact_array(leaf) else leaf,
-        eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0)),
-    )
+    def narrow(leaf):
+        return leaf.astype(jnp.bfloat16) if eqx.is_inexact_array(leaf) else leaf
+
     weights = Weights()
+    model = jax.tree.map(narrow, eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0)))
     trainer = make_trainer(weights, WeightAveraging(0.999), model=model)
     trainer.fit(batches(*[8] * 30))
     expected = weights.seen[0].astype(np.float32)
@@ -168,16 +158,13 @@ def test_low_precision_weights_are_averaged_in_float32():
 
 
 def test_frozen_leaves_and_running_statistics_are_left_alone():
+    def is_trained(path, leaf):
+        return eqx.is_inexact_array(leaf) and path[0].name != "last"
+
     model, state = eqx.nn.make_with_state(NormNet)(jax.random.key(0))
-    trainer = make_trainer(
-        WeightAveraging(0.5),
-        model=model,
-        state=state,
-        filter_spec=jax.tree_util.tree_map_with_path(
-            lambda path, leaf: eqx.is_inexact_array(leaf) and path[0].name != "last",
-            model,
-        ),
-    )
+    spec = jax.tree_util.tree_map_with_path(is_trained, model)
+    options = {"model": model, "state": state, "filter_spec": spec}
+    trainer = make_trainer(WeightAveraging(0.5), **options)
     trainer.fit(batches(8, 8, 8), batches(8))
     np.testing.assert_array_equal(trainer.model.last.weight, model.last.weight)
     paths = jax.tree_util.tree_leaves_with_path(trainer.state.opt_state.average)
@@ -195,41 +182,19 @@ def test_a_dropped_update_is_not_averaged():
     assert int(trainer.state.opt_state.taken) == 5
 
 
-def test_the_learning_rate_is_still_found_and_the_loss_handed_on():
-    trainer = Trainer(
-        eqx.nn.Linear(4, 3, key=jax.random.key(0)),
-        optax.chain(optax.sgd(0.25), optax.contrib.reduce_on_plateau()),
-        loss="cross_entropy",
-        strategy=SingleDevice(),
-        callbacks=[WeightAveraging(0.5), LearningRateMonitor(schedule=0.25)],
-        gradient_clip_val=1.0,
-        enable_progress_bar=False,
-    )
-    trainer.fit(batches(8, 8))
-    rates = Trainer(
-        eqx.nn.Linear(4, 3, key=jax.random.key(0)),
-        optax.inject_hyperparams(optax.sgd)(learning_rate=0.05),
-        loss="cross_entropy",
-        strategy=SingleDevice(),
-        callbacks=[WeightAveraging(0.5), LearningRateMonitor()],
-    )
-    seen = [float(m["lr"]) for m in rates.steps(batches(8, 8))]
+def test_the_optimizer_inside_keeps_its_arguments_and_its_rate():
+    optimizer = optax.chain(optax.sgd(0.25), optax.contrib.reduce_on_plateau())
+    options = {"optimizer": optimizer, "gradient_clip_val": 1.0}
+    rate = LearningRateMonitor(schedule=0.25)
+    make_trainer(WeightAveraging(0.5), rate, **options).fit(batches(8, 8))
+    optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.05)
+    callbacks = WeightAveraging(0.5), LearningRateMonitor()
+    with jax.numpy_dtype_promotion("strict"):
+        trainer = make_trainer(*callbacks, optimizer=optimizer)
+        seen = [float(m["lr"]) for m in trainer.steps(batches(8, 8))]
     assert seen == [pytest.approx(0.05)] * 2
 
 
 def test_two_averages_are_refused():
     with pytest.raises(ValueError, match="each choose the weights for evaluation"):
         make_trainer(WeightAveraging(), WeightAveraging()).fit(batches(8))
-
-
-def test_strict_promotion_of_dtypes_is_kept():
-    with jax.numpy_dtype_promotion("strict"):
-        trainer = Trainer(
-            eqx.nn.Linear(4, 3, key=jax.random.key(0)),
-            optax.sgd(0.1),
-            loss="cross_entropy",
-            strategy=SingleDevice(),
-            callbacks=[WeightAveraging()],
-        )
-        trainer.fit(batches(8, 8))
-    assert trainer.global_step == 2

@@ -1,4 +1,4 @@
-"""What a run was made of, as texts."""
+"""The optimizer of a run, as text."""
 
 import optax
 
