@@ -243,7 +243,7 @@ def test_fashion_mnist_equals_a_hand_written_loop(
     assert_same_weights(trainer.model, model, atol=1e-7)
     x, y = example.load(folder, train=False).tensors
     assert history["val_accuracy"][-1] == pytest.approx(accuracy(model, x, y))
-    assert trainer.strategy.num_shards == int(devices)
+    assert trainer.strategy.mesh.size == int(devices)
 
 
 def test_fashion_mnist_reads_the_same_with_and_without_torchvision(

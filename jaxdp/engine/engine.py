@@ -25,7 +25,7 @@ from ..step import (
     products,
 )
 from ..strategies import DataParallel
-from ..strategies.base import make_row_blocks
+from ..strategies.base import count_shards, make_row_blocks
 from .bodies import traced
 from .compiling import Compilations, debug_settings
 from .out_of_memory import check_memory
@@ -308,7 +308,7 @@ class Engine:
             raise
         for note in step.facts.notes:
             self.tell(note)
-        self._compilations.tell_of_whole(dispatch, self.strategy.num_shards)
+        self._compilations.tell_of_whole(dispatch, count_shards(self.strategy))
         self._compilations.tell_of_program(self._devices, program, self.pure)
         return program
 

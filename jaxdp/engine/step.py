@@ -33,7 +33,7 @@ from ..step import (
     products,
 )
 from ..strategies import DataParallel
-from ..strategies.base import Rows
+from ..strategies.base import Rows, count_shards, place_batch
 from ..strategies.fsdp_units import GATHERED_IN_BRANCH
 from ..strategies.placement import fetch
 from .bodies import BODIES, Body, traced
@@ -208,10 +208,10 @@ class Step:
         pads: Callable[[Batch], bool] | None,
     ):
         def collect(leaves: list[Any]) -> list[np.ndarray]:
-            (group,) = strategy.place_batch([Group(leaves, None)], split=True)
+            (group,) = place_batch(strategy, [Group(leaves, None)], split=True)
             return fetch(group.batch)
 
-        shards = strategy.num_shards
+        shards = count_shards(strategy)
         self.kind: Kind = kind
         self.packer = Packer(shards, WHAT[kind], blocks, in_order, collect, pads=pads)
         self.facts = _NOTHING_YET
@@ -393,7 +393,7 @@ class Step:
                 raise
         if self.kind == "train" and self.facts.weighted:
             dispatch = self._without_ignored(dispatch)
-        groups = self._strategy.place_batch(dispatch.groups, split=dispatch.split)
+        groups = place_batch(self._strategy, dispatch.groups, split=dispatch.split)
         if program.is_known:
             groups = program.with_kept(groups)
             if ahead or dispatch.are_there:
@@ -404,7 +404,7 @@ class Step:
     def bytes_per_device(self, dispatch: Dispatch) -> int:
         """Bytes of the rows that a device has of a dispatch."""
         blocks = self.packer.blocks
-        shards = self._strategy.num_shards * len(blocks.local) // blocks.count
+        shards = count_shards(self._strategy) * len(blocks.local) // blocks.count
         return dispatch.nbytes // (max(1, shards) if dispatch.split else 1)
 
     def explain(self, error: Exception, dispatch: Dispatch) -> None:

@@ -9,7 +9,7 @@ device computes whole.
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +22,10 @@ from jaxtyping import Array, Int
 
 from ..basics.arguments import checks_arguments
 from ..basics.console import log_info
-from ..distributed import find_row_blocks
 from ..step import Collectives, Group, OnRows, PerExample, Results, make_loop_scope
 from ..strategies.base import DataParallel, Role, Rows, make_shardings
 from ..strategies.meshes import clear_ambient_mesh
 from ..strategies.offload import jit_with_offload
-from ..strategies.placement import put_rows
 from ..strategies.sharded import Pmap, Sharded, SingleDevice, make_named_shardings
 
 SHARDS: Final = 8
@@ -54,7 +52,6 @@ class Bitwise(DataParallel):
             every device.
     """
 
-    num_shards = SHARDS
     row_axes = (_AXIS,)
 
     @checks_arguments
@@ -110,22 +107,6 @@ class Bitwise(DataParallel):
     def on(self, devices: Sequence[Any]) -> "Bitwise":
         return Bitwise(self.strategy.on(devices))
 
-    def place_batch(self, groups: Sequence[Group], *, split: bool) -> Sequence[Group]:
-        if not self.mesh.is_multi_process:
-            return [self._cut(group) for group in groups] if split else groups
-        # Of every turn, this process has the shards of its own devices.
-        devices = find_row_blocks(enumerate(self.mesh.devices), self.mesh.size)
-        shards_here = self.mesh.size * len(devices.local) // devices.count
-        spec = PartitionSpec(None, None, _AXIS) if split else PartitionSpec()
-        sharding = NamedSharding(self.mesh, spec)
-
-        def shardings(group: Group) -> Group:
-            return group._replace(batch=jax.tree.map(lambda _: sharding, group.batch))
-
-        if split:
-            groups = [self._cut(group, shards_here) for group in groups]
-        return put_rows(groups, devices, shardings, split=split, axis=2 if split else 1)
-
     def compile(
         self,
         step: Callable[..., Any],
@@ -136,70 +117,69 @@ class Bitwise(DataParallel):
         donate: tuple[int, ...] = (),
         rows: Rows = "apart",
     ) -> Any:
-        whole, by_rows = PartitionSpec(), PartitionSpec(None, _AXIS)
-        group_spec = Group(whole, whole, whole)
-        if split := rows != "whole":
-            group_spec = Group(PartitionSpec(None, None, _AXIS), whole, whole)
-            *others, groups = arguments
-            arguments = *others, list(map(self._cut, groups))
+        full = PartitionSpec()
+        everywhere = NamedSharding(self.mesh, full)
 
-        call = arguments, roles, results
-        in_specs, out_specs = make_shardings(
-            *call,
-            lambda role: by_rows if split and role == "rows" else whole,
-            lambda _: group_spec,
+        def make_specs(batch: PartitionSpec, by_rows: PartitionSpec = full) -> Any:
+            group = Group(batch, full, full)
+            layouts = dict.fromkeys(get_args(Role), full) | {"rows": by_rows}
+            call = arguments, roles, results
+            return make_shardings(*call, layouts.__getitem__, lambda _: group)
+
+        in_specs, out_specs = make_specs(
+            PartitionSpec(None, None, _AXIS), PartitionSpec(None, _AXIS)
         )
-        everywhere = NamedSharding(self.mesh, whole)
-        if rows == "apart":
-            mapped = jax.shard_map(
-                clear_ambient_mesh(
-                    functools.partial(step, VirtualShards(self.mesh.size))
-                ),
-                mesh=self.mesh,
-                in_specs=in_specs,
-                out_specs=out_specs,
-                check_vma=False,
-            )
+        mapped = jax.shard_map(
+            clear_ambient_mesh(functools.partial(step, VirtualShards(self.mesh.size))),
+            mesh=self.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            check_vma=False,
+        )
 
         def program(*arguments: Any) -> Any:
-            if rows == "apart":  # results of rows are (turns, devices * rows, ...)
-                return _map_row_results(_merge_turns, mapped(*arguments), results)
-            if split:
-                *others, groups = arguments
-                groups = [_gather_group(group, everywhere) for group in groups]
-                arguments = *others, groups
-            return step(Collectives(), *arguments)
+            *others, groups = arguments
+            if rows != "apart":
+                groups = jax.lax.with_sharding_constraint(groups, everywhere)
+                return step(Collectives(), *others, groups)
+            values = mapped(*others, [self._cut(group) for group in groups])
+            num_rows = jax.tree.leaves(groups[0].batch)[0].shape[1]
 
-        if split and rows != "apart":
+            def merge_turns(leaf: Array) -> Array:  # (turns, devices * rows, ...)
+                return leaf.reshape(-1, *leaf.shape[2:])[:num_rows]
+
+            return _map_row_results(merge_turns, values, results)
+
+        if rows == "together":
             log_info(
                 "`Bitwise`: a loss, a metric or a model with state is written for a"
                 " batch, so every device computes the whole batch: the same bits, and"
                 " no time saved by more devices"
             )
+        by_rows = full if rows == "whole" else PartitionSpec(None, _AXIS)
+        in_specs, _ = make_specs(by_rows)
         out = everywhere if isinstance(results, str) else (everywhere,) * len(results)
-        made = jit_with_offload(
-            program, *call, make_named_shardings(self.mesh, in_specs), out, donate
+        in_shardings = make_named_shardings(self.mesh, in_specs)
+        jitted = jit_with_offload(
+            program, arguments, roles, results, in_shardings, out, donate
         )
-        return _DeduplicatedStep(
-            made, arguments, _compiler_options_for(self.mesh.devices.flat[0])
-        )
+        options = _compiler_options_for(self.mesh.devices.flat[0])
+        return _DeduplicatedStep(jitted, options)
 
-    def _cut(self, group: Group, devices: int | None = None) -> Group:
-        """Rows as (turns, devices, rows of a shard): no bytes are moved for it.
+    def _cut(self, group: Group) -> Group:
+        """Returns a group with its rows as (turns, devices, rows of a virtual shard).
 
-        Shard number `turn * devices + device`, so that what devices add up in one turn
-        comes before what they do in the next. A group may have the rows of the first
-        `devices` only.
+        Shard number `turn * devices + device`, so that the sums of one turn come before
+        those of the next. Copies of the first row fill the last shards, uncounted.
         """
-        turns = SHARDS // self.mesh.size
-        devices = devices or self.mesh.size
 
-        def cut(leaf: Any) -> Any:
+        def cut(leaf: Array) -> Array:
             micros, rows, *rest = leaf.shape
-            shape = (micros, turns, devices, rows // (turns * devices), *rest)
-            if isinstance(leaf, jax.ShapeDtypeStruct):
-                return jax.ShapeDtypeStruct(shape, leaf.dtype)
-            return leaf.reshape(shape)
+            if missing := -rows % SHARDS:
+                copies = jnp.repeat(leaf[:, :1], missing, axis=1)
+                leaf = jnp.concatenate([leaf, copies], axis=1)
+            turns, devices = SHARDS // self.mesh.size, self.mesh.size
+            return leaf.reshape(micros, turns, devices, -1, *rest)
 
         return group._replace(batch=jax.tree.map(cut, group.batch))
 
@@ -364,21 +344,6 @@ def _map_row_results(
     return tuple(map(one, found, results))
 
 
-def _merge_turns(leaf: Array) -> Array:
-    return leaf.reshape(-1, *leaf.shape[2:])
-
-
-def _gather_group(group: Group, everywhere: NamedSharding) -> Group:
-    """Returns a group that was cut as it came, on every device."""
-
-    def gather(leaf: Array) -> Array:
-        micros, turns, devices, rows, *rest = leaf.shape
-        leaf = leaf.reshape(micros, turns * devices * rows, *rest)
-        return jax.lax.with_sharding_constraint(leaf, everywhere)
-
-    return group._replace(batch=jax.tree.map(gather, group.batch))
-
-
 def _compiler_options_for(device: Any) -> dict[str, Any]:
     """What XLA is told so that equal work has equal bits on a device."""
     return _OPTIONS | (
@@ -396,15 +361,13 @@ class _DeduplicatedStep(NamedTuple):
     """
 
     step: Any
-    arguments: tuple[Any, ...]
-    """As the step is given them, in the place of those that the trainer has."""
     compiler_options: dict[str, Any]
 
     def __call__(self, *arguments: Any) -> Any:
         return self.step(*arguments)
 
-    def trace(self, *_: Any) -> "_DeduplicatedTrace":
-        return _DeduplicatedTrace(self.step.trace(*self.arguments))
+    def trace(self, *arguments: Any) -> "_DeduplicatedTrace":
+        return _DeduplicatedTrace(self.step.trace(*arguments))
 
 
 class _DeduplicatedTrace(NamedTuple):

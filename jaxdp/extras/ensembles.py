@@ -301,8 +301,7 @@ class _MemberwiseStrategy(DataParallel):
     """
 
     def __init__(self, inner: DataParallel):
-        self.inner, self.num_shards = inner, inner.num_shards
-        self.mesh, self.row_axes = inner.mesh, inner.row_axes
+        self.inner, self.mesh, self.row_axes = inner, inner.mesh, inner.row_axes
         self._members = MEMBERS if isinstance(inner, Members) else None
 
     def layouts(self, state: TrainState) -> dict[str, PartitionSpec]:
@@ -318,8 +317,8 @@ class _MemberwiseStrategy(DataParallel):
             return self.inner.place(state)
         return super().place(state)
 
-    def place_batch(self, groups: Sequence[Group], *, split: bool) -> Sequence[Group]:
-        return self.inner.place_batch(groups, split=split)
+    def _group_shardings(self, group: Group, split: bool) -> Group:
+        return self.inner._group_shardings(group, split)
 
     def compile(self, *arguments: Any, **options: Any) -> Any:
         return self.inner.compile(*arguments, **options)
@@ -349,7 +348,6 @@ class Members(Sharded):
     def __init__(self, devices: Devices = None):
         in_order = find_devices(devices)
         self.mesh = make_mesh(in_order, {MEMBERS: len(in_order)})
-        self.num_shards = 1
 
     def check(self, arguments: Mapping[str, Any]) -> None:
         ensemble = arguments["ensemble"]

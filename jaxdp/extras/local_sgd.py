@@ -129,7 +129,7 @@ class LocalSGD(Sharded):
         inner = optax.with_extra_args_support(optimizer)
 
         def init(params: PyTree) -> LocalSGDState:
-            count = self.num_shards
+            count = self.mesh.size
             replicas = jax.tree.map(
                 lambda leaf: jnp.broadcast_to(leaf, (count, *leaf.shape)), params
             )
@@ -193,7 +193,7 @@ class LocalSGD(Sharded):
         return _ReplicaCollectives(self.every, *given, rows=rows)
 
     def __repr__(self) -> str:
-        return f"LocalSGD(every={self.every}, replicas={self.num_shards})"
+        return f"LocalSGD(every={self.every}, replicas={self.mesh.size})"
 
 
 class _ReplicaCollectives(ShardMapCollectives):

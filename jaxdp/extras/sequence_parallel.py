@@ -1,7 +1,7 @@
 """The tokens of each row split over the devices."""
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ from ..basics.arguments import checks_arguments
 from ..basics.tree import stored_path
 from ..step import DATA, Collectives, Group, OnRows, Results
 from ..strategies import FSDP
-from ..strategies.base import Role, Rows, drop_micro_batch_axis, replace_attributes
+from ..strategies.base import Rows, drop_micro_batch_axis, replace_attributes
 from ..strategies.meshes import Devices, check_sizes, find_devices, make_topology_mesh
 from .attention_in_blocks import SEQ
 
@@ -58,7 +58,6 @@ class SequenceParallel(FSDP):
         if not isinstance(fsdp, bool):
             raise TypeError(f"`fsdp` must be True or False; got {fsdp!r}.")
         self.fsdp = fsdp
-        self._lengths: frozenset[int] | None = None
         mesh = make_topology_mesh(
             in_order, {name: mesh_shape[name] for name in (DATA, SEQ)}
         )
@@ -76,8 +75,8 @@ class SequenceParallel(FSDP):
         """
         if len(leaf.shape) < 2:
             return PartitionSpec(DATA)
-        lengths = self._lengths or {self._find_num_tokens([leaf])}
-        return PartitionSpec(DATA, SEQ if leaf.shape[1] in lengths else None)
+        self._find_num_tokens([leaf])  # raises if they can't be split
+        return PartitionSpec(DATA, SEQ)
 
     def batch_layouts(self, batch: PyTree) -> dict[str, PartitionSpec]:
         """How each leaf of a batch is split over the devices.
@@ -91,27 +90,20 @@ class SequenceParallel(FSDP):
         Raises:
             ValueError: if `"seq"` does not divide the tokens, or there are none.
         """
-        bound = self._with_lengths([self._find_num_tokens(batch)])
-        return {name: bound.batch_spec(leaf) for name, leaf in _name_leaves(batch)}
+        tokens = self._find_num_tokens(batch)
+        return {name: _split(leaf, tokens) for name, leaf in _name_leaves(batch)}
 
-    def place_batch(self, groups: Sequence[Group], *, split: bool) -> Sequence[Group]:
-        bound = self._with_lengths(self._find_lengths(groups))
-        return super(SequenceParallel, bound).place_batch(groups, split=split)
+    def _group_shardings(self, group: Group, split: bool) -> Group:
+        if not split:
+            return super()._group_shardings(group, split)
+        batch = jax.tree.map(drop_micro_batch_axis, group.batch)
+        tokens = self._find_num_tokens(batch)
 
-    def compile(
-        self,
-        step: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        roles: tuple[Role, ...],
-        results: Role | tuple[Role, ...],
-        *,
-        donate: tuple[int, ...] = (),
-        rows: Rows = "apart",
-    ) -> Any:
-        bound = self._with_lengths(self._find_lengths(arguments[roles.index("groups")]))
-        return super(SequenceParallel, bound).compile(
-            step, arguments, roles, results, donate=donate, rows=rows
-        )
+        def shard(leaf: Any) -> NamedSharding:
+            spec = PartitionSpec(None, *_split(leaf, tokens))
+            return NamedSharding(self.mesh, spec)
+
+        return Group(jax.tree.map(shard, batch), self._replicated, self._replicated)
 
     def collectives(self, groups: Sequence[Group], rows: Rows) -> Collectives:
         """None of its own but for `fsdp`, whose modules gather: XLA communicates.
@@ -121,8 +113,7 @@ class SequenceParallel(FSDP):
         """
         inner = Collectives()
         if self.fsdp:
-            axes, size = (DATA, SEQ), self.mesh.size
-            over_all = replace_attributes(self, row_axes=axes, num_shards=size)
+            over_all = replace_attributes(self, row_axes=(DATA, SEQ))
             inner = super(SequenceParallel, over_all).collectives(groups, rows)
         by_rows = None if rows == "whole" else DATA
         split = functools.partial(self._split_tokens, by_rows)
@@ -146,15 +137,6 @@ class SequenceParallel(FSDP):
             )
 
         return group._replace(batch=jax.tree.map(split, group.batch))
-
-    def _with_lengths(self, lengths: Iterable[int]) -> "SequenceParallel":
-        """This, for batches whose rows have so many tokens."""
-        return replace_attributes(self, _lengths=frozenset(lengths))
-
-    def _find_lengths(self, groups: Sequence[Group]) -> set[int]:
-        """How many tokens the rows of each group have."""
-        batches = [jax.tree.map(drop_micro_batch_axis, group.batch) for group in groups]
-        return {self._find_num_tokens(batch) for batch in batches}
 
     def _find_num_tokens(self, batch: PyTree) -> int:
         """How many tokens the rows of a batch have: its longest axis 1."""
@@ -215,6 +197,11 @@ class _SequenceCollectives(Collectives):
 
     def like_gradients(self, params: PyTree) -> PyTree:
         return self._inner.like_gradients(params)
+
+
+def _split(leaf: Any, tokens: int) -> PartitionSpec:
+    """Returns the split of a leaf `(rows, ...)` of a batch with so many tokens."""
+    return PartitionSpec(DATA, *[SEQ] * (leaf.shape[1:2] == (tokens,)))
 
 
 def _name_leaves(batch: PyTree) -> list[tuple[str, Any]]:

@@ -60,10 +60,6 @@ class DataParallel:
     row_axes: tuple[str, ...] = (DATA,)
     """The axes of the mesh that rows are split over."""
 
-    num_shards: int = 1
-    """A batch is split into this many equal parts: batches are padded to a multiple of
-    it, or are whole on every device."""
-
     def param_spec(self, path: str, leaf: Array) -> PartitionSpec:
         """How a leaf of the model is split; its optimizer state follows.
 
@@ -178,18 +174,6 @@ class DataParallel:
         """
         return place_copy(state, state_shardings(self, state))
 
-    def place_batch(self, groups: Sequence[Group], *, split: bool) -> Sequence[Group]:
-        """Prepares batches for compiled steps. On one process it returns them as is.
-
-        Host arrays go straight into the compiled step, which places them faster than
-        `jax.device_put`. With several processes, `groups` have the rows of this
-        process's own blocks, and become arrays of the rows of all.
-        """
-        if jax.process_count() == 1 or not self.mesh.is_multi_process:
-            return groups
-        shardings = functools.partial(self._group_shardings, split=split)
-        return put_rows(groups, make_row_blocks(self), shardings, split=split)
-
     def compile(
         self,
         step: Callable[..., Any],
@@ -281,6 +265,28 @@ class DataParallel:
         return spec
 
 
+def count_shards(strategy: DataParallel) -> int:
+    """Returns the number of equal parts that a strategy splits the rows into."""
+    if strategy.mesh.empty:
+        return 1
+    return math.prod(strategy.mesh.shape[name] for name in strategy.row_axes)
+
+
+def place_batch(
+    strategy: DataParallel, groups: Sequence[Group], *, split: bool
+) -> Sequence[Group]:
+    """Returns batches as compiled steps take them. On one process it changes nothing.
+
+    Host arrays go straight into the compiled step, which places them faster than
+    `jax.device_put`. With several processes, `groups` have the rows of this process's
+    own blocks, and become arrays of the rows of all processes.
+    """
+    if jax.process_count() == 1 or not strategy.mesh.is_multi_process:
+        return groups
+    shardings = functools.partial(strategy._group_shardings, split=split)
+    return put_rows(groups, make_row_blocks(strategy), shardings, split=split)
+
+
 def adds_state(strategy: DataParallel) -> bool:
     """Returns True if a strategy keeps something in the state of the optimizer."""
     return type(strategy).wrap_optimizer is not DataParallel.wrap_optimizer
@@ -318,7 +324,7 @@ def make_row_blocks(strategy: DataParallel) -> RowBlocks:
             " processes: it has no `mesh` that says which rows each of them loads. Use"
             " Sharded() or another strategy that spans them."
         )
-    return _row_blocks(strategy.mesh, strategy.row_axes, strategy.num_shards)
+    return _row_blocks(strategy.mesh, strategy.row_axes)
 
 
 def check_offload(strategy: DataParallel) -> None:
@@ -365,16 +371,14 @@ def make_shardings(
 
 
 @functools.lru_cache
-def _row_blocks(mesh: Mesh, row_axes: tuple[str, ...], num_shards: int) -> RowBlocks:
+def _row_blocks(mesh: Mesh, row_axes: tuple[str, ...]) -> RowBlocks:
     sizes = [mesh.shape[name] for name in row_axes]
     places = [mesh.axis_names.index(name) for name in row_axes]
-    parts = math.prod(sizes)
     shards = [
-        (turn * parts + int(np.ravel_multi_index([index[i] for i in places], sizes)), d)
-        for turn in range(num_shards // parts)  # one, unless devices have several
-        for index, d in np.ndenumerate(mesh.devices)
+        (int(np.ravel_multi_index([index[i] for i in places], sizes)), device)
+        for index, device in np.ndenumerate(mesh.devices)
     ]
-    return find_row_blocks(shards, num_shards)
+    return find_row_blocks(shards, math.prod(sizes))
 
 
 def drop_micro_batch_axis(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -58,31 +58,31 @@ def put_rows(
     shardings: Callable[[Group], Group],
     *,
     split: bool,
-    axis: int = 1,
 ) -> list[Group]:
     """Batches of which each process has the rows of its blocks, as global arrays.
 
-    Without `split` every process has all rows, which are along `axis`. `shardings` are
-    those of a group, from the shapes of the whole one.
+    Without `split` every process has all rows. `shardings` returns those of a group,
+    from the shapes of the global group.
     """
     blocks = blocks if split else RowBlocks()
 
     def put_leaf(own: Any, shape: Any, sharding: Any) -> Any:
-        size = shape.shape[axis] // blocks.count
+        size = shape.shape[1] // blocks.count
 
         def part(index: Any) -> Any:
-            start, stop, _ = index[axis].indices(shape.shape[axis])
+            micros, rows, *others = index
+            start, stop, _ = rows.indices(shape.shape[1])
             if blocks.count > 1:
                 here = blocks.local.index(start // size) * size
                 start, stop = here + start % size, here + start % size + stop - start
-            return own[(*index[:axis], slice(start, stop), *index[axis + 1 :])]
+            return own[(micros, slice(start, stop), *others)]
 
         return jax.make_array_from_callback(shape.shape, sharding, part)
 
     # Each batch, all its leaves.
     placed = []
     for group in groups:
-        shapes = blocks.make_global_shapes(group, axis) if split else group
+        shapes = blocks.make_global_shapes(group) if split else group
         layouts = shardings(shapes).batch
         batch = jax.tree.map(put_leaf, group.batch, shapes.batch, layouts)
         placed.append(group._replace(batch=batch))

@@ -1,6 +1,5 @@
 """Data parallelism with the state whole on every device: on one, by XLA, by hand."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,13 @@ from jaxtyping import PyTree
 from ..basics.arguments import checks_arguments
 from ..basics.tree import map_nodes
 from ..step import DATA, Collectives, Group
-from .base import DataParallel, Rows, drop_micro_batch_axis, replace_attributes
+from .base import (
+    DataParallel,
+    Rows,
+    count_shards,
+    drop_micro_batch_axis,
+    replace_attributes,
+)
 from .fsdp_units import FSDPUnits
 from .meshes import Devices, find_devices, get_axis_names, make_mesh
 from .shard_map_collectives import NO_UNITS, ShardMapCollectives
@@ -78,7 +83,6 @@ class Sharded(DataParallel):
             )
         auto = (AxisType.Auto,) * len(mesh.axis_names)
         self.mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=auto)
-        self.num_shards = math.prod(self.mesh.shape[name] for name in self.row_axes)
 
     def on(self, devices: Sequence[Any]) -> "Sharded":
         """This strategy on other devices; the axis `"data"` is what they allow."""
@@ -90,12 +94,7 @@ class Sharded(DataParallel):
                 f" of the mesh's other axes than {DATA!r} in {shape}."
             )
         size = len(devices) // others
-        # Exact: num_shards is a product of sizes of axes, that of DATA among them.
-        return replace_attributes(
-            self,
-            mesh=make_mesh(devices, {**shape, DATA: size}),
-            num_shards=self.num_shards * size // shape[DATA],
-        )
+        return replace_attributes(self, mesh=make_mesh(devices, {**shape, DATA: size}))
 
     def collectives(self, groups: Sequence[Group], rows: Rows) -> Collectives:
         """Returns those by which devices work on their rows alone, if they may.
@@ -104,7 +103,7 @@ class Sharded(DataParallel):
         wherever they are summed up: for each micro-batch, and in each turn of a loop in
         the model.
         """
-        if self.num_shards == 1:
+        if count_shards(self) == 1:
             return Collectives()
         is_apart = rows == "apart" and all(
             self._is_by_rows(drop_micro_batch_axis(leaf))
@@ -160,7 +159,7 @@ class Pmap(Sharded):
         super().__init__(devices)
 
     def __repr__(self) -> str:
-        return f"Pmap({self.num_shards})"
+        return f"Pmap({self.mesh.size})"
 
 
 def make_named_shardings(mesh: Mesh, specs: PyTree) -> PyTree:

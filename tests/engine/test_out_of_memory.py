@@ -110,10 +110,15 @@ def test_a_batch_that_finds_no_room_is_said_and_loses_nothing():
     class NoRoom(SingleDevice):
         full = False
 
-        def place_batch(self, groups, *, split):
-            if self.full:
-                raise jax.errors.JaxRuntimeError(SAID)
-            return super().place_batch(groups, split=split)
+        def compile(self, *arguments, **options):
+            step = super().compile(*arguments, **options)
+
+            def call(*inputs):
+                if self.full:
+                    raise jax.errors.JaxRuntimeError(SAID)
+                return step(*inputs)
+
+            return call
 
     strategy = NoRoom()
     trainer = make_small(strategy=strategy)

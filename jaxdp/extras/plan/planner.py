@@ -18,6 +18,7 @@ from jax.experimental import topologies
 from ...basics.arguments import check_number
 from ...basics.hardware import get_memory_limit, get_product_precision
 from ...step import BY_DEFAULT, Batch, map_batched
+from ...strategies.base import count_shards
 from ..pipeline import Pipeline
 from .hardware import (
     HARDWARE,
@@ -93,7 +94,7 @@ class Planner:
 
     def num_shards(self, num_devices: int) -> int:
         """Into how many parts so many devices split the rows."""
-        return self._strategy_on(self._devices(num_devices)).num_shards
+        return count_shards(self._strategy_on(self._devices(num_devices)))
 
     def limit(self, memory: int | float | None) -> int:
         """Bytes that a program may take."""

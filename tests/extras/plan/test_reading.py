@@ -26,6 +26,7 @@ from jaxdp.callbacks import DonateBuffers, NanGuard
 from jaxdp.extras.plan import Hardware
 from jaxdp.extras.plan.reading import Reading
 from jaxdp.step.collectives import Collectives
+from jaxdp.strategies.base import count_shards
 
 STRATEGIES = {
     "Sharded(8)": lambda: Sharded(8),
@@ -65,7 +66,7 @@ def test_bytes_are_those_of_the_program_that_fit_runs_and_of_live_arrays(name):
     assert memory.other == live((state.key, state.step, state.totals))
     batch_bytes = memory.arguments - live(state)
     assert memory.batch == batch_bytes
-    assert memory.batch == 64 // trained.strategy.num_shards * (16 + 1) * 4 + 4
+    assert memory.batch == 64 // count_shards(trained.strategy) * (16 + 1) * 4 + 4
     assert all(leaf.overwritten for leaf in plan.leaves if leaf.group != "batch")
 
 
@@ -257,7 +258,7 @@ def test_a_leaf_of_the_batch_may_be_for_nothing(strategy):
         loss_fn=lambda model, x: jax.vmap(model)(x).sum(axis=1),
         strategy=strategy,
     ).plan([x])
-    assert plan.memory.batch - alone.memory.batch == 4 * 8 / strategy.num_shards
+    assert plan.memory.batch - alone.memory.batch == 4 * 8 / count_shards(strategy)
 
 
 class Deep(eqx.Module):
