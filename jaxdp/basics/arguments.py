@@ -277,3 +277,26 @@ def parse_duration(duration: Any, argument: str = "duration") -> float:
             " negative."
         )
     return seconds
+
+
+def format_call(made: Any, num_positional: int = 0, **texts: str | None) -> str:
+    """Returns the call that makes an object, of what differs from the defaults.
+
+    Args:
+        made: whose attributes have the names of the arguments of its class.
+        num_positional: how many of the first arguments are shown without their names.
+        texts: by name, what is shown in the place of the attributes; None hides one.
+    """
+    shown = []
+    for place, (name, parameter) in enumerate(
+        inspect.signature(type(made)).parameters.items()
+    ):
+        value = vars(made).get(name, parameter.default)
+        text = getattr(value, "__qualname__", None) or repr(value)
+        is_long = len(text) >= 200 or " at 0x" in text
+        text = texts.get(name, "..." if is_long else text)
+        is_other = name in texts or repr(value) != repr(parameter.default)
+        if is_other and text is not None:
+            is_named = place >= num_positional or len(shown) < place
+            shown.append(f"{name}={text}" if is_named else text)
+    return f"{type(made).__name__}({', '.join(shown)})"

@@ -1,12 +1,12 @@
 """The base class of callbacks, and the calls of their hooks."""
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from jaxtyping import Array, PyTree
 
+from ..basics.arguments import format_call
 from ..basics.console import warn
 from ..basics.tracebacks import note_callback
 from ..engine import StepOptions
@@ -154,17 +154,7 @@ class Callback:
         return ""
 
     def __repr__(self) -> str:
-        """The class and the arguments that differ from their defaults, as far as
-        attributes have their names."""
-        shown = []
-        for name, parameter in inspect.signature(type(self)).parameters.items():
-            value = vars(self).get(name, parameter.default)
-            if value is not parameter.default and repr(value) != repr(
-                parameter.default
-            ):
-                text = getattr(value, "__qualname__", None) or repr(value)
-                shown.append(f"{name}={text if len(text) < 200 else '...'}")
-        return f"{type(self).__name__}({', '.join(shown)})"
+        return format_call(self)
 
     # Methods that are part of the compiled step. One that is not overridden costs
     # nothing.

@@ -30,16 +30,14 @@ class RowBlocks(NamedTuple):
             for block in self.local
         ]
 
-    def make_global_shapes(self, group: Any, axis: int = 1) -> Any:
+    def make_global_shapes(self, group: Any) -> Any:
         """The shapes of a group with all blocks' rows, of one with the own ones'."""
-        return group._replace(
-            batch=jax.tree.map(lambda leaf: self._whole(leaf, axis), group.batch)
-        )
+        return group._replace(batch=jax.tree.map(self._make_global_shape, group.batch))
 
-    def _whole(self, leaf: Any, axis: int) -> jax.ShapeDtypeStruct:
-        shape = list(leaf.shape)
-        shape[axis] = shape[axis] // len(self.local) * self.count
-        return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
+    def _make_global_shape(self, leaf: Any) -> jax.ShapeDtypeStruct:
+        micros, rows, *others = leaf.shape
+        rows = rows // len(self.local) * self.count
+        return jax.ShapeDtypeStruct((micros, rows, *others), leaf.dtype)
 
 
 def find_row_blocks(shards: Iterable[tuple[int, Any]], num_shards: int) -> RowBlocks:

@@ -193,7 +193,7 @@ class LocalSGD(Sharded):
         return _ReplicaCollectives(self.every, *given, rows=rows)
 
     def __repr__(self) -> str:
-        return f"LocalSGD(every={self.every}, replicas={self.mesh.size})"
+        return f"LocalSGD(every={self.every}, devices={self.mesh.size})"
 
 
 class _ReplicaCollectives(ShardMapCollectives):

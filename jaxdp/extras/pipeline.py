@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
-from ..basics.arguments import check_count, checks_arguments
+from ..basics.arguments import check_count, checks_arguments, format_call
 from ..basics.tree import map_nodes
 from ..step import DATA, Collectives, Group, TrainState
 from ..strategies.base import Rows
@@ -111,9 +111,7 @@ class Pipeline(Sharded):
         return _PipelineCollectives(self.mesh, self.microbatches, self._num_sharers)
 
     def __repr__(self) -> str:
-        fsdp = ", fsdp=True" if self.fsdp else ""
-        rows = f", devices={self.mesh.size}{fsdp}"
-        return f"Pipeline({self.stages}, {self.microbatches}{rows})"
+        return format_call(self, 2, devices=str(self.mesh.size))
 
 
 def _make_block_spec(leaf: Any, sharers: int) -> PartitionSpec:

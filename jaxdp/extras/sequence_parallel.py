@@ -8,7 +8,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from ..basics.arguments import checks_arguments
+from ..basics.arguments import checks_arguments, format_call
 from ..basics.tree import stored_path
 from ..step import DATA, Collectives, Group, OnRows, Results
 from ..strategies import FSDP
@@ -166,8 +166,7 @@ class SequenceParallel(FSDP):
         return tokens
 
     def __repr__(self) -> str:
-        fsdp = ", fsdp=True" if self.fsdp else ""
-        return f"SequenceParallel({dict(self.mesh.shape)}{fsdp})"
+        return format_call(self, 1, mesh_shape=repr(dict(self.mesh.shape)))
 
 
 class _SequenceCollectives(Collectives):
@@ -201,7 +200,9 @@ class _SequenceCollectives(Collectives):
 
 def _split(leaf: Any, tokens: int) -> PartitionSpec:
     """Returns the split of a leaf `(rows, ...)` of a batch with so many tokens."""
-    return PartitionSpec(DATA, *[SEQ] * (leaf.shape[1:2] == (tokens,)))
+    if len(leaf.shape) < 2:
+        return PartitionSpec(DATA)
+    return PartitionSpec(DATA, SEQ if leaf.shape[1] == tokens else None)
 
 
 def _name_leaves(batch: PyTree) -> list[tuple[str, Any]]:

@@ -19,6 +19,7 @@ from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .. import losses
+from ..basics.arguments import format_call
 from ..basics.tracebacks import NoteOnError
 from ..basics.tree import get_node, leaf_path, matches
 from .collectives import Collectives
@@ -28,7 +29,7 @@ from .state import Group, TrainState, Weights, match_dtypes
 from .steps import Steps, UpdateResult
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Part:
     """Some leaves (arrays) of a model, with their own loss and their own optimizer.
 
@@ -63,6 +64,9 @@ class Part:
     every: int = 1
     name: str | None = None
     gradient_clip_val: float | None = None
+
+    def __repr__(self) -> str:
+        return format_call(self, 3)
 
 
 def add_clipping(

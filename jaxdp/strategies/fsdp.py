@@ -102,7 +102,7 @@ class FSDPUnitStrategy(Sharded):
 
     def set_gather(self, gather: Any) -> None:
         """Sets which do: `gather` of `FSDP`."""
-        self._gather = _check_gather(gather)
+        self.gather = _check_gather(gather)
         self.units = NO_UNITS
 
     def blocks(self, path: str) -> PartitionSpec:
@@ -122,16 +122,16 @@ class FSDPUnitStrategy(Sharded):
         return self.units
 
     def _find_units(self, model: PyTree) -> FSDPUnits:
-        if self._gather == "once":
+        if self.gather == "once":
             return NO_UNITS
-        if isinstance(self._gather, str):
+        if isinstance(self.gather, str):
             stacks = {name: path for name, (path, _) in find_stacks(model).items()}
             paths = {
                 f"{name}.stacked".lstrip("."): (*path, GetAttrKey("stacked"))
                 for name, path in stacks.items()
                 if isinstance(get_node(model, path).stacked, eqx.Module)
             }
-            if not paths and self._gather == "blocks":
+            if not paths and self.gather == "blocks":
                 raise ValueError(
                     "`gather`='blocks' gathers the blocks of a jaxdp.Stack one by"
                     " one, but the model has none. Make its equal layers one,"
@@ -139,15 +139,11 @@ class FSDPUnitStrategy(Sharded):
                     " gather=['layers[*]']."
                 )
         else:
-            paths = find_outermost_modules(model, self._gather, "gather")
+            paths = find_outermost_modules(model, self.gather, "gather")
         stacked = {
             name: _count_stacks_above(path, model) for name, path in paths.items()
         }
         return FSDPUnits(paths, stacked)
-
-    def __repr__(self) -> str:
-        how = "" if self._gather == "auto" else f", gather={self._gather!r}"
-        return f"{super().__repr__().removesuffix(')')}{how})"
 
 
 class FSDP(FSDPUnitStrategy, _AxisShardedStrategy):
@@ -199,6 +195,7 @@ class FSDP(FSDPUnitStrategy, _AxisShardedStrategy):
             mesh, devices = _make_group_mesh(devices, mesh, groups), None
             self.row_axes = (_GROUP, DATA)
         super().__init__(devices, mesh, min_size)
+        self.groups = groups
         self.set_gather(gather)
 
     @property

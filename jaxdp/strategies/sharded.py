@@ -7,7 +7,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from ..basics.arguments import checks_arguments
+from ..basics.arguments import checks_arguments, format_call
 from ..basics.tree import map_nodes
 from ..step import DATA, Collectives, Group
 from .base import (
@@ -49,7 +49,9 @@ class SingleDevice(DataParallel):
         return replace_attributes(self, mesh=make_mesh(devices, {DATA: 1}))
 
     def __repr__(self) -> str:
-        return f"SingleDevice({self.mesh.devices.flat[0]})"
+        device = self.mesh.devices.flat[0]
+        is_first = device == jax.devices()[0]
+        return "SingleDevice()" if is_first else f"SingleDevice({device})"
 
 
 class Sharded(DataParallel):
@@ -132,7 +134,11 @@ class Sharded(DataParallel):
         )
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({dict(self.mesh.shape)})"
+        if self.mesh.devices.ndim == 1 or self.mesh.axis_names == self.row_axes:
+            return format_call(self, 1, devices=str(self.mesh.size), mesh=None)
+        names = self.mesh.axis_names
+        mesh = f"jax.make_mesh({self.mesh.devices.shape}, {names})"
+        return format_call(self, mesh=mesh)
 
 
 class Pmap(Sharded):
@@ -157,9 +163,6 @@ class Pmap(Sharded):
     @checks_arguments
     def __init__(self, devices: Devices = None):
         super().__init__(devices)
-
-    def __repr__(self) -> str:
-        return f"Pmap({self.mesh.size})"
 
 
 def make_named_shardings(mesh: Mesh, specs: PyTree) -> PyTree:

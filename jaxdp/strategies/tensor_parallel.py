@@ -8,7 +8,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from ..basics.arguments import checks_arguments
+from ..basics.arguments import checks_arguments, format_call
 from ..basics.tree import leaf_path, matches
 from ..step import DATA, TrainState
 from .fsdp import FSDPUnitStrategy, split_axis
@@ -110,6 +110,9 @@ class TensorParallel(FSDPUnitStrategy):
                     f" ones. The paths are {shown or 'none'}."
                 )
         return super().layouts(state)
+
+    def __repr__(self) -> str:
+        return format_call(self, 1, mesh_shape=repr(dict(self.mesh.shape)))
 
     def _find_units(self, model: PyTree) -> FSDPUnits:
         return super()._find_units(model) if _FSDP in self.mesh.shape else NO_UNITS

@@ -24,7 +24,7 @@ def norm(tree):
     return np.sqrt(sum(float((x**2).sum()) for x in jax.tree.leaves(tree)))
 
 
-@pytest.mark.slow_but("Sharded({'data': 8})")
+@pytest.mark.slow_but("Sharded(8)")
 @pytest.mark.parametrize("strategy", [SingleDevice(), Sharded(8), Pmap(4)], ids=repr)
 def test_norms_are_those_of_plain_jax(tmp_path, strategy):
     data = batches(*[8] * 3)

@@ -42,7 +42,7 @@ def by_hand(make_optimizer, rates, data):
     return losses
 
 
-@pytest.mark.slow_cases("SingleDevice(cpu:0)")
+@pytest.mark.slow_cases("SingleDevice()")
 @pytest.mark.parametrize("strategy", [SingleDevice(), Sharded(4)], ids=repr)
 def test_losses_are_those_of_steps_with_those_rates(strategy):
     data = batches(*[8] * 6)

@@ -222,7 +222,7 @@ def test_a_resume_goes_on_to_the_bit(saved):
 
 
 def test_another_number_of_replicas_is_refused(saved):
-    with pytest.raises(ValueError, match="replicas=8.*replicas=2"):
+    with pytest.raises(ValueError, match="devices=8.*devices=2"):
         resumed(saved[0], LocalSGD(every=3, devices=2))
 
 

@@ -132,9 +132,7 @@ def averaging(average):
     return [WeightAveraging(average)] if average else []
 
 
-@pytest.mark.slow_but(
-    "FSDP({'data': 8})-'32-true'-0.5", "SingleDevice(cpu:0)-'bf16-true'-0.5"
-)
+@pytest.mark.slow_but("FSDP(8)-'32-true'-0.5", "SingleDevice()-'bf16-true'-0.5")
 @pytest.mark.parametrize("strategy, precision, average", [
     (SingleDevice(), "32-true", 0.5), (FSDP(min_size=1), "32-true", None),
     (FSDP(min_size=1), "32-true", 0.5), (SingleDevice(), "bf16-true", 0.5),

@@ -61,7 +61,7 @@ def by_hand(optimizer, steps):
     return losses
 
 
-@pytest.mark.slow_but("Sharded({'data': 8})-1-lbfgs", "Pmap(8)-1-backtracking")
+@pytest.mark.slow_but("Sharded(8)-1-lbfgs", "Pmap(8)-1-backtracking")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(
     "strategy, micro_batches",

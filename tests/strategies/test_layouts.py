@@ -78,7 +78,7 @@ def test_where_rows_interact_numbers_stay_and_bytes_are_known(strategy):
     )
 
 
-@pytest.mark.slow_but("FSDP({'data': 8})")
+@pytest.mark.slow_but("FSDP(8)")
 @pytest.mark.parametrize("strategy", [ZeRO(), FSDP(2), FSDP(8)], ids=str)
 def test_batch_norm_sees_every_row(strategy):
     runs = []

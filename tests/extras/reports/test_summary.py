@@ -123,9 +123,7 @@ def test_a_model_of_shapes_and_a_strategy_that_does_not_tell_its_layout():
 
 def test_a_trainer_says_in_a_line_what_it_is():
     trainer = make_small(strategy=Sharded(8))
-    assert repr(trainer) == (
-        "Trainer(MLP, 67 parameters, Sharded({'data': 8}), step 0, epoch 0)"
-    )
+    assert repr(trainer) == ("Trainer(MLP, 67 parameters, Sharded(8), step 0, epoch 0)")
     trainer.fit(batches(8, 8))
     assert repr(trainer).endswith("step 2, epoch 1)")
 
