@@ -113,7 +113,7 @@ def top_5_accuracy(prediction: Array, target: Array) -> Array:
 
 
 def num_logits(prediction: Array) -> int:
-    """How many classes the model tells apart; 1 if it answers yes/no questions."""
+    """Returns the number of classes of logits; 1 for answers to yes/no questions."""
     return prediction.shape[-1] if prediction.ndim > 1 else 1
 
 
@@ -169,7 +169,7 @@ def _without_options(criterion: Criterion) -> Criterion:
 def num_classes(
     criteria: Mapping[str, Criterion], prediction: Any, target: Any
 ) -> int | None:
-    """How many classes integer targets have, where the criteria tell.
+    """Returns the number of classes of integer targets, where the criteria tell.
 
     Raises:
         ValueError: if answers to yes/no questions were taken for logits of classes.
@@ -201,14 +201,14 @@ _SYNONYMS: Final = {
 
 
 def find_loss(loss: str | Criterion) -> Criterion:
-    """The criterion called `loss`, or `loss` itself if it is callable."""
+    """Returns the criterion called `loss`, or `loss` itself if it is callable."""
     return _find("`loss`", loss, LOSSES)
 
 
 def find_metrics(
     metrics: str | Criterion | Iterable[str | Criterion] | Mapping[str, Any] | None,
 ) -> dict[str, Criterion]:
-    """Metrics as `{name: criterion}`, from names, callables or a mapping."""
+    """Returns metrics as `{name: criterion}`, from names, callables or a mapping."""
     if metrics is None:
         metrics = ()
     if isinstance(metrics, str) or callable(metrics):
@@ -289,7 +289,7 @@ def check_metric_name(argument: str, name: Any) -> None:
 
 
 def infer_loss(target: Any) -> tuple[str, str]:
-    """The name of the loss that fits `target`, and the reason in words."""
+    """Returns the name of the loss that fits `target`, and the reason in words."""
     dtype = getattr(target, "dtype", None)
     if dtype is not None and jnp.issubdtype(dtype, jnp.integer):
         return "cross_entropy", f"targets are integers ({dtype})"
@@ -304,14 +304,14 @@ def infer_loss(target: Any) -> tuple[str, str]:
 
 
 def per_row(values: Array) -> Array:
-    """`(batch, ...)` to `(batch,)` by the mean over all other axes."""
+    """Averages `(batch, ...)` over all other axes to `(batch,)`."""
     return (
         values.reshape(values.shape[0], -1).mean(axis=1) if values.ndim > 1 else values
     )
 
 
 def broadcasts_silently(criterion: Criterion, prediction: Any, target: Any) -> Any:
-    """The shape that `criterion` blows `(batch, 1)` against `(batch,)` up to, if so.
+    """Returns the shape that `criterion` broadcasts `(batch, 1)` and `(batch,)` to.
 
     Two arrays that differ only in axes of size one are nearly always meant to
     match row by row, but NumPy's rules make `(batch, batch)` of them. Only when
@@ -338,7 +338,7 @@ def broadcasts_silently(criterion: Criterion, prediction: Any, target: Any) -> A
 
 
 def name_of(metric: str | Criterion) -> str:
-    """What a metric that comes without a name is called."""
+    """Returns the name of a metric that comes without one."""
     name = metric if isinstance(metric, str) else getattr(metric, "__name__", None)
     if name is None or name == "<lambda>":
         raise TypeError(
@@ -348,7 +348,7 @@ def name_of(metric: str | Criterion) -> str:
 
 
 def _pick(logits: Array, labels: Array) -> Array:
-    """The logit of each label; NaN for a label of no class.
+    """Returns the logit of each label; NaN for a label of no class.
 
     By comparison, whose gradient XLA fuses with that of the softmax. That of indexing
     is a scatter into another array as large as the logits.
@@ -364,13 +364,12 @@ def _is_float(array: Any) -> bool:
 
 
 def _numbers(target: Array, prediction: Array) -> Array:
-    """Bools and integers as numbers of the prediction's dtype."""
+    """Returns bools and integers as numbers of the prediction's dtype."""
     return target if _is_float(target) else target.astype(prediction.dtype)
 
 
 def _paired(name: str, prediction: Array, target: Array) -> tuple[Array, Array]:
-    """A prediction and a target of one shape, which may differ by an axis of one at
-    the end."""
+    """Returns a prediction and a target of one shape, without a last axis of one."""
     shapes = prediction.shape, target.shape
     if prediction.shape == (*target.shape, 1):
         prediction = prediction[..., 0]
@@ -392,7 +391,7 @@ def _paired(name: str, prediction: Array, target: Array) -> tuple[Array, Array]:
 
 
 def _errors(name: str, prediction: Array, target: Array) -> tuple[Array, Array | None]:
-    """What optax takes the errors from; of complex numbers, their distance."""
+    """Returns the arguments of an optax loss; of complex numbers, their distance."""
     prediction, target = _paired(name, prediction, target)
     target = _numbers(target, prediction)
     if jnp.iscomplexobj(prediction) or jnp.iscomplexobj(target):
@@ -401,13 +400,13 @@ def _errors(name: str, prediction: Array, target: Array) -> tuple[Array, Array |
 
 
 def _labels(name: str, prediction: Array, target: Array) -> Array:
-    """The class of every target."""
+    """Returns the class of every target."""
     target = _classes(name, prediction, target)
     return target if target.ndim < prediction.ndim else jnp.argmax(target, axis=-1)
 
 
 def _classes(name: str, prediction: Array, target: Array) -> Array:
-    """Labels `(batch, ...)`, or targets shaped like logits `(batch, ..., classes)`."""
+    """Returns labels `(batch, ...)`, or targets in the shape of the logits."""
     got = (
         f"{name!r} got logits of shape {prediction.shape} and targets of shape"
         f" {target.shape}, {target.dtype}"

@@ -261,7 +261,7 @@ class VirtualShards(Collectives):
 
 
 class _VirtualShard(Collectives):
-    """What the function of rows is given: one virtual shard of all there are."""
+    """The collectives of a step that works on one virtual shard."""
 
     num_shards = SHARDS
 
@@ -329,7 +329,7 @@ class _RowBuffer:
 def _map_row_results(
     function: Callable[[Any], Any], found: Any, results: Any, others: Any = None
 ) -> Any:
-    """Results with a function applied to those that are values of rows.
+    """Applies a function to those results that are values of rows.
 
     The leaves of the rest stay as they are, or become `others` where that is given.
     """
@@ -345,7 +345,7 @@ def _map_row_results(
 
 
 def _compiler_options_for(device: Any) -> dict[str, Any]:
-    """What XLA is told so that equal work has equal bits on a device."""
+    """Returns the options of XLA that give equal work equal bits on a device."""
     return _OPTIONS | (
         {"xla_gpu_deterministic_ops": True} if device.platform == "gpu" else {}
     )
@@ -386,7 +386,7 @@ class _DeduplicatedTrace(NamedTuple):
 
 
 def _stack(leaf: Array) -> Array:
-    """`(micros, turns, rows, ...)` as `(turns + 1, micros, rows, ...)`."""
+    """Returns `(micros, turns, rows, ...)` as `(turns + 1, micros, rows, ...)`."""
     leaf = jnp.swapaxes(leaf, 0, 1)
     return jnp.concatenate([leaf, leaf[:1]])
 
@@ -394,7 +394,7 @@ def _stack(leaf: Array) -> Array:
 def _loop(
     times: int, start: Array, zero: Array, body: Callable[[Array, Any], Any], first: Any
 ) -> Any:
-    """`body` so many times, from `start` on; `zero` is what the compiler can't know."""
+    """Runs `body` `times` times, from `start` on; the compiler does not know `zero`."""
 
     def run(carry: Any) -> Any:
         turn, value = carry

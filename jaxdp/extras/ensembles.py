@@ -44,7 +44,7 @@ MEMBERS: Final = "members"
 
 
 class Ensemble:
-    """How many models `Trainer(ensemble=...)` trains, and how they differ.
+    """The number of models that `Trainer(ensemble=...)` trains, and how they differ.
 
     Args:
         size: how many. The leading axis of every array of the model has this size.

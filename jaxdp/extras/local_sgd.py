@@ -288,16 +288,18 @@ class _ReplicaCollectives(ShardMapCollectives):
 
 
 class _ReplicaAxisCollectives(AxisCollectives):
-    """What a device is given that trains a replica on its own rows."""
+    """The collectives of a device that trains a replica on its own rows."""
 
     def sum_gradients(self, gradients: PyTree) -> PyTree:
-        """Gradients of sums over the replicas' mean number of rows: their mean over
-        replicas is the one over all rows."""
+        """Scales gradients of sums over the replicas' mean number of rows.
+
+        Their mean over replicas is the one over all rows.
+        """
         return jax.tree.map(lambda leaf: leaf * self.num_shards, gradients)
 
 
 def _init_replicas(inner: Any, replicas: PyTree) -> PyTree:
-    """The state of the optimizer `inner` for each replica.
+    """Returns the state of the optimizer `inner` for each replica.
 
     Scalars that are like no parameter are taken to be the same for all, which learning
     rates must be to be set; unless an update makes them of gradients.
@@ -315,7 +317,7 @@ def _init_replicas(inner: Any, replicas: PyTree) -> PyTree:
 
 
 def _share_scalars(inner: Any, each: PyTree) -> PyTree:
-    """The states of all replicas, with one of each scalar that is like no parameter."""
+    """Returns the states of all replicas, with one of each scalar of no parameter."""
 
     def one(leaf: Any) -> Any:
         return leaf[0] if leaf.ndim == 1 else leaf
@@ -331,7 +333,7 @@ def _share_scalars(inner: Any, each: PyTree) -> PyTree:
 def _make_replica_update(
     inner: Any, state: PyTree, value: Array
 ) -> Callable[..., tuple[PyTree, PyTree]]:
-    """`inner.update` for gradients, states like `state`, and weights of each replica.
+    """Returns `inner.update` over gradients, states and weights of replicas.
 
     `value` is the loss.
     """
@@ -350,7 +352,7 @@ class _NeedsLosses(ValueError):
 
 
 def _refuse(*_: Any) -> Any:
-    """Stands in the place of the loss, which is one of all replicas."""
+    """Raises in the place of the loss, which is one of all replicas."""
     raise _NeedsLosses(
         "`optimizer` evaluates the loss, as optax.lbfgs does, but under LocalSGD there"
         " are several models with a loss each. Use an optimizer that only needs"
@@ -359,18 +361,18 @@ def _refuse(*_: Any) -> Any:
 
 
 def _compute_outer_gradient(outer: Array, replicas: Array) -> Array:
-    """What the outer optimizer takes for a gradient: the mean change, negated."""
+    """Returns the gradient for the outer optimizer: the mean change, negated."""
     mean = _mean(replicas)
     return (outer.astype(mean.dtype) - mean).astype(outer.dtype)
 
 
 def _mean(replicas: Array) -> Array:
-    """The mean over replicas, computed in float32 or wider."""
+    """Returns the mean over replicas, computed in float32 or wider."""
     return replicas.mean(0, dtype=jnp.promote_types(replicas.dtype, jnp.float32))
 
 
 def _broadcast_to_replicas(tree: PyTree, like: PyTree) -> PyTree:
-    """The same for each replica, in the shapes of `like`."""
+    """Broadcasts a tree to each replica, in the shapes of `like`."""
     return jax.tree.map(lambda x, stack: jnp.broadcast_to(x, stack.shape), tree, like)
 
 
@@ -379,7 +381,7 @@ def _get_ndims(tree: PyTree) -> list[int]:
 
 
 def _map_stacks(function: Callable[[Any], Any], state: TrainState) -> TrainState:
-    """`state` with `function` of those leaves that have one entry for each replica."""
+    """Applies `function` to the leaves of `state` with one entry per replica."""
 
     def of_stack(leaf: Any) -> Any:
         return function(leaf) if leaf.ndim else leaf
@@ -392,7 +394,7 @@ def _map_stacks(function: Callable[[Any], Any], state: TrainState) -> TrainState
 
 
 def _split_params(inputs: Any) -> Any:
-    """How the inputs of a step's gradients are split: weights by replicas."""
+    """Returns the specs of the inputs of a step's gradients: weights by replicas."""
 
     whole = PartitionSpec()
     by_replica = Weights(_SPLIT, whole, whole, whole, whole)
@@ -400,7 +402,7 @@ def _split_params(inputs: Any) -> Any:
 
 
 def _select_replica(inputs: Any) -> Any:
-    """The inputs as a replica takes them, where a device is shown a stack of one."""
+    """Returns the inputs of one replica, from a stack of one on this device."""
 
     def own(weights: Weights) -> Weights:
         params = jax.tree.map(lambda leaf: leaf[0], weights.params)

@@ -81,7 +81,7 @@ def muon(
 
 
 def _labels(params: PyTree, patterns: Sequence[str]) -> PyTree:
-    """Which of the two updates each leaf."""
+    """Returns for each leaf which of the two optimizers updates it."""
     used: set[str] = set()
 
     def label(path: Any, leaf: Array) -> str:
@@ -102,7 +102,7 @@ def _labels(params: PyTree, patterns: Sequence[str]) -> PyTree:
 
 
 def _is_matrix(params: PyTree, path: Any, leaf: Array) -> bool:
-    """Whether a leaf has two axes, apart from those of the stacks that it is in."""
+    """Returns True if a leaf has two axes, without those of the stacks around it."""
     nodes = [get_node(params, path[:length]) for length in range(len(path))]
     stacks = sum(isinstance(node, Stack) for node in nodes)
     is_embedding = any(isinstance(node, eqx.nn.Embedding) for node in nodes)
@@ -116,7 +116,7 @@ class _Momentum(NamedTuple):
 
 
 def _momentum(beta: float, nesterov: bool) -> optax.GradientTransformation:
-    """The momentum of `optax.contrib.muon`, whose bias is corrected."""
+    """Returns the momentum of `optax.contrib.muon`, whose bias is corrected."""
 
     def init(params: PyTree) -> _Momentum:
         return _Momentum(jnp.int32(0), optax.tree.zeros_like(params))
@@ -138,7 +138,7 @@ def _momentum(beta: float, nesterov: bool) -> optax.GradientTransformation:
 
 
 def _orthogonalize(updates: PyTree, ns_steps: int, eps: float) -> PyTree:
-    """All matrices orthogonalized, those of one shape and dtype at once."""
+    """Orthogonalizes all matrices, those of one shape and dtype at once."""
     leaves, treedef = jax.tree.flatten(updates)
     alike = collections.defaultdict(list)
     for place, leaf in enumerate(leaves):
@@ -169,7 +169,7 @@ def _orthogonalize(updates: PyTree, ns_steps: int, eps: float) -> PyTree:
 def _distribute_over_devices(
     function: Callable[[Array], Array], stacks: Sequence[Array]
 ) -> list[Array]:
-    """`function` of stacks of matrices `(number, m, n)`, each on one of the devices.
+    """Applies `function` to stacks `(number, m, n)`, each matrix on one device.
 
     By hand: XLA would move the gradient and the momentum, where their sum is enough.
     """
@@ -178,7 +178,7 @@ def _distribute_over_devices(
     shape, names, count = stacks[0].shape, mesh.axis_names, mesh.size
 
     def together(*stacks: Array) -> Array:
-        """All matrices, and zeros, so that the devices divide their number."""
+        """Concatenates all matrices, and zeros up to a multiple of the devices."""
         return jnp.pad(
             jnp.concatenate(stacks), [(0, -int(ends[-1]) % count), (0, 0), (0, 0)]
         )
@@ -222,7 +222,7 @@ def _shard_map(function: Any, mesh: Any, layout: PartitionSpec) -> Any:
 
 
 def _scale_updates(updates: PyTree, consistent_rms: float | None) -> PyTree:
-    """Orthogonal matrices in the size of an update."""
+    """Scales orthogonal matrices to the size of an update."""
 
     def scaled(leaf: Array) -> Array:
         fan_out, fan_in = leaf.shape[-2:]

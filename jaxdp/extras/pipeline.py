@@ -86,7 +86,7 @@ class Pipeline(Sharded):
 
     @property
     def _num_sharers(self) -> int:
-        """How many devices share the blocks of a stage."""
+        """The number of devices that share the blocks of a stage."""
         return self.mesh.shape[DATA] if self.fsdp else 1
 
     def layouts(self, state: TrainState) -> dict[str, PartitionSpec]:
@@ -115,7 +115,7 @@ class Pipeline(Sharded):
 
 
 def _make_block_spec(leaf: Any, sharers: int) -> PartitionSpec:
-    """How an array of blocks is split, over stages and the devices of each."""
+    """Returns the split of an array of blocks, over stages and the devices of each."""
     axis = split_axis(leaf, sharers, 1, PartitionSpec(_STAGE))
     between = [None] * ((axis or 1) - 1)
     return PartitionSpec(_STAGE, *between, *([] if axis is None else [DATA]))
@@ -174,7 +174,7 @@ class _PipelineStack(eqx.Module):
     def _run_stages(
         self, blocks: Any, size: int, arrays: PyTree, x: PyTree, keys: Any
     ) -> PyTree:
-        """What all blocks make of the rows of `x`; keys are `(rows, blocks)`."""
+        """Applies all blocks to the rows of `x`; keys are `(rows, blocks)`."""
         data = None if size % self.mesh.shape[DATA] else DATA
         specs = jax.tree.map(lambda leaf: _make_block_spec(leaf, self.sharers), arrays)
 
@@ -193,7 +193,7 @@ class _PipelineStack(eqx.Module):
         return in_stages(arrays, x, keys)
 
     def _run_stage(self, blocks: Any, arrays: PyTree, x: PyTree, keys: Any) -> PyTree:
-        """What one device does: its blocks, for one micro-batch after the other.
+        """Applies the blocks of one device to one micro-batch after the other.
 
         Before the first arrives and after the last has left, it works on some rows all
         the same, and nothing becomes of them. They are real ones: zeros might have
@@ -233,7 +233,7 @@ class _PipelineStack(eqx.Module):
 
 
 def _all_gather_shards(leaf: Array, spec: PartitionSpec) -> Array:
-    """What the devices of a stage have shards of."""
+    """Gathers an array of blocks from the devices of a stage."""
     if DATA not in spec:
         return leaf
     return jax.lax.all_gather(leaf, DATA, axis=spec.index(DATA), tiled=True)

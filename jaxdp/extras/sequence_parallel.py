@@ -69,7 +69,7 @@ class SequenceParallel(FSDP):
         return (DATA, SEQ) if self.fsdp else ()
 
     def batch_spec(self, leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
-        """How a leaf of a batch is split; axis 1, if there is one, counts tokens.
+        """Returns the split of a leaf; axis 1, if there is one, counts tokens.
 
         In a batch with longer rows it is split by rows only: see `batch_layouts`.
         """
@@ -79,7 +79,7 @@ class SequenceParallel(FSDP):
         return PartitionSpec(DATA, SEQ)
 
     def batch_layouts(self, batch: PyTree) -> dict[str, PartitionSpec]:
-        """How each leaf of a batch is split over the devices.
+        """Returns the split of each leaf of a batch over the devices.
 
         Args:
             batch: arrays, or their shapes and dtypes, `(rows, ...)`.
@@ -120,7 +120,7 @@ class SequenceParallel(FSDP):
         return _SequenceCollectives(inner, split, self.mesh.abstract_mesh)
 
     def _split_tokens(self, rows: str | None, group: Group) -> Group:
-        """The group with its tokens split.
+        """Returns the group with its tokens split.
 
         Args:
             rows: the axis that rows are split over, if they are.
@@ -139,7 +139,7 @@ class SequenceParallel(FSDP):
         return group._replace(batch=jax.tree.map(split, group.batch))
 
     def _find_num_tokens(self, batch: PyTree) -> int:
-        """How many tokens the rows of a batch have: its longest axis 1."""
+        """Returns the number of tokens per row of a batch: its longest axis 1."""
         leaves = _name_leaves(batch)
         lengths = {name: leaf.shape[1] for name, leaf in leaves if len(leaf.shape) > 1}
         if not lengths:
@@ -206,7 +206,7 @@ def _split(leaf: Any, tokens: int) -> PartitionSpec:
 
 
 def _name_leaves(batch: PyTree) -> list[tuple[str, Any]]:
-    """The leaves of a batch as a user writes them: `batch[0]`, `batch['tokens']`."""
+    """Returns the leaves of a batch by names such as `batch[0]`."""
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     return [(f"batch{stored_path(path)}", leaf) for path, leaf in leaves]
 

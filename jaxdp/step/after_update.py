@@ -46,7 +46,7 @@ class AfterUpdate:
     def __call__(
         self, params: PyTree, buffers: PyTree, key: Any, step: Int[Array, ""]
     ) -> tuple[PyTree, PyTree]:
-        """The trained leaves and the other arrays, as the function changes them."""
+        """Returns the changed trained leaves, and the other arrays."""
         model = eqx.combine(params, buffers, self.static)
         offered = {"key": key, "step": step}
         new = self.function(model, **{name: offered[name] for name in self._names})

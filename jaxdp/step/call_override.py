@@ -7,7 +7,7 @@ from typing import Any
 
 
 def override_call(module: Any, call: Callable[..., Any]) -> Any:
-    """The module, whose call is `call(the module as it was, *arguments, **keywords)`.
+    """Returns the module with `call(original_module, *args, **kwargs)` as its call.
 
     Its class is a subclass: models ask `isinstance` of their layers.
     """
@@ -15,12 +15,12 @@ def override_call(module: Any, call: Callable[..., Any]) -> Any:
 
 
 def get_call_override(module: Any) -> Callable[..., Any] | None:
-    """What `override_call` made a module's call, if it did."""
+    """Returns the function that `override_call` gave a module, or None."""
     return next(iter(getattr(type(module), "_call_override", ())), None)
 
 
 def remove_call_override(module: Any) -> Any:
-    """The module as it was before `override_call`."""
+    """Returns the module as it was before `override_call`."""
     return _of_class(type(module).__bases__[0], module)
 
 
@@ -38,7 +38,7 @@ def _subclass(cls: type, call: Callable[..., Any]) -> type:
 
 
 def _of_class(cls: type, module: Any) -> Any:
-    """A module's fields in a module of another class."""
+    """Returns a module of another class with the same fields."""
     other = object.__new__(cls)
     for name, value in vars(module).items():
         object.__setattr__(other, name, value)

@@ -20,7 +20,7 @@ OnRows = Callable[["Collectives", Any, Sequence[Any]], Any]
 
 
 class Collectives:
-    """What a compiled step uses to communicate with other devices.
+    """The communication of a compiled step with other devices.
 
     In this class every method does nothing: on one device, and under `jax.jit` with
     shardings, the step sees the whole batch, and XLA inserts the communication.
@@ -30,7 +30,7 @@ class Collectives:
     num_shards: int = 1
 
     def row_ids(self, rows: int) -> Int[Array, " rows"]:
-        """Positions in the global batch of the `rows` rows that this step sees."""
+        """Returns the positions of this step's `rows` rows in the global batch."""
         return jnp.arange(rows)
 
     def over_rows(
@@ -44,24 +44,24 @@ class Collectives:
         return function(self, inputs, groups)
 
     def weights(self, state: Any) -> Any:
-        """The `Weights` of a `TrainState` at which gradients are taken."""
+        """Returns the `Weights` of a `TrainState` at which gradients are taken."""
         return state.weights
 
     def mean_gradients(self, gradients: PyTree) -> PyTree:
-        """Gradients from `over_rows`, in the shapes of the parameters, for hooks."""
+        """Returns gradients of `over_rows` in the parameters' shapes, for hooks."""
         return gradients
 
     def after_update(self, change: Callable[..., Any], state: Any, key: Any) -> Any:
-        """A new `TrainState` whose weights `change(params, buffers, key)` has made."""
+        """Returns a `TrainState` with weights of `change(params, buffers, key)`."""
         params, buffers = change(state.params, state.buffers, key)
         return state._replace(params=params, buffers=buffers)
 
     def arrange(self, model: PyTree) -> PyTree:
-        """The model to call in this step. It computes the same function of a row."""
+        """Returns the model to call in this step: the same function of a row."""
         return model
 
     def gather(self, params: PyTree) -> PyTree:
-        """Whole parameters, made from this device's shards before they are used."""
+        """Returns full parameters, gathered from this device's shards."""
         return params
 
     def sum_gradients(self, gradients: PyTree) -> PyTree:
@@ -73,7 +73,7 @@ class Collectives:
         return gradients
 
     def like_gradients(self, params: PyTree) -> PyTree:
-        """Parameters in the layout that `sum_gradients` gives their gradients."""
+        """Returns parameters in the layout of the gradients from `sum_gradients`."""
         return params
 
     def sum(self, values: PyTree) -> PyTree:

@@ -69,7 +69,9 @@ def evaluated_params(params: PyTree, opt_state: PyTree) -> PyTree:
 
 
 def _make_schedule_free_average(state: Any) -> Callable[[Array, Any], Array]:
-    """The average `x` of arXiv:2405.15682, whose `y = b1 x + (1 - b1) z` is trained.
+    """Returns a function to the average `x` of arXiv:2405.15682.
+
+    Trained is `y = b1 x + (1 - b1) z`.
 
     It is what `optax.contrib.schedule_free_eval_params` returns.
     """
@@ -84,7 +86,7 @@ def _make_schedule_free_average(state: Any) -> Callable[[Array, Any], Array]:
 
 
 def _make_sam_restore(state: Any) -> Callable[[Array, Any], Array]:
-    """The weights before the adversarial steps that were taken since."""
+    """Returns a function to the weights before the latest adversarial steps."""
 
     def before(params: Array, cache: Any) -> Array:
         if cache is None or isinstance(cache, MaskedNode):

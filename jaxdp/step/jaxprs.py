@@ -17,7 +17,7 @@ BY_DEFAULT: Final = "float32 by default"
 
 
 def products(jaxpr: Any) -> Products:
-    """Operations of matrix products and convolutions, a multiply-add as two.
+    """Counts operations of matrix products and convolutions, a multiply-add as two.
 
     Counted in what `jax.make_jaxpr` gave, so the same on every backend, with the bodies
     of scans as often as they run. Of a `cond` the costlier branch counts, of a
@@ -31,7 +31,7 @@ def products(jaxpr: Any) -> Products:
 
 
 def has_convolutions(jaxpr: Any) -> bool:
-    """Whether there is a convolution anywhere in a traced program."""
+    """Returns True if a traced program contains a convolution."""
     names = (equation.primitive.name for equation in equations_in(jaxpr))
     return "conv_general_dilated" in names
 
@@ -67,7 +67,7 @@ def gathers_in_branches(jaxpr: Any) -> bool:
 
 
 def has_own_loop(jaxpr: Any) -> bool:
-    """Whether a traced program has a loop that is named `OWN_LOOP`."""
+    """Returns True if a traced program has a loop in the scope `OWN_LOOP`."""
     return any(
         equation.primitive.name == "scan"
         and OWN_LOOP in str(equation.source_info.name_stack).split("/")
@@ -76,7 +76,7 @@ def has_own_loop(jaxpr: Any) -> bool:
 
 
 def make_loop_scope(times: int) -> str:
-    """The name for the scope (`jax.named_scope`) of a loop that runs `times` times.
+    """Returns the `jax.named_scope` of a loop that runs `times` times.
 
     For a `jax.lax.while_loop`, whose length the program does not contain.
     """
@@ -84,18 +84,18 @@ def make_loop_scope(times: int) -> str:
 
 
 def read_num_runs(path: str) -> int | None:
-    """How often a loop runs, if its innermost scope has a name by `make_loop_scope`."""
+    """Returns how often a loop runs, if `make_loop_scope` named its innermost scope."""
     match = re.search(r"\bruns_(\d+)_times\)*(?:/while)?$", path)
     return int(match[1]) if match else None
 
 
 def strip_constants(jaxpr: Any) -> Any:
-    """A program without its constants: itself, if it has none."""
+    """Returns a program without its constants, or itself if it has none."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def equations_in(jaxpr: Any) -> Iterator[Any]:
-    """The operations of a program, and of the programs in them."""
+    """Yields the operations of a program, and of the programs in them."""
     for equation in strip_constants(jaxpr).eqns:
         yield equation
         for inside in programs_in(equation):
@@ -103,7 +103,7 @@ def equations_in(jaxpr: Any) -> Iterator[Any]:
 
 
 def programs_in(equation: Any) -> list[Any]:
-    """The programs that are arguments of an operation."""
+    """Returns the programs that are arguments of an operation."""
     programs = []
     for value in equation.params.values():
         values = value if isinstance(value, tuple | list) else (value,)
@@ -144,7 +144,7 @@ def _products(equation: Any) -> Products:
 
 
 def _computed_in(equation: Any) -> str:
-    """What a product is computed in, by its arguments and the precision it asks for."""
+    """Returns the dtype of a product's arithmetic, from its arguments and precision."""
     dtypes = [argument.aval.dtype for argument in equation.invars[:2]]
     dtype = str(max(dtypes, key=lambda dtype: dtype.itemsize))
     precision = equation.params["precision"]
@@ -159,7 +159,7 @@ def _computed_in(equation: Any) -> str:
 
 
 def _convolution(equation: Any) -> int:
-    """Kernel taps that meet the input, zeros of padding and dilation included."""
+    """Counts kernel taps over the input, zeros of padding and dilation included."""
     numbers = equation.params["dimension_numbers"]
     kernel = equation.invars[1].aval.shape
     # The kernel's axes: out, in (of one group), then space.

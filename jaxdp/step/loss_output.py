@@ -36,7 +36,7 @@ def check_loss_output(
     weight: Array | None = None,
     is_criterion: bool = False,
 ) -> LossOutput:
-    """A floating array with the rows, or a scalar; or one that is weighted.
+    """Checks a value or a pair: a floating array with the rows, or a scalar.
 
     What a criterion gives for a row may have more axes.
     """
@@ -142,8 +142,10 @@ def check_constant(weights: Array | None, params: PyTree) -> None:
 def make_notes(
     argument: str, by_name: Mapping[str, LossOutput], *, scalars: bool
 ) -> tuple[str, ...]:
-    """What the user is told of pairs, which might mean a loss and a value to be shown
-    beside it, and of `scalars`; not of a scalar loss, most often a mean over rows."""
+    """Returns notes on pairs, which might be meant as two values, and on `scalars`.
+
+    A scalar loss gets none: most often it is a mean over rows.
+    """
     pairs = (
         f"{'the loss' if name == 'loss' else f'metric {name!r}'} is a pair (values,"
         " weights): the second is the weight of the first"
@@ -163,7 +165,7 @@ def make_notes(
 
 
 def zero_ignored_rows(weight: Array, *trees: PyTree) -> tuple[PyTree, ...]:
-    """The trees with zeros in rows of weight 0."""
+    """Returns the trees with zeros in rows of weight 0."""
     counts = (weight != 0).reshape(len(weight), -1).any(axis=1)
 
     def zeroed(leaf: Array) -> Array:
@@ -174,7 +176,7 @@ def zero_ignored_rows(weight: Array, *trees: PyTree) -> tuple[PyTree, ...]:
 
 
 def is_pair(value: Any) -> bool:
-    """Whether something is `(values, weights)`."""
+    """Returns True if a value is `(values, weights)`."""
     is_two = isinstance(value, tuple) and len(value) == 2
     return is_two and all(map(eqx.is_array_like, value))
 

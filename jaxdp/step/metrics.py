@@ -25,7 +25,7 @@ MAX_METRICS: Final = 63
 
 
 class Facts(NamedTuple):
-    """What tracing a step found out."""
+    """Facts about a step that its trace has shown."""
 
     names: tuple[str, ...]
     num_classes: int | None
@@ -35,7 +35,7 @@ class Facts(NamedTuple):
     """Which of the values have weights: others count every row once."""
 
     def merge(self, other: "Facts") -> "Facts":
-        """What is so of both, of batches of other shapes.
+        """Merges the facts of batches of other shapes with these.
 
         Raises:
             ValueError: if there are other values.
@@ -147,7 +147,7 @@ class Sums:
         return jnp.concatenate([sums, stack_values(self.weights, self.facts.weighted)])
 
     def means(self, total: Array) -> Array:
-        """The mean of each value, in the order of the names.
+        """Returns the mean of each value, in the order of the names.
 
         A mean over weights that are all 0 is 0, as its gradient is.
 
@@ -166,7 +166,7 @@ class Sums:
         )
 
     def scale_gradients(self, grads: PyTree, groups: Sequence[Group]) -> PyTree:
-        """Gradients of the sum of losses over rows, as those of the mean loss."""
+        """Scales gradients of a sum over rows to those of the mean loss."""
         weight = self.weights.get("loss")
         if weight is None:
             return grads
@@ -179,13 +179,13 @@ def _ratio(value: Array, weight: Array) -> Array:
 
 
 def count_rows(groups: Sequence[Group]) -> Float[Array, ""]:
-    """How many real rows there are, on all devices."""
+    """Returns the number of real rows on all devices."""
     total = jnp.stack([group.counts.sum() for group in groups]).sum()
     return total.astype(sum_dtype())
 
 
 def sum_values(found: ObjectiveOutput, mask: Array) -> Sums:
-    """Sums over the real rows of a micro-batch, of its loss and of each metric."""
+    """Sums the loss and each metric over the real rows of a micro-batch."""
     sums, weights = {}, {}
     for name, one in found.by_name.items():
         sums[name] = _sum_over_rows(one.values, mask)
@@ -197,7 +197,7 @@ def sum_values(found: ObjectiveOutput, mask: Array) -> Sums:
 
 
 def _sum_over_rows(value: Array, mask: Array) -> Array:
-    """Sum over real rows, in float32 or wider; a scalar counts for each of them."""
+    """Sums over real rows, in float32 or wider; a scalar counts for each of them."""
     value = value.astype(jnp.promote_types(value.dtype, jnp.float32))
     if value.ndim == 0:
         return value * mask.sum().astype(value.dtype)
@@ -207,7 +207,7 @@ def _sum_over_rows(value: Array, mask: Array) -> Array:
 def run_step_hooks(
     hooks: Sequence[Callable[..., Any]], given: tuple[Any, ...], facts: Facts
 ) -> dict[str, Array]:
-    """What the `inside_step` of callbacks make of a step, by names that are new."""
+    """Calls the `inside_step` hooks of callbacks, and merges their values by name."""
     inside: dict[str, Array] = {}
     for hook in hooks:
         values = hook(*given)
@@ -224,7 +224,7 @@ def run_step_hooks(
 def add_values(
     inside: dict[str, Array], more: dict[str, Array], facts: Facts
 ) -> dict[str, Array]:
-    """The values inside a step and some more, whose names must be new."""
+    """Adds values to those inside a step; raises if a name is not new."""
     if clash := {*more} & {*inside, *facts.names, "epoch", "step"}:
         raise ValueError(
             f"there are two values named {sorted(clash)}: metrics, what `inside_step`"
@@ -235,7 +235,7 @@ def add_values(
 
 
 def compute_means(totals: np.ndarray, facts: Facts) -> dict[str, float]:
-    """Exact means over real rows, from fetched totals."""
+    """Computes exact means over real rows from fetched totals."""
     count = 1 + len(facts.names) + len(facts.weighted)
     summed, lost = totals[:, :count].tolist()  # Python's floats are exact enough
     rows, *sums = map(operator.sub, summed, lost)
@@ -258,12 +258,12 @@ def check_num_values(names: Sequence[str]) -> None:
 
 
 def stack_values(sums: Mapping[str, Array], names: Sequence[str]) -> Array:
-    """The values in the order of `names`, which a dict loses on its way through JAX."""
+    """Stacks values in the order of `names`, which dicts lose on their way in JAX."""
     return jnp.stack([sums[name].astype(sum_dtype()) for name in names])
 
 
 def sum_dtype() -> Any:
-    """What sums are kept in: float32, or float64 under `jax_enable_x64`."""
+    """Returns the dtype of sums: float32, or float64 under `jax_enable_x64`."""
     return jax.dtypes.canonicalize_dtype(np.float64)
 
 

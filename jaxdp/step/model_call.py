@@ -27,7 +27,7 @@ def call_model(
     x: PyTree,
     rows: MaskAndKeys,
 ) -> tuple[PyTree, PyTree]:
-    """The model over every row of `x`: predictions `(rows, ...)`, and the new state.
+    """Calls the model on every row of `x`; returns predictions and the new state.
 
     The model is vmapped, but for what of `x` is in a `Whole`, and given a key where its
     `__call__` has a `key`, and told of `training` where it has that. The axis is named
@@ -64,7 +64,7 @@ def row_axes(batch: PyTree) -> PyTree:
 
 @contextlib.contextmanager
 def note_dict_input(x: PyTree) -> Iterator[None]:
-    """What the model was called on is said, if it is a dict and the model fails."""
+    """Names the keys of `x` if it is a dict and the model fails on it."""
     try:
         yield
     except (TypeError, AttributeError) as error:
@@ -78,7 +78,7 @@ def note_dict_input(x: PyTree) -> Iterator[None]:
 
 
 def bind_axes(names: list[str], call: Callable[[], Any]) -> Callable[[], Any]:
-    """`call`, where each of the names is that of an axis of one.
+    """Returns `call`, in which each of the names is that of an axis of size one.
 
     So a model that reduces over ("batch", "data") runs where there is no "data" axis.
     """
@@ -95,7 +95,7 @@ def bind_axes(names: list[str], call: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def find_axis_names(model: PyTree) -> tuple[str, ...]:
-    """Names of batch axes that the model's layers reduce over (BatchNorm), in order."""
+    """Returns the axes that the model's BatchNorms reduce over, in order."""
     names: dict[str, None] = {}
     for norm in find_nodes(eqx.nn.BatchNorm, model):
         axis = norm.axis_name
@@ -106,7 +106,7 @@ def find_axis_names(model: PyTree) -> tuple[str, ...]:
 def make_keyword_getter(
     model: Any, *, training: bool
 ) -> Callable[[PRNGKeyArray | None], dict[str, Any]]:
-    """From a key to the keyword arguments that the model's call names, of ours.
+    """Returns a function from a key to the keyword arguments that the model names.
 
     Raises:
         TypeError: see `check_is_told`.
@@ -131,7 +131,7 @@ _OTHER_NAMES: Final = {
 
 
 def check_is_told(model: Any, *passes: bool) -> None:
-    """Raises if a call would run a model as in training that is not, or vice versa.
+    """Raises if the model has a training flag that no call would set.
 
     It would where the call names what nobody passes. None is Equinox's default, which
     leaves it to the layers.
@@ -162,7 +162,7 @@ def check_is_told(model: Any, *passes: bool) -> None:
 
 
 def find_keywords(model: Any) -> Mapping[str, inspect.Parameter]:
-    """What the model's call takes by name, but for what a partial has filled."""
+    """Returns the parameters of the model's call that no partial has filled."""
 
     def as_partial(call: Any) -> Any:
         call = inspect.unwrap(call, stop=lambda call: hasattr(call, "__signature__"))
@@ -180,7 +180,7 @@ def find_keywords(model: Any) -> Mapping[str, inspect.Parameter]:
 
 
 def accepts_keyword(model: Any, name: str) -> bool:
-    """Whether the model's call takes an argument of that name."""
+    """Returns True if the model's call takes an argument of that name."""
     named = find_keywords(model)
     kinds = {parameter.kind for parameter in named.values()}
     return name in named or inspect.Parameter.VAR_KEYWORD in kinds
@@ -214,7 +214,7 @@ class InferenceModel(eqx.Module):
         self.model, self.state = eqx.nn.inference_mode(model), state
 
     def __call__(self, x: PyTree, *, key: PRNGKeyArray | None = None) -> PyTree:
-        """The prediction for one example; `key` is for models that draw here, too."""
+        """Returns the prediction for one example; models may draw from `key`."""
         keywords = make_keyword_getter(self.model, training=False)(key)
         if self.state is None:
             return self.model(x, **keywords)

@@ -33,7 +33,7 @@ from .whole import KeyData, is_whole, to_user_batch, unwrap_whole
 
 
 class ObjectiveOutput(NamedTuple):
-    """What an objective makes of one batch."""
+    """The values of an objective for one batch."""
 
     by_name: dict[str, LossOutput]
     """`"loss"` first; values are `(rows,)`, or `()` for a mean over the batch."""
@@ -223,7 +223,7 @@ def call_loss_fn(
 
 
 def split_batch(batch: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-    """`(x, y, weight)` of a batch, the last None where it has none."""
+    """Returns `(x, y, weight)` of a batch, the last None where it has none."""
     if not isinstance(batch, tuple) or len(batch) not in (2, 3):
         instead = "Of x and y themselves, pass jaxdp.Arrays(x, y, batch_size=32)"
         if isinstance(batch, Mapping):
@@ -256,7 +256,7 @@ def split_batch(batch: PyTree) -> tuple[PyTree, PyTree, PyTree]:
 
 
 def _loss_and_metrics(result: Any) -> tuple[Any, Mapping[str, Any]]:
-    """The two halves of what a `loss_fn` returned, its state taken off."""
+    """Splits what a `loss_fn` returned, without a state, into loss and metrics."""
     if not isinstance(result, tuple) or is_pair(result) and jnp.ndim(result[0]):
         result = result, {}
     if len(result) != 2 or not isinstance(result[1], Mapping):
@@ -276,7 +276,7 @@ def _evaluate_criterion(
     weight: Array | None,
     rows: int,
 ) -> LossOutput:
-    """What a criterion gives, weighted if the batch is."""
+    """Returns the values of a criterion, weighted if the batch is."""
     argument = "`loss`" if name == "loss" else f"`metrics`: {name!r}"
     if criterion not in losses.LOSSES.values():
         grown = losses.broadcasts_silently(criterion, prediction, target)
@@ -316,7 +316,7 @@ def _evaluate_criterion(
 def _is_written_for_one_row(
     criterion: losses.Criterion, prediction: Any, target: Any, value: Any
 ) -> bool:
-    """Whether integer targets have picked whole rows of predictions: `p[y]`."""
+    """Returns True if integer targets have picked whole rows of predictions: `p[y]`."""
     arrays = prediction, target, value
     if not all(hasattr(array, "shape") and array.ndim for array in arrays):
         return False
@@ -334,7 +334,7 @@ _OUTPUTS = "predictions", "targets"
 
 
 def _split_outputs(metrics: Mapping[str, Any]) -> tuple[dict[str, Any], PyTree]:
-    """The metrics of a `loss_fn` without its predictions and targets, and these."""
+    """Splits the metrics of a `loss_fn` from its predictions and targets."""
     if missing := [name for name in _OUTPUTS if name not in metrics]:
         raise ValueError(
             f"`metrics` has a PassMetric, and `loss_fn` does not return {missing}; it"
@@ -346,7 +346,7 @@ def _split_outputs(metrics: Mapping[str, Any]) -> tuple[dict[str, Any], PyTree]:
 
 
 def _check_outputs(outputs: PyTree, rows: int) -> PyTree:
-    """Predictions and targets, all of whose leaves have the rows."""
+    """Returns predictions and targets; raises if a leaf lacks the rows."""
     for name, output in zip(_OUTPUTS, outputs, strict=True):
         for leaf in jax.tree.leaves(output, is_leaf=is_whole):
             if is_whole(leaf) or jnp.shape(leaf)[:1] != (rows,):

@@ -1,6 +1,6 @@
-"""Several losses, each with an optimizer and leaves of its own, taken in one step.
+"""Several losses in one step, each with its own optimizer and leaves.
 
-And which leaves are meant, by patterns or by what modules say.
+Leaves are selected by patterns, by bools, or by declarations of modules.
 """
 
 import dataclasses
@@ -72,7 +72,7 @@ class Part:
 def add_clipping(
     optimizer: optax.GradientTransformation, norm: float | None
 ) -> optax.GradientTransformation:
-    """The optimizer, after what clips the gradients if that is wanted."""
+    """Returns the optimizer, after clipping by global norm if `norm` is given."""
     if norm is None:
         return optimizer
     return optax.chain(optax.clip_by_global_norm(float(norm)), optimizer)
@@ -80,7 +80,7 @@ def add_clipping(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ResolvedPart:
-    """A part of the model at hand."""
+    """A part, resolved for one model."""
 
     name: str
     mask: PyTree
@@ -90,7 +90,7 @@ class ResolvedPart:
     optimizer: optax.GradientTransformationExtraArgs
 
     def split(self, params: PyTree) -> tuple[PyTree, PyTree]:
-        """Its own leaves, and the others."""
+        """Returns the leaves of this part, and the others."""
         return eqx.partition(params, self.mask)
 
 
@@ -100,7 +100,7 @@ def find_parts(
     *,
     keeps_outputs: bool = False,
 ) -> tuple[ResolvedPart, ...]:
-    """The leaves of `model` that each of `parts` trains.
+    """Resolves each of `parts` to the leaves of `model` that it trains.
 
     Raises:
         ValueError: if one has no leaves, or two have the same; or for their names.
@@ -161,7 +161,7 @@ _NO_MASK: Final = (
 
 
 def make_leaf_mask(params: PyTree, model: PyTree, argument: str) -> PyTree:
-    """Bools in the structure of `model`, for patterns or bools that `argument` has."""
+    """Returns bools in the structure of `model`, from patterns or bools."""
     patterns = [params] if isinstance(params, str) else params
     kinds = {type(leaf) for leaf in jax.tree.leaves(params)}
     if not kinds <= {str, bool, np.bool_}:
@@ -194,7 +194,7 @@ def make_leaf_mask(params: PyTree, model: PyTree, argument: str) -> PyTree:
 
 
 def trained_alone(model: PyTree) -> PyTree | None:
-    """The leaves that are trained where nobody says which, as bools; None for all.
+    """Returns as bools the leaves that modules declare as trained; None for all leaves.
 
     A class of modules names fields in `trained_alone`, as adapters do. If a model has
     one, these fields are trained and nothing else.
@@ -212,14 +212,14 @@ def trained_alone(model: PyTree) -> PyTree | None:
 
 
 def union_masks(parts: Sequence[ResolvedPart]) -> PyTree:
-    """Which leaves of the model any part trains."""
+    """Returns a mask of the leaves that any part trains."""
     return jax.tree.map(lambda *each: any(each), *(part.mask for part in parts))
 
 
 def combine_optimizers(
     parts: Sequence[ResolvedPart],
 ) -> optax.GradientTransformationExtraArgs:
-    """What has the states of the parts' optimizers, by name, as its own.
+    """Returns an optimizer whose state holds the states of the parts, by name.
 
     `MultiPartSteps` gives it what these have made of the gradients.
     """
@@ -242,7 +242,7 @@ class MultiPartSteps(Steps):
     def train(
         self, collectives: Collectives, state: TrainState, groups: Sequence[Group]
     ) -> tuple[TrainState, Metrics]:
-        """One step of each part that is due."""
+        """Runs one step of each part that is due."""
         with self.precision.of_products():
             params, model_state = state.params, state.model_state
             states = dict(self._states(state.opt_state))
@@ -259,56 +259,48 @@ class MultiPartSteps(Steps):
                     model_state=model_state,
                     opt_state=states[part.name],
                 )
-                steps = self._steps_of(part)
-
-                def take(
-                    seen: TrainState, steps: Steps = steps, name: str = part.name
-                ) -> UpdateResult:
-                    with NoteOnError(f"in the Part {name!r}"):
-                        compute_update = steps.compute_update(collectives, seen, groups)
-                    return compute_update._replace(
-                        opt_state=match_dtypes(
-                            seen.opt_state, compute_update.opt_state, "optimizer state"
-                        ),
-                        model_state=match_dtypes(
-                            seen.model_state, compute_update.model_state, "model state"
-                        ),
-                    )
-
-                due, compute_update = _run_if_due(take, seen, part.every)
-                params = eqx.combine(
-                    eqx.apply_updates(
-                        collectives.like_gradients(trained), compute_update.updates
-                    ),
-                    others,
-                )
-                model_state, states[part.name] = (
-                    compute_update.model_state,
-                    compute_update.opt_state,
-                )
-                grads = eqx.combine(grads, compute_update.grads)
-                updates = eqx.combine(updates, compute_update.updates)
+                update = functools.partial(self._update_part, part, collectives, groups)
+                due, result = _run_if_due(update, seen, part.every)
+                old = collectives.like_gradients(trained)
+                params = eqx.combine(eqx.apply_updates(old, result.updates), others)
+                model_state, states[part.name] = result.model_state, result.opt_state
+                grads = eqx.combine(grads, result.grads)
+                updates = eqx.combine(updates, result.updates)
                 ran.append(due)
-                summed.append(compute_update.summed)
+                summed.append(result.summed)
 
-            joined, due = self._merge_sums(ran, summed, total)
+            sums, due = self._merge_sums(ran, summed, total)
             updates, opt_state = self.optimizer.update(
                 updates, state.opt_state, state.params, states=states
             )
-            compute_update = UpdateResult(
-                grads, updates, opt_state, model_state, joined
-            )
-            state, metrics = self.apply_update(
-                collectives, state, groups, compute_update
-            )
+            result = UpdateResult(grads, updates, opt_state, model_state, sums)
+            state, metrics = self.apply_update(collectives, state, groups, result)
             config: Any = jax.config  # debug_nans would raise for the NaN set below
             if any(part.every > 1 for part in self.parts) and not config.jax_debug_nans:
                 means = metrics.means
-                means = means.at[: len(due)].set(
-                    jnp.where(due, means[: len(due)], jnp.nan)
-                )
+                ran_means = jnp.where(due, means[: len(due)], jnp.nan)
+                means = means.at[: len(due)].set(ran_means)
                 metrics = Metrics(metrics.facts, means, metrics.inside)
             return state, metrics
+
+    def _update_part(
+        self,
+        part: ResolvedPart,
+        collectives: Collectives,
+        groups: Sequence[Group],
+        state: TrainState,
+    ) -> UpdateResult:
+        with NoteOnError(f"in the Part {part.name!r}"):
+            steps = self._steps_of(part)
+            result = steps.compute_update(collectives, state, groups)
+        return result._replace(
+            opt_state=match_dtypes(
+                state.opt_state, result.opt_state, "optimizer state"
+            ),
+            model_state=match_dtypes(
+                state.model_state, result.model_state, "model state"
+            ),
+        )
 
     def sum_batch(
         self,
@@ -339,7 +331,7 @@ class MultiPartSteps(Steps):
         summed: Sequence[Sums],
         total: Float[Array, ""],
     ) -> tuple[Sums, Bool[Array, " metrics"]]:
-        """The sums of all parts that ran, under their own names; and which did."""
+        """Merges the sums of all parts, and marks the values of those that ran."""
         means = [part_sums.means(total) for part_sums in summed]
         sums: dict[str, Array] = {}
         weights: dict[str, Array] = {}
@@ -363,17 +355,17 @@ class MultiPartSteps(Steps):
 
         facts = [part_sums.facts for part_sums in summed]
         notes = dict.fromkeys(note for part_sums in facts for note in part_sums.notes)
-        joined = Facts(tuple(sums), None, tuple(notes), tuple(weights))
-        check_num_values(joined.names + joined.weighted)
-        return Sums(sums, weights, joined), jnp.stack(due)
+        merged = Facts(tuple(sums), None, tuple(notes), tuple(weights))
+        check_num_values(merged.names + merged.weighted)
+        return Sums(sums, weights, merged), jnp.stack(due)
 
     def _steps_of(self, part: ResolvedPart) -> Steps:
-        """The plain steps of a part."""
+        """Returns the plain steps of one part."""
         fields = self._replace(objective=part.objective, optimizer=part.optimizer)
         return Steps(*fields)
 
     def _states(self, opt_state: PyTree) -> dict[str, Any]:
-        """What `combine_optimizers` keeps, wherever callbacks have put it."""
+        """Finds the state of `combine_optimizers` inside those of callbacks."""
         names = {part.name for part in self.parts}
 
         def is_ours(node: Any) -> bool:
@@ -386,7 +378,7 @@ class MultiPartSteps(Steps):
 def _run_if_due(
     take: Callable[[TrainState], UpdateResult], state: TrainState, every: int
 ) -> tuple[Bool[Array, ""], UpdateResult]:
-    """Whether a step divisible by `every` comes, and what `take` gives then.
+    """Returns whether `every` divides the step's number, and the result of `take`.
 
     In others there are no updates, and the state stays as it is.
     """

@@ -25,7 +25,7 @@ from .call_override import override_call
 
 
 class Precision(NamedTuple):
-    """What one of the names in `PRECISIONS` means."""
+    """The dtypes that a name in `PRECISIONS` stands for."""
 
     name: str
     computed: Any = None
@@ -38,7 +38,7 @@ class Precision(NamedTuple):
     leaves that to JAX's default for the device."""
 
     def of_products(self) -> AbstractContextManager[Any]:
-        """Around the tracing of a step: its products are computed in `products`."""
+        """Returns a context in which products are computed in `products`."""
         if self.products is None:
             return nullcontext()
         return jax.default_matmul_precision(self.products)
@@ -61,13 +61,13 @@ themselves, and give back the dtype that came; `BatchNorm` is made to."""
 
 
 def find_precision(name: Any) -> Precision:
-    """The precision of that name, or an error that lists those there are."""
+    """Returns the precision of that name; raises with a list of the known names."""
     check_choice("precision", name, list(PRECISIONS))
     return PRECISIONS[name]
 
 
 def float32_products(precision: Precision, device: Any) -> str:
-    """What products of float32 arrays are computed in: `"TF32 (JAX's default)"`."""
+    """Describes the arithmetic of float32 products: `"TF32 (JAX's default)"`."""
     if precision.products is not None:
         return precision.products
     by_default, chosen = get_product_precision(device), _global()
@@ -77,7 +77,7 @@ def float32_products(precision: Precision, device: Any) -> str:
 
 
 def note_on_products(precision: Precision, device: Any) -> str | None:
-    """What to say of products in fewer bits than their float32 arguments have."""
+    """Returns a note if products have fewer bits than their float32 arguments."""
     by_default = get_product_precision(device)
     is_chosen = precision.products is not None or _global() is not None
     if is_chosen or by_default == "float32":
@@ -92,19 +92,19 @@ def note_on_products(precision: Precision, device: Any) -> str | None:
 
 
 def _global() -> str | None:
-    """What the user has set for all products of this process."""
+    """Returns the precision that the user has set for all products of this process."""
     return jax.config.jax_default_matmul_precision  # pyright: ignore
 
 
 def cast_for_storage(tree: PyTree, precision: Precision) -> PyTree:
-    """A model's leaves as they are kept between steps."""
+    """Casts the leaves of a model to their dtypes between steps."""
     if precision.stored is None:
         return tree
     return _cast_model(tree, precision.stored, is_stored=True)
 
 
 def cast_to_original(tree: PyTree, like: PyTree) -> PyTree:
-    """The inverse of `cast_for_storage`: leaves in the dtypes of those of `like`."""
+    """Casts leaves to the dtypes of `like`: undoes `cast_for_storage`."""
     return jax.tree.map(
         lambda leaf, own: leaf if leaf.dtype == own.dtype else leaf.astype(own.dtype),
         tree,
@@ -113,7 +113,7 @@ def cast_to_original(tree: PyTree, like: PyTree) -> PyTree:
 
 
 def cast_calls(model: PyTree, precision: Precision) -> PyTree:
-    """`model` with its calls in the dtype of `precision`.
+    """Returns the model with its calls in the dtype of `precision`.
 
     What can't be called, a dict of arrays say, is cast itself; see `cast_batch`.
     """
@@ -125,14 +125,14 @@ def cast_calls(model: PyTree, precision: Precision) -> PyTree:
 
 
 def cast_batch(model: PyTree, batch: PyTree, precision: Precision) -> PyTree:
-    """The batch for a model that can't be called, whose inputs no call can cast."""
+    """Casts the batch for a model that can't be called, which casts no inputs."""
     if precision.computed is None or _has_calls(model):
         return batch
     return _cast(batch, precision.computed)
 
 
 def promote_to_float32(tree: PyTree) -> PyTree:
-    """Floating leaves in float32 at least, as sums need them."""
+    """Promotes floating leaves to float32 at least, as sums need them."""
 
     def wide(leaf: Any) -> Any:
         if not _is_floating(leaf):
@@ -143,7 +143,7 @@ def promote_to_float32(tree: PyTree) -> PyTree:
 
 
 class LossScale(NamedTuple):
-    """What float16 multiplies the loss by, so that small gradients are not zero.
+    """The factor of a float16 loss, which keeps small gradients from becoming zero.
 
     Halved by a step whose gradients are not finite, which is skipped; doubled after
     `GROWTH_INTERVAL` steps in a row that are.
@@ -161,14 +161,14 @@ GROWTH_INTERVAL: Final = 2000
 
 
 def make_loss_scale(precision: Precision) -> LossScale | None:
-    """The scale to start with, or None where none is needed."""
+    """Returns the first scale, or None where none is needed."""
     if not precision.scales_loss:
         return None
     return LossScale(jnp.float32(FIRST_SCALE), jnp.int32(0))
 
 
 def update_loss_scale(scale: LossScale, finite: Array) -> LossScale:
-    """The scale after a step whose gradients were `finite` or not."""
+    """Returns the scale after a step whose gradients were `finite` or not."""
     good_steps = scale.good_steps + 1
     grows = good_steps == GROWTH_INTERVAL
     grown = jnp.minimum(scale.scale * jnp.where(grows, 2.0, 1.0), LARGEST_SCALE)
@@ -216,7 +216,7 @@ class _MixedPrecisionModel(eqx.Module):
         return bool(self.wrapped)
 
     def _wrap_modules(self, value: Any) -> Any:
-        """What belongs to the model, its modules computing in `dtype`, too."""
+        """Wraps the modules of a value, so that they compute in `dtype`."""
 
         def in_turn(node: Any) -> Any:
             wrapped = _is_module(node) and not isinstance(node, eqx.nn.StateIndex)
@@ -234,7 +234,7 @@ class _MixedPrecisionModel(eqx.Module):
 
 
 def _cast(tree: PyTree, dtype: Any, only: Any = None) -> PyTree:
-    """Floating arrays in `dtype`, but for a State's, which keeps its own dtypes."""
+    """Casts floating arrays to `dtype`, but for those of an `eqx.nn.State`."""
 
     def cast(leaf: Any) -> Any:
         wanted = _is_floating(leaf) and only in (None, leaf.dtype)
@@ -244,7 +244,7 @@ def _cast(tree: PyTree, dtype: Any, only: Any = None) -> PyTree:
 
 
 def _cast_model(model: PyTree, dtype: Any, *, is_stored: bool = False) -> PyTree:
-    """A model's floating leaves in `dtype`, but for those of norms.
+    """Casts the floating leaves of a model to `dtype`, but for those of norms.
 
     If it is not `is_stored` so, BatchNorm and the gradients of embeddings are summed in
     float32.
@@ -262,7 +262,7 @@ def _cast_model(model: PyTree, dtype: Any, *, is_stored: bool = False) -> PyTree
 
 
 def _look_up_in_float32(embedding: Any, *arguments: Any, **keywords: Any) -> Array:
-    """An embedding's call, whose gradient is summed over tokens in float32.
+    """Calls an embedding, and sums its gradient over tokens in float32.
 
     Thousands of tokens may share a row, and a sum of so many in bfloat16 stops growing.
     """
@@ -271,7 +271,7 @@ def _look_up_in_float32(embedding: Any, *arguments: Any, **keywords: Any) -> Arr
 
 
 def _norm_in_float32(norm: Any, x: Array, *arguments: Any, **keywords: Any) -> Any:
-    """A BatchNorm's call with statistics in float32 of inputs in any dtype."""
+    """Calls a BatchNorm with statistics in float32, for inputs in any dtype."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     out, state = norm(wide, *arguments, **keywords)
     return out.astype(x.dtype), state

@@ -75,7 +75,7 @@ def resolve_remat(remat: Any, model: PyTree, blocks: Sequence[str]) -> Recompute
 def find_outermost_modules(
     model: PyTree, patterns: Iterable[str], argument: str
 ) -> dict[str, tuple[Any, ...]]:
-    """The submodules that match a pattern, and are in no other that does.
+    """Finds the submodules that match a pattern, and are in no other that does.
 
     Returns:
         Their paths, by name.

@@ -53,7 +53,7 @@ class TrainState(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """What of a `TrainState` evaluation and prediction read."""
+    """The fields of a `TrainState` that evaluation and prediction read."""
 
     params: PyTree
     buffers: PyTree
@@ -86,13 +86,13 @@ class MicroBatch(NamedTuple):
 
 
 def only_micro_batch(group: Group) -> MicroBatch:
-    """The micro-batch of a group that has one."""
+    """Returns the micro-batch of a group that has one."""
     only = jax.tree.map(lambda x: x[0], group)
     return MicroBatch(only.batch, only.counts, only.whole, jnp.int32(0))
 
 
 class MaskAndKeys(NamedTuple):
-    """What goes with a batch: which rows are real, their randomness, and the time.
+    """The mask, keys and step number that accompany a batch.
 
     Its fields are what a `loss_fn` may ask for by name.
     """
@@ -116,7 +116,7 @@ def mask_and_keys(
     *,
     training: bool,
 ) -> MaskAndKeys:
-    """The mask and the keys of the rows seen here.
+    """Returns the mask and the keys of the rows that this step sees.
 
     A row's key depends on `key` and its place among the real rows of the global
     batch, and so on no padding, device or process.
@@ -141,13 +141,13 @@ def mask_and_keys(
 
 
 def key_after_update(state_key: Array, step: Int[Array, ""]) -> Any:
-    """The key of `after_update` in a step: of no row and no micro-batch."""
+    """Returns the key of `after_update` in a step: of no row and no micro-batch."""
     key = jax.random.fold_in(jax.random.wrap_key_data(state_key), step)
     return jax.random.fold_in(key, jnp.uint32(0x80000000))
 
 
 def key_outside_training(weights: Weights) -> Any:
-    """The key of validation and prediction, which is no step's."""
+    """Returns the key of validation and prediction, which no step has."""
     key = jax.random.wrap_key_data(weights.key)
     return jax.random.fold_in(key, jnp.uint32(_RESERVED))
 
@@ -160,7 +160,7 @@ def first_state(
     seed: int,
     optimizer_layout: Any = None,
 ) -> TrainState:
-    """The state before any of `steps`; not placed yet.
+    """Returns the state before the first of `steps`; it is not placed yet.
 
     With `optimizer_layout`, the optimizer's state is made in these shardings.
     """
@@ -195,7 +195,7 @@ def first_state(
 
 
 def match_dtypes(old: PyTree, new: PyTree, what: str) -> PyTree:
-    """`new` with the dtypes of `old`, so that the second step is the first's shape."""
+    """Casts `new` to the dtypes of `old`, so that it fits the first step's program."""
     paths, treedef = jax.tree_util.tree_flatten_with_path(old)
     leaves, new_treedef = jax.tree.flatten(new)
     if treedef != new_treedef:
@@ -215,7 +215,7 @@ def match_dtypes(old: PyTree, new: PyTree, what: str) -> PyTree:
 def keep_old_if_nonfinite(
     old: TrainState, new: TrainState, means: Array, finite: Array
 ) -> tuple[TrainState, dict[str, Array]]:
-    """The new state, or if the step is not `finite` the old one, which has skipped it.
+    """Returns the new state, or the old one if the step is not `finite`.
 
     Both go on with the next loss scale, where there is one. With it what is logged.
     """

@@ -1,8 +1,8 @@
 """The pure steps that change the state of a run. No devices, no jit.
 
-A strategy compiles them, and hands them the `Collectives` that fit how it splits the
-batch. The loss of each row is in `objective`, the mean over all real rows in `metrics`,
-and the randomness of each in `state`.
+A strategy compiles them, and passes the `Collectives` that fit its split of the batch.
+`objective` computes the loss of each row, `metrics` the mean over all real rows, and
+`state` the keys of rows.
 """
 
 import functools
@@ -64,7 +64,7 @@ from .whole import merge_non_batched, to_user_batch
 
 
 class UpdateResult(NamedTuple):
-    """What an optimizer has made of the batches of a step."""
+    """The gradients of a step, and the updates that the optimizer returned for them."""
 
     grads: PyTree
     updates: PyTree
@@ -86,28 +86,28 @@ class Steps(NamedTuple):
     remat: Recomputed = Recomputed()
     precision: Precision = PRECISIONS["32-true"]
     unroll_convolutions: bool = False
-    """Whether micro-batches with convolutions are no loop in the compiled step."""
+    """Whether micro-batches with convolutions are unrolled in the compiled step."""
     has_state: bool = False
-    """Whether the model has an `eqx.nn.State`, so that it is written for a batch."""
+    """Whether the model has an `eqx.nn.State`, and so is written for a batch."""
     losses_per_example: bool = False
-    """Whether the losses and metrics are written for one example; known before the
+    """Whether losses and metrics are written for one example. This is known before the
     first batch, which may decide `objective`."""
     after_update: AfterUpdate | None = None
-    """What changes the weights after each update."""
+    """Changes the weights after each update."""
     after_step: tuple[Callable[[TrainState], TrainState], ...] = ()
-    """What callbacks keep of the weights that a step ends with."""
+    """Hooks of callbacks that record the weights at the end of a step."""
     conjugate_complex: bool = True
-    """Whether optimizers are given the conjugates of complex gradients."""
+    """Whether optimizers get the conjugates of complex gradients."""
     parts: tuple[Any, ...] = ()
-    """What `parts.MultiPartSteps` takes one after the other."""
+    """The parts that `parts.MultiPartSteps` runs one after the other."""
     extra: Any = None
-    """What a subclass that an extra adds needs besides."""
+    """Data of a subclass that an extra defines."""
 
     def is_per_example(self, kind: str) -> bool:
         """Returns True if all that a kind of step calls is written for one example.
 
-        Its rows may be padded, and devices may work on their own rows alone. What is
-        written for a batch is given the batch instead.
+        Then its rows may be padded, and devices may work on their own rows alone. A
+        function that is written for a batch gets the batch instead.
 
         Args:
             kind: `"train"`, `"evaluate"` or `"predict"`.
@@ -117,7 +117,7 @@ class Steps(NamedTuple):
     def is_padded(self, kind: str, batch: Batch) -> bool:
         """Returns True if batches like this may be padded for a kind of step.
 
-        They may for functions of one example, and for losses that name `mask`.
+        That holds for functions of one example, and for losses that name `mask`.
         """
         if self.is_per_example(kind) or self.has_state or self.objective is None:
             return self.is_per_example(kind)
@@ -129,11 +129,11 @@ class Steps(NamedTuple):
         return self.optimizer.init(params)
 
     def new_totals(self) -> np.ndarray:
-        """The zero that `TrainState.totals` starts an epoch from."""
+        """Returns the zero that `TrainState.totals` starts an epoch from."""
         return np.zeros((2, MAX_METRICS + 1), sum_dtype())
 
     def new_loss_scale(self) -> LossScale | None:
-        """The `TrainState.loss_scale` of a run."""
+        """Returns the `TrainState.loss_scale` of a run."""
         return make_loss_scale(self.precision)
 
     def compute_means(self, totals: np.ndarray, facts: Facts) -> dict[str, float]:
@@ -143,7 +143,7 @@ class Steps(NamedTuple):
     def measure_outputs(
         self, function: Callable[[PyTree], Mapping[str, float]], outputs: PyTree
     ) -> Mapping[str, float]:
-        """Calls a function of the fetched outputs of a pass, which names its values."""
+        """Calls a function of the fetched outputs of a pass; returns named values."""
         return function(outputs)
 
     @property
@@ -154,28 +154,32 @@ class Steps(NamedTuple):
     def train(
         self, collectives: Collectives, state: TrainState, groups: Sequence[Group]
     ) -> tuple[TrainState, Metrics]:
-        """One optimizer step over all micro-batches of `groups`.
+        """Runs one optimizer step over all micro-batches of `groups`.
 
         The gradient is that of the mean loss over all real rows, however they are
         split into micro-batches and over devices.
         """
         with self.precision.of_products():
-            compute_update = self.compute_update(collectives, state, groups)
-            return self.apply_update(collectives, state, groups, compute_update)
+            result = self.compute_update(collectives, state, groups)
+            return self.apply_update(collectives, state, groups, result)
 
     def compute_update(
         self, collectives: Collectives, state: TrainState, groups: Sequence[Group]
     ) -> UpdateResult:
-        """The gradients of a step, and what the optimizer makes of them."""
-        grads, model_state, summed = self._mean_gradients(collectives, state, groups)
+        """Computes the gradients of a step, and the optimizer's updates."""
+        grads, model_state, summed = self._compute_mean_gradients(
+            collectives, state, groups
+        )
         total = count_rows(groups)
         loss = summed.means(total)[0]
         state = state._replace(params=collectives.like_gradients(state.params))
         with jax.named_scope("update"):
 
             def evaluate(params: PyTree) -> tuple[Array, PyTree]:
-                there = state._replace(params=params)
-                grads, _, summed = self._mean_gradients(collectives, there, groups)
+                moved = state._replace(params=params)
+                grads, _, summed = self._compute_mean_gradients(
+                    collectives, moved, groups
+                )
                 return summed.means(total)[0], grads
 
             updates, opt_state = run_optimizer(
@@ -188,10 +192,10 @@ class Steps(NamedTuple):
         collectives: Collectives,
         state: TrainState,
         groups: Sequence[Group],
-        compute_update: UpdateResult,
+        result: UpdateResult,
     ) -> tuple[TrainState, Metrics]:
-        """The state after a step and its metrics, with what callbacks see inside."""
-        grads, updates, opt_state, model_state, summed = compute_update
+        """Applies updates: returns the state after a step, and its metrics."""
+        grads, updates, opt_state, model_state, summed = result
         total = count_rows(groups)
         means = summed.means(total)
         sums = summed.to_vector() if summed.facts.weighted else means * total
@@ -225,7 +229,7 @@ class Steps(NamedTuple):
     def _after_update(
         self, collectives: Collectives, old: TrainState, new: TrainState
     ) -> TrainState:
-        """The new state with what the user, and then callbacks, make of it."""
+        """Applies the user's `after_update`, then `after_step` of callbacks."""
         if (change := self.after_update) is not None:
 
             def changed(params: PyTree, buffers: PyTree, key: Any) -> Any:
@@ -245,10 +249,10 @@ class Steps(NamedTuple):
         batch_idx: Int[Array, ""],
         group: Group,
     ) -> tuple[Float[Array, "2 metrics"], Metrics, PyTree]:
-        """`totals` with the sums of one batch added, in inference mode.
+        """Adds the sums of one batch to `totals`, in inference mode.
 
-        Beside them the predictions and targets of its rows, if the objective keeps
-        them, padding included.
+        Returns them with the predictions and targets of the rows, padding included, if
+        the objective keeps them.
         """
         summed, outputs = self.sum_batch(collectives, weights, batch_idx, group)
         total = count_rows([group])
@@ -263,7 +267,7 @@ class Steps(NamedTuple):
         batch_idx: Int[Array, ""],
         group: Group,
     ) -> tuple[Sums, PyTree]:
-        """The sums of one batch, in inference mode, and what is kept of its rows."""
+        """Returns the sums of one batch in inference mode, and its outputs if kept."""
         given = (weights, batch_idx), [group]
         with self.precision.of_products():
             return collectives.over_rows(
@@ -273,16 +277,16 @@ class Steps(NamedTuple):
     def predict(
         self, collectives: Collectives, weights: Weights, group: Group
     ) -> PyTree:
-        """Predictions shaped `(rows, ...)` from inputs alone, padding included."""
+        """Returns predictions shaped `(rows, ...)`, padding included."""
         with self.precision.of_products():
-            return collectives.over_rows(self._predictions, weights, [group], "rows")
+            return collectives.over_rows(self._predict_rows, weights, [group], "rows")
 
-    def _mean_gradients(
+    def _compute_mean_gradients(
         self, collectives: Collectives, state: TrainState, groups: Sequence[Group]
     ) -> tuple[PyTree, PyTree, Sums]:
-        """The gradient of the mean loss, the new model state, sums over all rows."""
+        """Returns the mean loss's gradient, the new model state, and all sums."""
         grads, model_state, summed = collectives.over_rows(
-            self._gradients,
+            self._compute_gradients,
             (collectives.weights(state), state.loss_scale),
             groups,
             ("gradients", "replicated", "replicated"),
@@ -294,32 +298,32 @@ class Steps(NamedTuple):
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
         return grads, model_state, summed
 
-    def _gradients(
+    def _compute_gradients(
         self,
         collectives: Collectives,
         inputs: tuple[Weights, LossScale | None],
         groups: Sequence[Group],
     ) -> tuple[PyTree, PyTree, Sums]:
-        """What `_mean_gradients` gives, scaled and in the dtypes of accumulation.
+        """Computes scaled gradients of the rows seen, in the dtypes of accumulation.
 
-        Here is all that looks at rows; a device may be shown its own only.
+        Only this part of a step uses rows; a device may see its own alone.
         """
         objective = self.objective
         assert objective is not None
         weights, scale = inputs
 
-        # The same keys whatever the devices: of the seed and the step.
+        # The keys depend on the seed and the step, and not on the devices.
         step_key = jax.random.fold_in(
             jax.random.wrap_key_data(weights.key), weights.step
         )
         total = count_rows(groups)
-        with jax.named_scope("parameters"):  # plans say of collectives where they stand
+        with jax.named_scope("parameters"):  # plans report collectives by their scope
             whole = collectives.gather(weights.params)
             buffers = collectives.gather(weights.buffers)
 
         def gradients(model_state: PyTree, micro: MicroBatch) -> tuple[PyTree, ...]:
             def mean_loss(params: PyTree) -> tuple[Array, tuple[Any, ...]]:
-                # The model, as it is called here.
+                # The model with all changes of its calls.
                 model = self.remat.apply(self._model(params, buffers))
                 model = collectives.arrange(model)
                 batch = self._batch(model, micro)
@@ -379,10 +383,10 @@ class Steps(NamedTuple):
         summed = sum_values(result, rows.mask)
         return collectives.sum(summed), result.outputs
 
-    def _predictions(
+    def _predict_rows(
         self, collectives: Collectives, weights: Weights, groups: Sequence[Group]
     ) -> PyTree:
-        """Predictions for the rows of a batch that are seen here."""
+        """Returns predictions for the rows of a batch that this step sees."""
         micro = only_micro_batch(groups[0])
         model = self._gather_model(collectives, weights)
         key = key_outside_training(weights)

@@ -24,13 +24,12 @@ _ON_COMPLEX: Final = (
 
 
 def make_complex_notes(params: PyTree) -> tuple[str, ...]:
-    """What the user is told of complex parameters, if there are some."""
+    """Returns a note for the user if parameters are complex."""
     return (_ON_COMPLEX,) if any(map(jnp.iscomplexobj, jax.tree.leaves(params))) else ()
 
 
 def conjugate_leaves(grads: PyTree) -> PyTree:
-    """Gradients as directions in which the loss grows: of complex leaves, JAX's
-    gradient is the conjugate of that."""
+    """Conjugates complex gradients, which JAX returns conjugated: they point uphill."""
     return jax.tree.map(
         lambda leaf: jnp.conj(leaf) if jnp.iscomplexobj(leaf) else leaf, grads
     )
@@ -44,7 +43,7 @@ def run_optimizer(
     evaluate: Callable[[PyTree], tuple[Array, PyTree]],
     conjugate: bool,
 ) -> tuple[PyTree, PyTree]:
-    """The optimizer's updates and new state.
+    """Returns the optimizer's updates and new state.
 
     Args:
         optimizer: may ask for the loss by name.
@@ -100,7 +99,7 @@ def call_update(
     params: PyTree,
     known: Mapping[str, Any],
 ) -> tuple[PyTree, PyTree]:
-    """What an optimizer's `update` returns, given what it takes of `known` by name."""
+    """Calls an optimizer's `update` with the names of `known` that it takes."""
     parameters = inspect.signature(update).parameters.values()
     named = {p.name: known[p.name] for p in parameters if p.name in known}
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
@@ -126,7 +125,7 @@ def _has_backtracking_search(opt_state: PyTree) -> bool:
 
 
 def get_closure(function: Any) -> Mapping[str, Any]:
-    """What a function that was made by another, or a method, knows besides."""
+    """Returns the variables that a nested function or a method holds."""
     if inspect.ismethod(function):
         return getattr(function.__self__, "__dict__", {})
     if inspect.isfunction(function):

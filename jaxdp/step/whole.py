@@ -49,7 +49,7 @@ NOTHING = SingleRowBatch((), np.zeros(1, bool))
 
 
 def to_user_batch(batch: PyTree) -> PyTree:
-    """A batch as its loader gave it, arrays apart: what a step and callbacks see."""
+    """Returns a batch as the loader yielded it; steps and callbacks see this form."""
 
     def is_ours(node: Any) -> bool:
         return isinstance(node, KeyData | SingleRowBatch)
@@ -65,19 +65,19 @@ def to_user_batch(batch: PyTree) -> PyTree:
 
 
 def is_whole(node: Any) -> bool:
-    """Whether a node of a batch is a `Whole`."""
+    """Returns True if a node of a batch is a `Whole`."""
     return isinstance(node, Whole)
 
 
 def unwrap_whole(tree: PyTree) -> PyTree:
-    """A batch, or part of one, with arrays in the place of each `Whole`."""
+    """Returns a batch, or part of one, with the array in the place of each `Whole`."""
     return jax.tree.map(
         lambda node: node.array if is_whole(node) else node, tree, is_leaf=is_whole
     )
 
 
 def map_batched(function: Callable[[Any], Any], batch: PyTree) -> PyTree:
-    """`function` of each leaf that has rows; each `Whole` stays as it is."""
+    """Applies `function` to each leaf that has rows; each `Whole` stays as it is."""
     return jax.tree.map(
         lambda node: node if is_whole(node) else function(node), batch, is_leaf=is_whole
     )
@@ -85,14 +85,14 @@ def map_batched(function: Callable[[Any], Any], batch: PyTree) -> PyTree:
 
 @functools.lru_cache
 def find_batched_leaves(treedef: Any) -> tuple[bool, ...]:
-    """Which leaves have rows, of batches so structured."""
+    """Returns for each leaf of a batch structure whether it has rows."""
     places = treedef.unflatten(range(treedef.num_leaves))
     without = {*jax.tree.leaves(map_batched(lambda _: None, places))}
     return tuple([place not in without for place in range(treedef.num_leaves)])
 
 
 def merge_non_batched(batch: PyTree, whole: PyTree) -> PyTree:
-    """The inverse of what a `Group` has done: one tree of leaves with and without rows.
+    """Merges the leaves with rows and those without, which a `Group` keeps apart.
 
     Args:
         batch: with None in the place of what is in `whole`.

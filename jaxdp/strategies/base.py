@@ -20,38 +20,38 @@ from .offload import jit_with_offload
 from .placement import place_copy, put_rows
 
 Role = Literal["state", "groups", "rows", "replicated"]
-"""What an argument or a result of a step is.
+"""The role of an argument or a result of a step.
 
 `"state"`: arrays that `place` laid out; they stay where they are. `"groups"`: a list of
-`Group`, whose batches are split by rows behind the axis of micro-batches. `"rows"`:
-predictions, split by rows. `"replicated"`: small values that every device holds.
+`Group`s; rows, the axis after that of micro-batches, are split. `"rows"`: predictions,
+split by rows. `"replicated"`: small values that every device holds.
 """
 
 Rows = Literal["apart", "together", "whole"]
-"""How the devices work on the rows of a step's batches.
+"""The division of a step's rows among devices.
 
 `"apart"`: rows are split over the devices, and all functions are written for one
 example, so each device may work on its own rows. `"together"`: rows are split, and
 something is written for a batch (a `loss_fn`, a model with state), so the step must see
-all of them. `"whole"`: the devices do not divide the rows, so every device is given all
-of them and must not sum over devices.
+all rows. `"whole"`: the devices do not divide the rows, so every device gets all of
+them and must not sum over devices.
 """
 
 Strategy = TypeVar("Strategy", bound="DataParallel")
 
 
 NO_MESH: Final = Mesh(np.empty((), dtype=object), ())
-"""That of an engine which does not say how leaves are split."""
+"""The mesh of an engine that does not describe the split of leaves."""
 
 
 class DataParallel:
-    """Where arrays live and how devices share the rows of a step.
+    """The layout of arrays on devices, and the division of a step's rows.
 
-    The base of all strategies. It never sees a loss, an optimizer or a loop. All that
-    it does follows from a `mesh` and how leaves are split over it: a subclass gives
-    those and leaves the rest as it is, as `Sharded` does. An engine of one's own
-    overrides `place` and `compile` instead, and needs no mesh. `SingleDevice` is the
-    shortest complete strategy.
+    The base of all strategies. It never sees a loss, an optimizer or a loop. Everything
+    follows from a `mesh` and the split of leaves over it: a subclass defines these and
+    inherits the rest, as `Sharded` does. A custom engine overrides `place` and
+    `compile` instead, and needs no mesh. `SingleDevice` is the shortest complete
+    strategy.
     """
 
     mesh: Mesh = NO_MESH
@@ -61,7 +61,7 @@ class DataParallel:
     """The axes of the mesh that rows are split over."""
 
     def param_spec(self, path: str, leaf: Array) -> PartitionSpec:
-        """How a leaf of the model is split; its optimizer state follows.
+        """Returns the split of a leaf of the model; its optimizer state follows.
 
         Over an axis that rows are split over too, a parameter is split between steps
         and gathered for each.
@@ -73,19 +73,19 @@ class DataParallel:
         return PartitionSpec()
 
     def update_spec(self, path: str, leaf: Array) -> PartitionSpec:
-        """How a parameter's gradient and optimizer state are split: like the parameter.
+        """Returns the split of a parameter's gradient and optimizer state.
 
-        If only they are split over an axis of the rows, each device updates a shard of
-        a parameter that all of them then hold whole.
+        By default that is the split of the parameter. If only they are split over an
+        axis of the rows, each device updates a shard of a replicated parameter.
         """
         return self.param_spec(path, leaf)
 
     def batch_spec(self, leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
-        """How a leaf of a batch, shaped `(rows, ...)`, is split."""
+        """Returns the split of a leaf of a batch, shaped `(rows, ...)`."""
         return PartitionSpec(self.row_axes)
 
     def collectives(self, groups: Sequence[Group], rows: Rows) -> Collectives:
-        """The object by which a step works on its rows and reaches other devices.
+        """Returns the object by which a step reaches the rows of other devices.
 
         Its `over_rows(function, inputs, groups, results)` runs the part of a step that
         looks at rows. In the base that is the function itself: the step sees all rows,
@@ -93,19 +93,19 @@ class DataParallel:
 
         Args:
             groups: the batches, or their shapes.
-            rows: how they are worked on.
+            rows: the division of their rows.
         """
         return Collectives()
 
     def on(self: Strategy, devices: Sequence[Any]) -> Strategy:
-        """This strategy on other devices: more, fewer, or some that are not here."""
+        """Returns this strategy on other devices, which may be of another machine."""
         raise NotImplementedError(
             f"`{type(self).__name__}` can't be planned for other devices: it has no"
             " `on(devices)` that returns the same strategy for them."
         )
 
     def check(self, arguments: Mapping[str, Any]) -> None:
-        """Raises for arguments of `Trainer`, by name, that it can't train with.
+        """Raises for arguments of `Trainer`, by name, that this strategy can't train.
 
         Called with all of them, in `Trainer(...)`, after each was checked by itself.
         """
@@ -113,21 +113,21 @@ class DataParallel:
     def wrap_optimizer(
         self, optimizer: optax.GradientTransformation
     ) -> optax.GradientTransformation:
-        """The optimizer, with what this strategy needs in its state.
+        """Returns the optimizer, with what this strategy needs in its state.
 
-        For strategies that change what is trained, such as `LocalSGD`, which keeps a
-        replica for each device there. If the weights to evaluate are in that state, a
+        For strategies that change the training itself, such as `LocalSGD`, which keeps
+        a replica for each device there. If that state holds the weights to evaluate, a
         node of it has a method `evaluated_params(params)`, which returns them.
         """
         return optimizer
 
     def layouts(self, state: TrainState) -> dict[str, PartitionSpec]:
-        """How each leaf of a state is split, by name, `params: layers[0].weight`.
+        """Returns the split of each leaf of a state by name: `params: weight`.
 
-        A leaf of the optimizer state belongs to the parameter whose path its own path
-        ends with, if it has that parameter's shape too, or a stack of such; Adam's
-        `mu.layers[0].weight` does. A subclass overrides it to look at the whole state
-        first, or to split leaves that its other methods are not asked about.
+        A leaf of the optimizer state belongs to a parameter if its path ends with the
+        parameter's path, as Adam's `mu.layers[0].weight` does, and its shape with the
+        parameter's shape. A subclass overrides this method to look at the full state
+        first, or to split leaves that belong to no parameter.
 
         Args:
             state: arrays, or their shapes and dtypes; placed or not.
@@ -142,7 +142,7 @@ class DataParallel:
             params[tuple(map(str, path))] = leaf.shape, spec
 
         def inherited(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
-            # The longest path of a parameter that this one ends with.
+            # The longest path of a parameter that is a suffix of this path.
             keys = tuple(map(str, path))
             for start in range(len(keys) + 1):
                 shape, spec = params.get(keys[start:], (None, None))
@@ -153,7 +153,7 @@ class DataParallel:
                     return PartitionSpec(*[None] * stacked, *spec)
             return self._spec_without_parameter(leaf)
 
-        # Parameters first: the others follow them.
+        # Parameters come first: the optimizer state follows them.
         with_path = jax.tree_util.tree_map_with_path
         with_path(updated, state.params)
         layouts = jax.tree.map(lambda _: PartitionSpec(), state)._replace(
@@ -168,9 +168,9 @@ class DataParallel:
     def place(self, state: TrainState) -> TrainState:
         """Copies `state` to the devices, in this strategy's layout.
 
-        Every leaf must be a new buffer, because the step will overwrite it and the
-        arrays passed in belong to the user. They may come from host memory or from any
-        other layout. Leaves that are None stay None.
+        Every leaf must be a new buffer: the step will overwrite it, and the arrays
+        passed in belong to the user. They may come from host memory or from any other
+        layout. Leaves that are None stay None.
         """
         return place_copy(state, state_shardings(self, state))
 
@@ -191,17 +191,17 @@ class DataParallel:
                 this strategy splits the batch.
             arguments: example values or `jax.ShapeDtypeStruct`s; the leaves of an
                 argument `"state"` have a `sharding`.
-            roles: what each argument is.
-            results: what each result is, or the only result. A result `"state"` has
-                the layout of the argument `"state"`.
+            roles: the role of each argument.
+            results: the role of each result, or of the only result. A result `"state"`
+                has the layout of the argument `"state"`.
             donate: positions of arguments whose memory the step may overwrite.
-            rows: how rows are worked on.
+            rows: the division of rows among devices.
 
         Returns:
-            The result of `jax.jit`, which the trainer then traces, looks through and
-            compiles once. If it has an attribute `compiler_options`, that replaces the
-            trainer's fast options of XLA. Any other callable that takes the arguments
-            of `step` without the first is called as it is, and tells plans nothing.
+            The result of `jax.jit`, which the trainer traces, inspects and compiles
+            once. An attribute `compiler_options` of it replaces the trainer's fast
+            options of XLA. Any other callable that takes the arguments of `step`
+            without the first is called as it is; plans can't read it.
         """
         state = arguments[roles.index("state")]
         by_rows = NamedSharding(self.mesh, PartitionSpec(self.row_axes))
@@ -239,13 +239,13 @@ class DataParallel:
         return self._check_spec("`update_spec`", spec, path, leaf)
 
     def _spec_without_parameter(self, leaf: Any) -> PartitionSpec:
-        """How optimizer state is split that belongs to no parameter."""
+        """Returns the split of optimizer state that belongs to no parameter."""
         return PartitionSpec()
 
     def _check_spec(
         self, origin: str, spec: PartitionSpec, path: str, leaf: Any
     ) -> PartitionSpec:
-        """`spec`, which came from `origin`, if it fits the leaf."""
+        """Returns `spec`, from `origin`; raises if it does not fit the leaf."""
         what = f"{origin} gave {spec} for {path} of shape {leaf.shape}"
         if len(spec) > leaf.ndim:
             raise ValueError(f"{what}: more entries than the array has axes.")
@@ -293,7 +293,7 @@ def adds_state(strategy: DataParallel) -> bool:
 
 
 def state_shardings(strategy: DataParallel, state: TrainState) -> TrainState:
-    """The sharding of each leaf of `state`, from its shape and the strategy's specs."""
+    """Returns the sharding of each leaf of `state`, by the strategy's specs."""
     if strategy.mesh.empty:
         raise NotImplementedError(
             f"`{type(strategy).__name__}` can't be planned: it has no `mesh`, over"
@@ -309,13 +309,13 @@ def state_shardings(strategy: DataParallel, state: TrainState) -> TrainState:
 
 
 def state_name(path: Sequence[Any]) -> str:
-    """The name of a leaf of a state, by its JAX key path: `params: layers[0].weight`"""
+    """Returns the name of a leaf by its key path: `params: layers[0].weight`."""
     field, *rest = path
     return f"{field.name}: {leaf_path(rest)}".removesuffix(": ")
 
 
 def make_row_blocks(strategy: DataParallel) -> RowBlocks:
-    """Which rows of a batch this process loads, if there are several processes."""
+    """Returns the rows of a batch that this process of several loads."""
     if jax.process_count() == 1:
         return RowBlocks()
     if strategy.mesh.empty:
@@ -339,14 +339,14 @@ def check_offload(strategy: DataParallel) -> None:
 
 
 def replace_attributes(strategy: Strategy, **attributes: Any) -> Strategy:
-    """A copy of a strategy with some attributes replaced."""
+    """Returns a copy of a strategy with some attributes replaced."""
     other = copy.copy(strategy)
     vars(other).update(attributes)
     return other
 
 
 def is_rng_row_independent() -> bool:
-    """Whether the keys of rows draw the same however many rows are drawn for at once.
+    """Returns True if a row's draws do not depend on the number of rows.
 
     The default generator, threefry, does; what others draw depends on it.
     """
@@ -360,7 +360,7 @@ def make_shardings(
     layout: Callable[[Role], Any],
     of_group: Callable[[Group], Any],
 ) -> tuple[tuple[Any, ...], Any]:
-    """How the arguments and results of a step are laid out, by their roles."""
+    """Returns the layouts of the arguments and results of a step, by their roles."""
     layouts = tuple(
         [of_group(group) for group in argument] if role == "groups" else layout(role)
         for argument, role in zip(arguments, roles, strict=True)
@@ -382,5 +382,5 @@ def _row_blocks(mesh: Mesh, row_axes: tuple[str, ...]) -> RowBlocks:
 
 
 def drop_micro_batch_axis(leaf: Any) -> jax.ShapeDtypeStruct:
-    """A leaf of one micro-batch, of those stacked in a group."""
+    """Returns the shape of a leaf of one micro-batch, of those stacked in a group."""
     return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)

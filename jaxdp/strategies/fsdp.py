@@ -25,7 +25,7 @@ _GATHER: Final = "auto", "blocks", "once"
 
 
 class _AxisShardedStrategy(Sharded):
-    """What both have: which axis of a leaf is split over the devices of the rows."""
+    """The choice of an axis of each leaf to split, for `ZeRO` and `FSDP`."""
 
     def __init__(self, devices: Devices, mesh: Mesh | None, min_size: int):
         super().__init__(devices, mesh)
@@ -42,7 +42,7 @@ class _AxisShardedStrategy(Sharded):
         return self._split(leaf)
 
     def _split(self, leaf: Any, blocks: PartitionSpec = _WHOLE) -> PartitionSpec:
-        """How a leaf is split, if it can be along none of the axes of `blocks`."""
+        """Returns the split of a leaf, along no axis of `blocks` if possible."""
         given = leaf, self._parts, self.min_size
         axis = split_axis(*given, blocks)
         return make_axis_spec(
@@ -93,7 +93,7 @@ class ZeRO(_AxisShardedStrategy):
 
 
 class FSDPUnitStrategy(Sharded):
-    """What strategies have in common whose modules gather their own parameters."""
+    """The base of strategies whose modules gather their own parameters."""
 
     @property
     def split_axes(self) -> tuple[str, ...]:
@@ -101,12 +101,12 @@ class FSDPUnitStrategy(Sharded):
         return self.row_axes
 
     def set_gather(self, gather: Any) -> None:
-        """Sets which do: `gather` of `FSDP`."""
+        """Sets the modules that gather their parameters: `gather` of `FSDP`."""
         self.gather = _check_gather(gather)
         self.units = NO_UNITS
 
     def blocks(self, path: str) -> PartitionSpec:
-        """The axes of a leaf that are blocks, of which its module gathers one."""
+        """Returns the leading axes of a leaf that count blocks."""
         find_owner = self.units.owner(path)
         stacked = 0 if find_owner is None else self.units.stacked[find_owner]
         return PartitionSpec(*[_BLOCKS] * stacked)
@@ -208,7 +208,7 @@ class FSDP(FSDPUnitStrategy, _AxisShardedStrategy):
 
 
 def _count_stacks_above(path: tuple[Any, ...], model: PyTree) -> int:
-    """How many stacks, one inside the other, hold the node at `path`."""
+    """Returns the number of nested stacks that hold the node at `path`."""
     nodes = (get_node(model, path[:length]) for length in range(len(path)))
     return sum(isinstance(node, Stack) for node in nodes)
 
@@ -245,7 +245,7 @@ def _check_gather(gather: Any) -> str | tuple[str, ...]:
 def split_axis(
     leaf: Any, parts: int, min_size: int, taken: PartitionSpec = _WHOLE
 ) -> int | None:
-    """The first axis of `leaf` that `parts` divide, if there is one.
+    """Returns the first axis of `leaf` that `parts` divide, if there is one.
 
     Those that `taken` splits otherwise don't count, nor leaves under `min_size`.
     """
@@ -259,7 +259,7 @@ def split_axis(
 
 
 def make_axis_spec(axis: int | None, names: tuple[str, ...]) -> PartitionSpec:
-    """Split along one axis, or whole."""
+    """Returns the spec of a leaf that is split along one axis, or of a full one."""
     if axis is None:
         return PartitionSpec()
     return PartitionSpec(*[None] * axis, names)

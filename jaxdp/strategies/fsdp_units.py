@@ -1,11 +1,12 @@
-"""Parameters that stay split, and are gathered where they are used.
+"""FSDP units: modules whose parameters stay sharded, and are gathered when called.
 
-A block of a `Stack`, or another submodule, gathers its own when it is called, and once
-more in its backward pass, where the gradient is summed straight into shards. There are
-two ways. Where each device works on its own rows, it holds `Shard`s, opaque until the
-call gathers them, and the sum is what `jax.grad` makes of `all_gather`. Where a step is
-given the whole batch, parameters are global arrays, and XLA is told by constraints
-where they are replicated.
+A unit, such as a block of a `Stack`, gathers its parameters in its call and again in
+its backward pass, which sums gradients directly into shards. There are two ways:
+
+- Each device works on its own rows. It holds `Shard`s, opaque until the call gathers
+  them; `jax.grad` turns their `all_gather` into the sum.
+- The step gets the full batch. Parameters are global arrays, and sharding constraints
+  make XLA gather and sum.
 """
 
 import functools
@@ -35,14 +36,15 @@ _RECOMPUTED: Final = {
     "squeeze",
     "broadcast_in_dim",
 }
-"""What is not kept for a backward pass: gathered parameters, and views of arrays."""
+"""Primitives whose results are not saved for the backward pass: gathered parameters and
+views of arrays."""
 
 
 class Shard(jax.Array):
     """A device's shard of a parameter, until the module that it belongs to is called.
 
-    To filters such as `eqx.is_inexact_array` it is an array, so that none leaves it out
-    of a sum over parameters in silence; every other use is refused.
+    Filters such as `eqx.is_inexact_array` take it for an array, so that a sum over
+    parameters can't silently omit it. Every other use is refused.
 
     Args:
         array: the shard.
@@ -90,25 +92,26 @@ def open_shards(tree: PyTree) -> PyTree:
 
 
 class FSDPUnits(NamedTuple):
-    """The modules of a model that gather their arrays when they are called."""
+    """The modules of a model that gather their parameters when they are called."""
 
     paths: Mapping[str, Any] = MappingProxyType({})
-    """Where they are in the model, by name; none is inside another."""
+    """Their key paths in the model, by name; none is inside another."""
     stacked: Mapping[str, int] = MappingProxyType({})
-    """How many axes of blocks their arrays have, of which a call sees one block."""
+    """The number of leading axes that count blocks; a call sees one block."""
 
     def owner(self, name: str) -> str | None:
-        """The one that the array of that name is in."""
+        """Returns the unit that contains the array of that name, or None."""
         return next((path for path in self.paths if name.startswith(f"{path}.")), None)
 
     def gather(self, name: str, spec: PartitionSpec, axes: tuple[str, ...]) -> bool:
-        """Whether one of them gathers the array of that name, split like this.
+        """Returns True if a unit gathers the array of that name, split like `spec`.
 
-        Over `axes` of the mesh, that is; over others it stays split.
+        It gathers over `axes` of the mesh; over other axes the array stays split.
         """
         owner = self.owner(name)
         ours = [[axis in axes for axis in get_axis_names(names)] for names in spec]
-        # Not if an axis is split by others, too: a gathered part is no part of theirs.
+        # An array axis split by `axes` and by others is not gathered: a gathered part
+        # would be no part of the others' shards.
         if owner is None or any(any(axis) and not all(axis) for axis in ours):
             return False
         stacked = self.stacked[owner]
@@ -121,13 +124,13 @@ class FSDPUnits(NamedTuple):
         axes: tuple[str, ...],
         mesh: Mesh | None = None,
     ) -> PyTree:
-        """The model, with calls of them that gather.
+        """Returns the model with calls of the units that gather.
 
         Args:
-            model: with one device's shards; or, on a `mesh`, with global arrays.
-            specs: how its arrays are split that they gather, by name.
-            axes: of the mesh, over which they gather.
-            mesh: where XLA gathers.
+            model: holds the shards of one device or, with a `mesh`, global arrays.
+            specs: the splits of the arrays that units gather, by name.
+            axes: the axes of the mesh over which they gather.
+            mesh: given if XLA gathers.
         """
         for name, path in self.paths.items():
             of_parameters = {
@@ -163,15 +166,15 @@ def _with_shards(module: PyTree, owner: str, names: Mapping[str, Any]) -> PyTree
 
 
 class _GatherCall(NamedTuple):
-    """The call of a module that gathers its arrays first; see `override_call`."""
+    """A call that gathers the module's parameters first; see `override_call`."""
 
     specs: tuple[tuple[str, PartitionSpec], ...]
-    """How they are split, by their names in the module; none, and nothing is."""
+    """Pairs of a parameter's name in the module and its split."""
     in_loop: bool
     axes: tuple[str, ...] = ()
-    """Those of the mesh that they are gathered over."""
+    """The axes of the mesh that parameters are gathered over."""
     mesh: Mesh | None = None
-    """Of global arrays. Without one, they are a device's shards."""
+    """Given for global arrays. None for the shards of one device."""
 
     def __call__(self, module: Any, *arguments: Any, **keywords: Any) -> Any:
         recompute = get_remat_call(module)
@@ -180,15 +183,15 @@ class _GatherCall(NamedTuple):
         def call(module: Any, *arguments: Any, **keywords: Any) -> Any:
             whole = self._gather_leaves(module)
             if recompute is not None:
-                # Once is enough. In a second `checkpoint`, XLA for TPUs would not
-                # gather a block while the one before it is computed.
+                # One `checkpoint` is enough. In a second, XLA for TPUs would not
+                # gather a block while the block before it is computed.
                 whole = remove_call_override(whole)
             return whole(*arguments, **keywords)
 
         recomputed = eqx.filter_checkpoint(
             call,
             policy=_saves_for_backward if recompute is None else recompute.policy,
-            # A turn of a loop has nothing in it that XLA could compute once for both.
+            # XLA can't merge the two computations of an iteration of a loop.
             prevent_cse=not self.in_loop,
         )
         return recomputed(module, *arguments, **keywords)
@@ -224,14 +227,15 @@ GATHERED_IN_BRANCH: Final = (
 
 
 def _refuse_rows(*_: Any) -> Any:
-    """JAX makes a shard for each row where a module is called in a branch of a
-    `lax.cond` that depends on the row: it selects among them. Devices would sum their
-    gradients with those of other rows."""
+    """Raises where JAX would make a shard for each row: in a branch of a `lax.cond`
+    that depends on the row, it selects among them. Devices would sum their gradients
+    with those of other rows.
+    """
     raise ValueError(GATHERED_IN_BRANCH)
 
 
 _row_independent: Final = Primitive("of_no_row")
-"""The identity of a shard, which may not differ by row."""
+"""The identity of a shard; raises under a `vmap` in which it would differ by row."""
 
 _row_independent.def_impl(lambda shard: shard)
 _row_independent.def_abstract_eval(lambda shard: shard)
@@ -241,7 +245,7 @@ mlir.register_lowering(_row_independent, lambda _, shard: [shard])
 
 
 def _all_gather(spec: PartitionSpec, _: PartitionSpec, leaf: Array) -> Array:
-    """What devices have shards of, split like this."""
+    """Gathers an array from its shards, split like `spec`."""
     for axis, names in enumerate(spec):
         if names is not None:
             leaf = jax.lax.all_gather(leaf, names, axis=axis, tiled=True)
@@ -260,11 +264,11 @@ def _reduce_scatter(spec: PartitionSpec, gradient: Array) -> Array:
 def map_local_shards(
     function: Callable[[Array], Array], others: PartitionSpec
 ) -> Callable[[Array], Array]:
-    """`function`, which exchanges shards, of the part of an array that a device has.
+    """Returns `function`, which exchanges shards, for a device's part of an array.
 
-    Over the axes that are left to XLA arrays are split like `others`, and stay so. XLA
-    would gather them over those axes first, and for CPUs it can't reduce bfloat16 where
-    any are left: it aborts the process.
+    Over the axes that are left to XLA, arrays stay split like `others`. XLA would
+    gather them over those axes first, and for CPUs it can't reduce bfloat16 where any
+    are left: it aborts the process.
     """
     if not (left := _find_auto_axes()):
         return function
@@ -274,7 +278,7 @@ def map_local_shards(
 
 
 def _find_auto_axes() -> set[str]:
-    """The axes of the mesh over which this device's program is one of whole arrays."""
+    """Returns the mesh axes over which this device's program sees global arrays."""
     mesh = jax.sharding.get_abstract_mesh()
     axes = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return {name for name, kind in axes if kind == AxisType.Auto}
@@ -286,7 +290,7 @@ def _all_gather_each_part(
     return map_local_shards(functools.partial(_all_gather, ours, others), others)(leaf)
 
 
-# JAX's own derivative would sum what is whole over the axes left to XLA over those.
+# JAX's own derivative would also sum over the axes left to XLA, where arrays are full.
 _all_gather_parts = jax.custom_vjp(_all_gather_each_part, nondiff_argnums=(0, 1))
 _all_gather_parts.defvjp(
     lambda ours, others, leaf: (_all_gather_each_part(ours, others, leaf), None),
@@ -299,7 +303,7 @@ _all_gather_parts.defvjp(
 def _constrain_split_then_full(
     leaf: Array, split: NamedSharding, whole: NamedSharding
 ) -> Array:
-    """A global array that is split, and then whole."""
+    """Constrains a global array to be split, and then full."""
     leaf = jax.lax.with_sharding_constraint(leaf, split)
     return jax.lax.with_sharding_constraint(leaf, whole)
 
@@ -313,21 +317,21 @@ _gather_by_constraint = jax.custom_jvp(
 def _(
     split: NamedSharding, whole: NamedSharding, leaves: Any, tangents: Any
 ) -> tuple[Array, Array]:
-    # The transpose of a constraint is itself: gradients are summed straight into
-    # shards, and those of whole arrays are never asked for.
+    # The transpose of a constraint is itself: gradients are summed directly into
+    # shards, and no full gradient is made.
     (leaf,), (tangent,) = leaves, tangents
     tangent = jax.lax.with_sharding_constraint(tangent, split)
     return _constrain_split_then_full(leaf, split, whole), tangent
 
 
 def drop_axes(axes: tuple[str, ...], spec: PartitionSpec) -> PartitionSpec:
-    """`spec` with arrays whole over `axes`."""
+    """Returns `spec` with arrays full over `axes`."""
     others = {name for names in spec for name in get_axis_names(names)} - {*axes}
     return keep_axes(tuple(others), spec)
 
 
 def keep_axes(axes: tuple[str, ...], spec: PartitionSpec) -> PartitionSpec:
-    """`spec`, where it splits over `axes`."""
+    """Returns `spec` with splits over `axes` only."""
     kept = (tuple(n for n in get_axis_names(names) if n in axes) for names in spec)
     return PartitionSpec(*(names or None for names in kept))
 

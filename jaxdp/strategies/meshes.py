@@ -15,7 +15,7 @@ Devices = int | Sequence[Any] | jax.Device | None
 
 
 def find_devices(devices: Devices) -> list[Any]:
-    """The devices meant: all, the first `devices`, or the ones listed."""
+    """Returns all devices, the first `devices`, or the ones listed."""
     available = jax.devices()
     if devices is None:
         return available
@@ -40,7 +40,7 @@ def find_devices(devices: Devices) -> list[Any]:
 
 
 def make_mesh(devices: Sequence[Any], shape: Mapping[str, int]) -> Mesh:
-    """A mesh over devices, by the sizes of its axes.
+    """Returns a mesh over devices, by the sizes of its axes.
 
     Axes are Auto: under Explicit ones (the default of `jax.make_mesh`) embeddings,
     dropout keys and reshapes in ordinary models raise.
@@ -52,7 +52,7 @@ def make_mesh(devices: Sequence[Any], shape: Mapping[str, int]) -> Mesh:
 
 
 def make_topology_mesh(devices: Sequence[Any], shape: Mapping[str, int]) -> Mesh:
-    """The same, in the order in which the devices are wired, where JAX knows it."""
+    """Returns a mesh in the order in which devices are wired, where JAX knows it."""
     auto = (AxisType.Auto,) * len(shape)
     return jax.make_mesh(tuple(shape.values()), tuple(shape), auto, devices=devices)
 
@@ -86,7 +86,7 @@ def clear_ambient_mesh(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def get_axis_names(names: Any) -> tuple[str, ...]:
-    """The mesh axes in an entry of a `PartitionSpec`."""
+    """Returns the mesh axes in an entry of a `PartitionSpec`."""
     if names is None:
         return ()
     return names if isinstance(names, tuple) else (names,)

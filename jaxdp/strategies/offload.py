@@ -14,7 +14,7 @@ _SMALL: Final = 1024
 
 
 def offload_optimizer(shardings: TrainState, state: TrainState) -> TrainState:
-    """`shardings` of a state, whose optimizer's large leaves are in host memory."""
+    """Returns the shardings with large leaves of the optimizer in host memory."""
 
     def held(sharding: Any, leaf: Any) -> Any:
         if leaf.size <= _SMALL:
@@ -44,7 +44,7 @@ def jit_with_offload(
     out_shardings: Any,
     donate: tuple[int, ...],
 ) -> Any:
-    """`jax.jit` of a step, whose state may be in host memory before and after it.
+    """Returns `jax.jit` of a step, whose state may be in host memory around it.
 
     It is moved outside of the step, so that one of several steps moves it once.
     """

@@ -17,7 +17,7 @@ from ..step import Group
 
 
 def place_copy(tree: PyTree, shardings: PyTree) -> PyTree:
-    """New buffers for every leaf of `tree`, laid out by `shardings`.
+    """Copies every leaf of `tree` to new buffers, laid out by `shardings`.
 
     `jax.device_put` alone may hand back the caller's own buffer, which donation would
     then delete, or one that is in the caller's NumPy array.
@@ -59,7 +59,7 @@ def put_rows(
     *,
     split: bool,
 ) -> list[Group]:
-    """Batches of which each process has the rows of its blocks, as global arrays.
+    """Makes global arrays of batches, of which each process has its blocks' rows.
 
     Without `split` every process has all rows. `shardings` returns those of a group,
     from the shapes of the global group.
@@ -90,7 +90,7 @@ def put_rows(
 
 
 def replicate(tree: PyTree) -> PyTree:
-    """Arrays that are split between processes, whole on all their devices.
+    """Returns arrays that are split between processes, full on all their devices.
 
     All processes must call it. Others are as they are.
     """
@@ -111,7 +111,7 @@ def _identity(sharding: Any) -> Callable[[Any], Any]:
 
 
 def gather_arrays(tree: PyTree) -> PyTree:
-    """New whole arrays, on the default device, of placed ones.
+    """Returns new full arrays, on the default device, of placed ones.
 
     If anything is split between processes, all of them must call it.
     """
@@ -119,7 +119,7 @@ def gather_arrays(tree: PyTree) -> PyTree:
 
 
 def fetch(tree: PyTree) -> PyTree:
-    """Whole NumPy arrays of placed ones, and typed PRNG keys as they are.
+    """Returns full NumPy arrays of placed ones, and typed PRNG keys as they are.
 
     If anything is split between processes, all of them must call it.
     """

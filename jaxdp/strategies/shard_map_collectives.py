@@ -1,4 +1,4 @@
-"""Gradients by each device from its own rows, inside a step over global arrays."""
+"""Data parallelism by `jax.shard_map`, inside a step over global arrays."""
 
 import copy
 import functools
@@ -28,29 +28,29 @@ from .meshes import clear_ambient_mesh, get_axis_names
 NO_UNITS: Final = FSDPUnits()
 
 Spec = Callable[[str, Any], PartitionSpec]
-"""How the leaf at a path is split."""
+"""`(path, leaf)` to the split of the leaf."""
 
 
 class ShardMapCollectives(Collectives):
-    """Lets devices work on their rows alone, for a step that sees global arrays.
+    """Runs the rows of a step on their devices; the step itself sees global arrays.
 
-    Where all functions are written for one example, `over_rows` is a `jax.shard_map`:
-    parameters are gathered before it, and gradients reduced after it, once, straight to
-    the shards that are kept (`psum_scatter`). XLA would reduce the gradients of each
-    micro-batch, and of each turn of a loop in the model. Where something is written for
-    a batch, XLA partitions the whole computation.
+    Where all functions are written for one example, `over_rows` is a `jax.shard_map`.
+    Parameters are gathered before it. Gradients are reduced after it, once, directly
+    to the shards of `update_spec` (`psum_scatter`); XLA would reduce those of each
+    micro-batch, and of each iteration of a loop in the model. Where something is
+    written for a batch, XLA partitions the full computation.
 
-    The rest, such as the optimizer, is outside: it sees global arrays, so that a global
-    norm is one.
+    The optimizer runs outside of `over_rows`, on global arrays, so that a norm over all
+    parameters is right.
 
     Args:
-        mesh: of Auto axes.
-        row_axes: those of its axes that rows are split over.
-        held: how parameters are split between steps.
-        updated: how their gradients and optimizer states are.
-        apart: whether devices work on their rows alone.
-        find_gatherers: of a model's arrays, which modules gather their own parameters.
-            All others are gathered before.
+        mesh: a mesh of Auto axes.
+        row_axes: the axes of the mesh that rows are split over.
+        param_spec: the split of parameters between steps.
+        update_spec: the split of their gradients and optimizer states.
+        is_apart: whether each device works on its own rows alone.
+        find_units: finds the modules of a model that gather their own parameters. All
+            other parameters are gathered before the rows.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class ShardMapCollectives(Collectives):
         self.param_spec = param_spec
         self.update_spec = update_spec
         self.is_apart, self.find_units = is_apart, find_units
-        # Of the step at hand.
+        # Set for one step by `_bind_step`.
         self._units = NO_UNITS
         self._shards: dict[str, PartitionSpec] = {}
 
@@ -81,7 +81,7 @@ class ShardMapCollectives(Collectives):
         try:
             return this_step._run_shard_map(function, inputs, groups, results)
         except Exception:
-            function(this_step, inputs, groups)  # whose error has the batch's shapes
+            function(this_step, inputs, groups)  # its error has the batch's shapes
             raise
 
     def arrange(self, model: PyTree) -> PyTree:
@@ -104,7 +104,7 @@ class ShardMapCollectives(Collectives):
         return jax.tree_util.tree_map_with_path(constrain, tree)
 
     def _bind_step(self, inputs: Any) -> "ShardMapCollectives":
-        """This, for a step of these inputs, whose modules may gather."""
+        """Returns a copy for a step of these inputs, which knows their units."""
         weights, *_ = find_nodes(Weights, inputs)
         model = eqx.combine(weights.params, weights.buffers)
         bound = copy.copy(self)
@@ -116,10 +116,10 @@ class ShardMapCollectives(Collectives):
     def _run_shard_map(
         self, function: OnRows, inputs: Any, groups: Sequence[Group], results: Results
     ) -> Any:
-        """`function` on each device's rows, and its gradients summed.
+        """Runs `function` on each device's rows, and sums its gradients.
 
-        The `_shards`, which modules gather for themselves, stay split, and so do their
-        gradients.
+        The `_shards`, which modules gather in their calls, and the gradients of these
+        stay split.
         """
         weights, *_ = find_nodes(Weights, inputs)
         shards = self._shards
@@ -140,7 +140,7 @@ class ShardMapCollectives(Collectives):
                 for role, part in zip(roles, values, strict=True)
             )
 
-        # Over other axes XLA splits them.
+        # XLA splits arrays over the other axes.
         own_shards, own_trained = (
             {name: keep_axes(self.row_axes, spec) for name, spec in specs.items()}
             for specs in (shards, trained)
@@ -167,7 +167,7 @@ class ShardMapCollectives(Collectives):
     def _find_shard_specs(
         self, params: PyTree, units: FSDPUnits
     ) -> dict[str, PartitionSpec]:
-        """How those leaves are split that stay so over the rows' axes, by name."""
+        """Returns by name the specs of leaves that stay split over row axes."""
         specs: dict[str, PartitionSpec] = {}
         if not units.paths:
             return specs
@@ -180,7 +180,7 @@ class ShardMapCollectives(Collectives):
 
     @jax.named_scope("parameters")
     def _gather_weights(self, inputs: Any, shards: Mapping[str, Any]) -> Any:
-        """Inputs with whole weights, but for `shards`."""
+        """Returns inputs with full weights, but for `shards`."""
 
         def gathered(weights: Weights) -> Weights:
             params = self._constrain(weights.params, self._make_used_spec(shards))
@@ -190,7 +190,7 @@ class ShardMapCollectives(Collectives):
         return map_nodes(Weights, gathered, inputs)
 
     def _make_used_spec(self, shards: Mapping[str, Any]) -> Spec:
-        """How leaves are split in a step: over other axes, but for its `shards`."""
+        """Returns specs within a step: only `shards` are split over the rows' axes."""
 
         def spec(path: str, leaf: Any) -> PartitionSpec:
             param_spec = self.param_spec(path, leaf)
@@ -210,7 +210,7 @@ class ShardMapCollectives(Collectives):
             )
             for path, x in leaves
         ]
-        # Split over other axes before, and over those of the rows after.
+        # Arrays are split over other axes before the sum, over row axes after it.
         others = [drop_axes(self.row_axes, spec) for spec in specs]
         targets = [
             spec if self._ends_in_row_axes(spec) else other
@@ -231,7 +231,7 @@ class ShardMapCollectives(Collectives):
             check_vma=False,
         )([leaf for _, leaf in leaves])
 
-        # Those of shards come in at their places.
+        # Shards, summed already, return to their places in the tree.
         def filled(path: Any, leaf: Any) -> Any:
             return shards.get(leaf_path(path)) if leaf is None else leaf
 
@@ -241,7 +241,7 @@ class ShardMapCollectives(Collectives):
         return self.like_gradients(whole)
 
     def _reduce_to_shard(self, gradient: Any, target: PartitionSpec) -> Any:
-        """The shard that `target` leaves here of a sum over the rows' devices."""
+        """Sums over the rows' devices, to this device's shard by `target`."""
         left = list(self.row_axes)
         for axis, names in enumerate(target):
             ours = tuple(
@@ -255,9 +255,9 @@ class ShardMapCollectives(Collectives):
         return jax.lax.psum(gradient, tuple(left)) if left else gradient
 
     def _ends_in_row_axes(self, spec: PartitionSpec) -> bool:
-        """Whether each array axis is split by other mesh axes first, if by any.
+        """Returns True if row axes come last wherever they split an array axis.
 
-        Only then are the shards of a shard those that `spec` means.
+        Only in this order is a shard of a shard the one that `spec` stands for.
         """
         for names in map(get_axis_names, spec):
             ours = [name in self.row_axes for name in names]
@@ -267,9 +267,9 @@ class ShardMapCollectives(Collectives):
 
 
 class _DeviceCollectives(AxisCollectives):
-    """The collectives of a device that works on its rows alone.
+    """The collectives of one device, which works on its own rows.
 
-    It has full parameters; but of those that some modules gather, its shards.
+    Its parameters are full, but for the `shards` that units gather in their calls.
     """
 
     def __init__(
@@ -306,8 +306,7 @@ class _DeviceCollectives(AxisCollectives):
 def _stack_gradients(
     gradients: PyTree, shards: Mapping[str, Any]
 ) -> tuple[PyTree, dict[str, Any]]:
-    """A device's gradients, not yet summed: its layer of a stack. And those of shards,
-    which are, by name."""
+    """Stacks gradients that are not summed yet; returns those of shards by name."""
     is_apart: dict[str, Any] = {}
 
     def stack(path: Any, leaf: Any) -> Any:
@@ -320,7 +319,7 @@ def _stack_gradients(
 
 
 def _make_input_specs(inputs: Any, shards: Mapping[str, PartitionSpec]) -> Any:
-    """How inputs are split: not at all, but for the `shards` of weights."""
+    """Returns the specs of inputs: only the `shards` of weights are split."""
 
     whole = PartitionSpec()
 

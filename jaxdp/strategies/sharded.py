@@ -126,7 +126,7 @@ class Sharded(DataParallel):
         return NO_UNITS
 
     def _is_by_rows(self, leaf: jax.ShapeDtypeStruct) -> bool:
-        """Whether a leaf of a batch is split over the axes of rows by rows only."""
+        """Returns True if the axes of rows split a leaf of a batch by rows only."""
         first, *rest = self.batch_spec(leaf) or [None]
         others = {name for names in rest for name in get_axis_names(names)}
         return get_axis_names(first) == self.row_axes and not others & set(
@@ -142,7 +142,7 @@ class Sharded(DataParallel):
 
 
 class Pmap(Sharded):
-    """What `jax.pmap` does: every device runs the step on its rows, then sums.
+    """The program of `jax.pmap`: every device runs the step on its rows, then sums.
 
     This holds for what is written for one example: named losses and metrics, and
     `per_example`. What is written for a batch (a `loss_fn`, a callable loss, BatchNorm)
@@ -166,5 +166,5 @@ class Pmap(Sharded):
 
 
 def make_named_shardings(mesh: Mesh, specs: PyTree) -> PyTree:
-    """The sharding over a mesh that each `PartitionSpec` of a tree means."""
+    """Returns the sharding over a mesh of each `PartitionSpec` of a tree."""
     return map_nodes(PartitionSpec, lambda spec: NamedSharding(mesh, spec), specs)

@@ -63,7 +63,7 @@ class Stack(eqx.Module):
         return apply_blocks(rest, training, arrays, x, self.keys(key))
 
     def keys(self, key: PRNGKeyArray | None) -> PRNGKeyArray | None:
-        """One key for each block."""
+        """Returns one key for each block."""
         return None if key is None else jax.random.split(key, len(self))
 
 
@@ -86,7 +86,7 @@ def apply_blocks(
 
 
 def find_stacks(tree: PyTree) -> dict[str, tuple[tuple[Any, ...], int]]:
-    """The outermost stacks with arrays, by name: their path, and how many blocks."""
+    """Returns the paths and block counts of the outermost stacks, by name."""
     is_stack = lambda node: isinstance(node, Stack)  # noqa: E731
     nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_stack)
     return {

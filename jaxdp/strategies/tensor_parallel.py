@@ -118,7 +118,7 @@ class TensorParallel(FSDPUnitStrategy):
         return super()._find_units(model) if _FSDP in self.mesh.shape else NO_UNITS
 
     def _rule(self, path: str) -> Rule | None:
-        """The first rule that fits."""
+        """Returns the first rule that matches."""
         return next((rule for rule in self.rules if matches(path, rule[0])), None)
 
     def _spec_without_parameter(self, leaf: Any) -> PartitionSpec:
@@ -150,7 +150,7 @@ class TensorParallel(FSDPUnitStrategy):
 
 @checks_arguments
 def tensor_rules(model: PyTree, axis: str = "model") -> list[Rule]:
-    """Rules that split the layers of MLPs and attention in pairs, as Megatron-LM does.
+    """Returns rules that split layers of MLPs and attention in pairs, as Megatron-LM.
 
     In each pair of layers of an `eqx.nn.MLP`, the first is split by its outputs and the
     second by its inputs, so that devices only exchange the sum after the second. An odd
