@@ -18,8 +18,7 @@ from .shard_map_collectives import NO_UNITS
 from .sharded import Sharded
 from .stack import Stack, find_stacks
 
-_WHOLE: Final = PartitionSpec()
-_BLOCKS: Final = "blocks"
+_FULL: Final = PartitionSpec()
 _GROUP: Final = "group"
 _GATHER: Final = "auto", "blocks", "once"
 
@@ -41,17 +40,13 @@ class _AxisShardedStrategy(Sharded):
     def _spec_without_parameter(self, leaf: Any) -> PartitionSpec:
         return self._split(leaf)
 
-    def _split(self, leaf: Any, blocks: PartitionSpec = _WHOLE) -> PartitionSpec:
-        """Returns the split of a leaf, along no axis of `blocks` if possible."""
-        given = leaf, self._parts, self.min_size
-        axis = split_axis(*given, blocks)
-        return make_axis_spec(
-            split_axis(*given) if axis is None else axis, self.split_axes
-        )
-
-    @property
-    def _parts(self) -> int:
-        return math.prod(self.mesh.shape[name] for name in self.split_axes)
+    def _split(self, leaf: Any, num_block_axes: int = 0) -> PartitionSpec:
+        """Returns the split of a leaf, along no axis of blocks if possible."""
+        parts = math.prod(self.mesh.shape[name] for name in self.split_axes)
+        axis = split_axis(leaf, parts, self.min_size, num_block_axes=num_block_axes)
+        if axis is None:
+            return PartitionSpec()
+        return PartitionSpec(*[None] * axis, self.split_axes)
 
 
 class ZeRO(_AxisShardedStrategy):
@@ -95,24 +90,18 @@ class ZeRO(_AxisShardedStrategy):
 class FSDPUnitStrategy(Sharded):
     """The base of strategies whose modules gather their own parameters."""
 
-    @property
-    def split_axes(self) -> tuple[str, ...]:
-        """The axes of the mesh that they are gathered over."""
-        return self.row_axes
-
     def set_gather(self, gather: Any) -> None:
         """Sets the modules that gather their parameters: `gather` of `FSDP`."""
         self.gather = _check_gather(gather)
         self.units = NO_UNITS
 
-    def blocks(self, path: str) -> PartitionSpec:
-        """Returns the leading axes of a leaf that count blocks."""
-        find_owner = self.units.owner(path)
-        stacked = 0 if find_owner is None else self.units.stacked[find_owner]
-        return PartitionSpec(*[_BLOCKS] * stacked)
+    def count_block_axes(self, path: str) -> int:
+        """Returns the number of leading axes of a leaf that count blocks."""
+        unit = self.units.owner(path)
+        return 0 if unit is None else self.units.stacked[unit]
 
     def layouts(self, state: TrainState) -> dict[str, PartitionSpec]:
-        # The arrays may be trained, or frozen, or both.
+        # The arrays of a unit may be trained, or frozen, or both.
         self.find_units(eqx.combine(state.params, state.buffers))
         return super().layouts(state)
 
@@ -203,8 +192,8 @@ class FSDP(FSDPUnitStrategy, _AxisShardedStrategy):
         return tuple(name for name in self.row_axes if name != _GROUP)
 
     def param_spec(self, path: str, leaf: Array) -> PartitionSpec:
-        # Of a block, so that it can be gathered by itself, if it has such an axis.
-        return self._split(leaf, self.blocks(path))
+        # Along an axis within a block, so that each block is gathered by itself.
+        return self._split(leaf, self.count_block_axes(path))
 
 
 def _count_stacks_above(path: tuple[Any, ...], model: PyTree) -> int:
@@ -243,23 +232,22 @@ def _check_gather(gather: Any) -> str | tuple[str, ...]:
 
 
 def split_axis(
-    leaf: Any, parts: int, min_size: int, taken: PartitionSpec = _WHOLE
+    leaf: Any,
+    parts: int,
+    min_size: int,
+    spec: PartitionSpec = _FULL,
+    num_block_axes: int = 0,
 ) -> int | None:
     """Returns the first axis of `leaf` that `parts` divide, if there is one.
 
-    Those that `taken` splits otherwise don't count, nor leaves under `min_size`.
+    Axes that `spec` splits don't count, nor do leaves under `min_size`. The leading
+    axes of blocks are the last resort.
     """
     if parts == 1 or math.prod(leaf.shape) < min_size:
         return None
-    for axis, length in enumerate(leaf.shape):
-        free = axis >= len(taken) or taken[axis] is None
-        if free and length and length % parts == 0:
+    axes = range(len(leaf.shape))
+    for axis in (*axes[num_block_axes:], *axes[:num_block_axes]):
+        is_free = axis >= len(spec) or spec[axis] is None
+        if is_free and leaf.shape[axis] and leaf.shape[axis] % parts == 0:
             return axis
     return None
-
-
-def make_axis_spec(axis: int | None, names: tuple[str, ...]) -> PartitionSpec:
-    """Returns the spec of a leaf that is split along one axis, or of a full one."""
-    if axis is None:
-        return PartitionSpec()
-    return PartitionSpec(*[None] * axis, names)

@@ -24,7 +24,6 @@ from .shard_map_collectives import NO_UNITS
 from .stack import Stack
 
 _FSDP: Final = "fsdp"
-_WHOLE: Final = PartitionSpec()
 
 Rule = tuple[str, PartitionSpec]
 """A pattern of paths, `*` standing for anything, and how leaves it fits are split."""
@@ -91,7 +90,7 @@ class TensorParallel(FSDPUnitStrategy):
         if (rule := self._rule(path)) is not None:
             origin = f"`rules`: the rule for {rule[0]!r}"
             spec = self._check_spec(origin, rule[1], path, leaf)
-        return self._split(spec, leaf, self.blocks(path))
+        return self._split(spec, leaf, self.count_block_axes(path))
 
     def layouts(self, state: TrainState) -> dict[str, PartitionSpec]:
         paths = [
@@ -125,22 +124,18 @@ class TensorParallel(FSDPUnitStrategy):
         return self._split(PartitionSpec(), leaf)
 
     def _split(
-        self, spec: PartitionSpec, leaf: Any, blocks: PartitionSpec = _WHOLE
+        self, spec: PartitionSpec, leaf: Any, num_block_axes: int = 0
     ) -> PartitionSpec:
-        """`spec`, and another axis split over `"fsdp"`, where there is one; if it can
-        be, none of `blocks`."""
+        """Returns `spec` with another axis split over `"fsdp"`, where there is one."""
         names = [name for entry in spec for name in get_axis_names(entry)]
         if _FSDP not in self.mesh.shape or _FSDP in names:
             return spec
         parts = self.mesh.shape[_FSDP]
-        taken = PartitionSpec(*blocks, *spec[len(blocks) :])
-        axis = split_axis(leaf, parts, self.min_size, taken)
-        if axis is None:
-            axis = split_axis(leaf, parts, self.min_size, spec)
-        if axis is None:  # what the rules leave on one device, then
+        axis = split_axis(leaf, parts, self.min_size, spec, num_block_axes)
+        if axis is None:  # split the shard of one device by the rules once more
             shape = NamedSharding(self.mesh, spec).shard_shape(leaf.shape)
-            left = jax.ShapeDtypeStruct(shape, leaf.dtype)
-            axis = split_axis(left, parts, self.min_size)
+            shard = jax.ShapeDtypeStruct(shape, leaf.dtype)
+            axis = split_axis(shard, parts, self.min_size)
         if axis is None:
             return spec
         entries = [*spec, *[None] * (axis + 1 - len(spec))]
