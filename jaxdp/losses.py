@@ -60,7 +60,7 @@ def cross_entropy(
 
 def binary_cross_entropy(prediction: Array, target: Array) -> Array:
     """Sigmoid cross-entropy of logits against 0/1 targets of the same shape."""
-    prediction, target = _paired("binary_cross_entropy", prediction, target)
+    prediction, target = _match_shapes("binary_cross_entropy", prediction, target)
     labels = target.astype(prediction.dtype)
     return per_row(optax.sigmoid_binary_cross_entropy(prediction, labels))
 
@@ -72,7 +72,7 @@ def mse(prediction: Array, target: Array) -> Array:
 
 def mae(prediction: Array, target: Array) -> Array:
     """Absolute error, averaged over everything but the row."""
-    prediction, target = _paired("mae", prediction, target)
+    prediction, target = _match_shapes("mae", prediction, target)
     return per_row(jnp.abs(prediction - _numbers(target, prediction)))
 
 
@@ -100,7 +100,7 @@ def binary_accuracy(prediction: Array, target: Array) -> Array:
 
     A logit above 0 means yes, and so does a target above 0.5.
     """
-    prediction, target = _paired("binary_accuracy", prediction, target)
+    prediction, target = _match_shapes("binary_accuracy", prediction, target)
     right = (prediction > 0) == (target > 0.5)
     return per_row(right.astype(jnp.float32))
 
@@ -368,7 +368,7 @@ def _numbers(target: Array, prediction: Array) -> Array:
     return target if _is_float(target) else target.astype(prediction.dtype)
 
 
-def _paired(name: str, prediction: Array, target: Array) -> tuple[Array, Array]:
+def _match_shapes(name: str, prediction: Array, target: Array) -> tuple[Array, Array]:
     """Returns a prediction and a target of one shape, without a last axis of one."""
     shapes = prediction.shape, target.shape
     if prediction.shape == (*target.shape, 1):
@@ -392,7 +392,7 @@ def _paired(name: str, prediction: Array, target: Array) -> tuple[Array, Array]:
 
 def _errors(name: str, prediction: Array, target: Array) -> tuple[Array, Array | None]:
     """Returns the arguments of an optax loss; of complex numbers, their distance."""
-    prediction, target = _paired(name, prediction, target)
+    prediction, target = _match_shapes(name, prediction, target)
     target = _numbers(target, prediction)
     if jnp.iscomplexobj(prediction) or jnp.iscomplexobj(target):
         return jnp.abs(prediction - target), None

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..basics.arguments import check_count, checks_arguments
 from ..basics.host_memory import use_auto_axes
-from ..step import Batch, find_batched_leaves, map_batched, to_user_batch
+from ..step import Batch, find_batched_leaves, map_row_leaves, to_user_batch
 from .batches import take_there
 from .conversion import as_numpy, fetch, to_host, with_key_data
 from .loader_state import Position
@@ -72,7 +72,7 @@ class Arrays:
         _check_devices(self._columns)
         # The first row tells what conversion makes of the tree.
         columns = iter(self._columns)
-        self._first = to_host(map_batched(lambda _: next(columns)[:1], tree))
+        self._first = to_host(map_row_leaves(lambda _: next(columns)[:1], tree))
         is_tuple = type(self._first) is tuple
         self._is_flat = is_tuple and jax.tree_util.all_leaves(self._first)
         self._epoch = 0
@@ -127,7 +127,7 @@ class Arrays:
         if self._is_flat:
             return columns
         rows = iter(columns)
-        return map_batched(lambda _: next(rows), self._first)
+        return map_row_leaves(lambda _: next(rows), self._first)
 
 
 class ArraysSource(Source):

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..basics.console import join_some
 from ..distributed import RowBlocks
-from ..step import Batch, Group, SingleRowBatch, find_batched_leaves, merge_non_batched
+from ..step import Batch, Group, SingleRowBatch, find_batched_leaves, merge_leaves
 from .batches import (
     Key,
     Portion,
@@ -198,7 +198,7 @@ class Forms:
 
     def note(self, group: Group) -> str:
         """What may help where a step for batches like those of a group failed."""
-        stacked = merge_non_batched(group.batch, group.whole)
+        stacked = merge_leaves(group.batch, group.whole)
         batch = jax.tree.map(lambda leaf: leaf[0], stacked)
         if not (difference := self.difference(batch)):
             return ""

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..basics.console import join_numbers
 from ..distributed import ProcessGroup
-from ..step import Batch, find_batched_leaves, map_batched
+from ..step import Batch, find_batched_leaves, map_row_leaves
 from .batches import Key, Portion, key_of, rows_at, rows_of, shapes_of
 from .loader_state import checksum
 
@@ -70,7 +70,7 @@ class GlobalShare(Share):
                 continue
             counts, places = cut(rows_of(batch), key_of(batch))
             rows_here = functools.partial(_taken, places=places)
-            yield Portion(map_batched(rows_here, batch), counts)
+            yield Portion(map_row_leaves(rows_here, batch), counts)
 
     def of_lists(self, lists: Iterator[Any]) -> _Fetched:
         cut = _Cut(self._packer())
@@ -230,7 +230,7 @@ def _like(row: Batch, shapes: list[list[int]]) -> Batch:
 
 def _sum_of_whole(batch: Batch | None) -> int | None:
     """Tells what a batch has in `Whole`s from something else."""
-    whole = jax.tree.leaves(map_batched(lambda _: None, batch))
+    whole = jax.tree.leaves(map_row_leaves(lambda _: None, batch))
     return checksum(whole) if whole else None
 
 
@@ -246,7 +246,7 @@ def _first_row(batch: Batch) -> Batch:
     def copied(leaf: Any) -> Any:
         return leaf if isinstance(leaf, jax.Array) else np.array(leaf)  # on the host
 
-    first = map_batched(lambda leaf: rows_at(leaf, np.zeros(1, np.int32)), batch)
+    first = map_row_leaves(lambda leaf: rows_at(leaf, np.zeros(1, np.int32)), batch)
     return jax.tree.map(copied, first)
 
 

@@ -15,7 +15,7 @@ from ..step import (
     BY_DEFAULT,
     SingleRowBatch,
     Steps,
-    merge_non_batched,
+    merge_leaves,
     note_on_products,
 )
 
@@ -124,7 +124,7 @@ class Compilations:
 def _form(packed: Dispatch) -> _Form:
     groups = []
     for group in packed.groups:
-        batch = merge_non_batched(group.batch, group.whole)
+        batch = merge_leaves(group.batch, group.whole)
         shapes = {
             leaf_name(batch, place): leaf.shape[1:]
             for place, leaf in enumerate(jax.tree.leaves(batch))

@@ -26,7 +26,7 @@ from ..step import (
     cast_for_storage,
     cast_to_original,
     first_state,
-    make_evaluated_view,
+    make_weights_view,
 )
 from ..strategies import DataParallel
 from ..strategies.base import adds_state, state_shardings
@@ -84,7 +84,7 @@ class State:
             operator.itemgetter(*jax.tree.leaves(places.weights)),
             np.zeros(totals.shape, totals.dtype),
             isinstance(totals, jax.Array),
-            _first_of_views(model.view, make_evaluated_view(tree.opt_state)),
+            _first_of_views(model.view, make_weights_view(tree.opt_state)),
             model,
         )
         state = cls(leaves, kind)

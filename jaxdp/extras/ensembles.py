@@ -222,7 +222,7 @@ class EnsembleSteps(Steps):
             )
 
         mapped = jax.vmap(evaluate, in_axes=(_OF_WEIGHTS, 0), out_axes=(0, 0, 1))
-        totals, metrics, outputs = mapped(self._with_keys(weights), totals)
+        totals, metrics, outputs = mapped(self._set_keys(weights), totals)
         return totals, self._name_metrics(metrics), outputs
 
     def predict(
@@ -230,7 +230,7 @@ class EnsembleSteps(Steps):
     ) -> PyTree:
         predict = functools.partial(self._single_steps.predict, collectives)
         mapped = jax.vmap(lambda own: predict(own, group), (_OF_WEIGHTS,), 1)
-        return mapped(self._with_keys(weights))
+        return mapped(self._set_keys(weights))
 
     def compute_means(self, totals: np.ndarray, facts: Facts) -> dict[str, float]:
         names = facts.names[: len(facts.names) // (1 + self.extra.size)]
@@ -241,13 +241,13 @@ class EnsembleSteps(Steps):
     def measure_outputs(
         self, function: Callable[[PyTree], Mapping[str, float]], outputs: PyTree
     ) -> Mapping[str, float]:
-        def of_one(member: int) -> Mapping[str, float]:
+        def measure_member(member: int) -> Mapping[str, float]:
             own = jax.tree.map(lambda leaf: leaf[:, member], outputs)
             return self._single_steps.measure_outputs(function, own)
 
-        return self.extra.name_values([*map(of_one, range(self.extra.size))])
+        return self.extra.name_values([*map(measure_member, range(self.extra.size))])
 
-    def _with_keys(self, weights: Weights) -> Weights:
+    def _set_keys(self, weights: Weights) -> Weights:
         return weights._replace(key=self._make_member_keys(weights.key))
 
     def _make_member_keys(self, key_data: Array) -> Array:

@@ -149,16 +149,18 @@ class LocalSGD(Sharded):
             )
             replicas = eqx.apply_updates(state.replicas, updates)
 
-            def meet(outer_state: PyTree) -> tuple[PyTree, PyTree]:
+            def sync_replicas(outer_state: PyTree) -> tuple[PyTree, PyTree]:
                 changes = jax.tree.map(_compute_outer_gradient, params, replicas)
                 return self.outer.update(changes, outer_state, params)
 
-            def go_on(outer_state: PyTree) -> tuple[PyTree, PyTree]:
+            def skip_sync(outer_state: PyTree) -> tuple[PyTree, PyTree]:
                 return jax.tree.map(jnp.zeros_like, params), outer_state
 
             count = state.count + 1
             is_due = count % self.every == 0
-            updates, outer_state = jax.lax.cond(is_due, meet, go_on, state.outer)
+            updates, outer_state = jax.lax.cond(
+                is_due, sync_replicas, skip_sync, state.outer
+            )
 
             # Outside of the branch, as the step adds the updates: in it, XLA would fuse
             # them with this sum, which rounds otherwise.
@@ -246,10 +248,10 @@ class _ReplicaCollectives(ShardMapCollectives):
             lambda own, all_: jnp.where(has_met, all_[None], own), replicas, outer
         )
 
-        def with_replicas(local: LocalSGDState) -> LocalSGDState:
+        def set_replicas(local: LocalSGDState) -> LocalSGDState:
             return local._replace(replicas=replicas)
 
-        opt_state = map_nodes(LocalSGDState, with_replicas, state.opt_state)
+        opt_state = map_nodes(LocalSGDState, set_replicas, state.opt_state)
         return state._replace(params=outer, opt_state=opt_state)
 
     def over_rows(
@@ -383,14 +385,16 @@ def _get_ndims(tree: PyTree) -> list[int]:
 def _map_stacks(function: Callable[[Any], Any], state: TrainState) -> TrainState:
     """Applies `function` to the leaves of `state` with one entry per replica."""
 
-    def of_stack(leaf: Any) -> Any:
+    def map_leaf(leaf: Any) -> Any:
         return function(leaf) if leaf.ndim else leaf
 
-    def mapped(local: LocalSGDState) -> LocalSGDState:
-        replicas, inner = jax.tree.map(of_stack, (local.replicas, local.inner))
+    def map_state(local: LocalSGDState) -> LocalSGDState:
+        replicas, inner = jax.tree.map(map_leaf, (local.replicas, local.inner))
         return local._replace(replicas=replicas, inner=inner)
 
-    return state._replace(opt_state=map_nodes(LocalSGDState, mapped, state.opt_state))
+    return state._replace(
+        opt_state=map_nodes(LocalSGDState, map_state, state.opt_state)
+    )
 
 
 def _split_params(inputs: Any) -> Any:

@@ -177,44 +177,44 @@ def _distribute_over_devices(
     ends = np.cumsum([len(stack) for stack in stacks])
     shape, names, count = stacks[0].shape, mesh.axis_names, mesh.size
 
-    def together(*stacks: Array) -> Array:
+    def concatenate(*stacks: Array) -> Array:
         """Concatenates all matrices, and zeros up to a multiple of the devices."""
         return jnp.pad(
             jnp.concatenate(stacks), [(0, -int(ends[-1]) % count), (0, 0), (0, 0)]
         )
 
-    def of_parts(*stacks: Array) -> list[Array]:
+    def apply_to_parts(*stacks: Array) -> list[Array]:
         """On one device, which has a part of each matrix."""
         exchange = functools.partial(jax.lax.all_to_all, axis_name=names, tiled=True)
-        own = exchange(together(*stacks), split_axis=0, concat_axis=axis)
+        own = exchange(concatenate(*stacks), split_axis=0, concat_axis=axis)
         parts = exchange(function(own), split_axis=axis, concat_axis=0)
         return jnp.split(parts, ends)[:-1]
 
-    def alone(*stacks: Array) -> list[Array]:
+    def apply_at_once(*stacks: Array) -> list[Array]:
         return jnp.split(function(jnp.concatenate(stacks)), ends)[:-1]
 
     # Where each device has its own program, it has all matrices already.
     if mesh.empty or {*mesh.axis_types} != {AxisType.Auto}:
-        return alone(*stacks)
+        return apply_at_once(*stacks)
     # As FSDP splits them. Others are moved on the way in; replicated ones are not.
     axis = next((axis for axis in (1, 2) if shape[axis] % count == 0), None)
 
     @custom_vmap
-    def divided(*stacks: Array) -> list[Array]:
+    def divide(*stacks: Array) -> list[Array]:
         if axis is None:
             on_its_own = _shard_map(function, mesh, PartitionSpec(names))
-            return jnp.split(on_its_own(together(*stacks)), ends)[:-1]
+            return jnp.split(on_its_own(concatenate(*stacks)), ends)[:-1]
         layout = PartitionSpec(*[None] * axis, names)
-        return _shard_map(of_parts, mesh, layout)(*stacks)
+        return _shard_map(apply_to_parts, mesh, layout)(*stacks)
 
-    @divided.def_vmap
-    def of_replicas(size: int, is_mapped: Sequence[bool], *stacks: Array) -> Any:
+    @divide.def_vmap
+    def map_replicas(size: int, is_mapped: Sequence[bool], *stacks: Array) -> Any:
         # The updates of replicas and of members stay where those are.
         axes = [0 if mapped else None for mapped in is_mapped]
-        updates = jax.vmap(alone, axes, axis_size=size)(*stacks)
+        updates = jax.vmap(apply_at_once, axes, axis_size=size)(*stacks)
         return updates, [True] * len(stacks)
 
-    return divided(*stacks)
+    return divide(*stacks)
 
 
 def _shard_map(function: Any, mesh: Any, layout: PartitionSpec) -> Any:
@@ -224,10 +224,10 @@ def _shard_map(function: Any, mesh: Any, layout: PartitionSpec) -> Any:
 def _scale_updates(updates: PyTree, consistent_rms: float | None) -> PyTree:
     """Scales orthogonal matrices to the size of an update."""
 
-    def scaled(leaf: Array) -> Array:
+    def scale(leaf: Array) -> Array:
         fan_out, fan_in = leaf.shape[-2:]
         if consistent_rms is not None:
             return math.sqrt(max(fan_in, fan_out)) * consistent_rms * leaf
         return math.sqrt(max(1, fan_out / fan_in)) * leaf
 
-    return jax.tree.map(scaled, updates)
+    return jax.tree.map(scale, updates)

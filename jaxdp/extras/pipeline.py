@@ -130,10 +130,10 @@ class _PipelineCollectives(Collectives):
         self.sharers = sharers
 
     def arrange(self, model: PyTree) -> PyTree:
-        def staged(stack: Stack) -> _PipelineStack:
+        def make_staged(stack: Stack) -> _PipelineStack:
             return _PipelineStack(stack, self.mesh, self.microbatches, self.sharers)
 
-        return map_nodes(Stack, staged, model)
+        return map_nodes(Stack, make_staged, model)
 
 
 class _PipelineStack(eqx.Module):
@@ -158,14 +158,14 @@ class _PipelineStack(eqx.Module):
 
         @row.def_vmap
         def rows(size: int, batched: Any, arrays: Any, x: Any, keys: Any) -> Any:
-            def repeated(leaf: Array, is_batched: bool) -> Array:
+            def repeat_rows(leaf: Array, is_batched: bool) -> Array:
                 return leaf if is_batched else jnp.repeat(leaf[None], size, axis=0)
 
             if any(jax.tree.leaves(batched[0])):
                 axes = jax.tree.map(lambda each: 0 if each else None, batched)
                 values = jax.vmap(blocks, axes)(arrays, x, keys)
             else:
-                of_rows = jax.tree.map(repeated, (x, keys), tuple(batched[1:]))
+                of_rows = jax.tree.map(repeat_rows, (x, keys), tuple(batched[1:]))
                 values = self._run_stages(blocks, size, arrays, *of_rows)
             return values, jax.tree.map(lambda _: True, values)
 

@@ -29,7 +29,7 @@ from ..step import (
     Recomputed,
     ResolvedPart,
     Whole,
-    check_is_told,
+    check_training_flags,
     find_keywords,
     find_parts,
     make_leaf_mask,
@@ -211,7 +211,7 @@ def check_model(model: Any, *, must_be_callable: bool) -> None:
             " `loss_fn(model, *batch)`."
         )
     if must_be_callable:
-        check_is_told(model, True, False)
+        check_training_flags(model, True, False)
 
 
 def check_optimizer(optimizer: Any) -> None:

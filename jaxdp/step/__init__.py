@@ -9,7 +9,7 @@ from .collectives import (
     OnRows,
     Results,
 )
-from .evaluated import evaluated_params, make_evaluated_view
+from .evaluated import evaluated_params, make_weights_view
 from .jaxprs import (
     BY_DEFAULT,
     OWN_LOOP,
@@ -31,7 +31,12 @@ from .metrics import (
     Facts,
     Metrics,
 )
-from .model_call import InferenceModel, accepts_keyword, check_is_told, find_keywords
+from .model_call import (
+    InferenceModel,
+    accepts_keyword,
+    check_training_flags,
+    find_keywords,
+)
 from .objective import CriterionObjective, LossFnObjective, Objective, split_batch
 from .parts import (
     MultiPartSteps,
@@ -68,7 +73,7 @@ from .whole import (
     SingleRowBatch,
     Whole,
     find_batched_leaves,
-    map_batched,
-    merge_non_batched,
+    map_row_leaves,
+    merge_leaves,
     to_user_batch,
 )

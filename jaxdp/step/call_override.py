@@ -11,7 +11,7 @@ def override_call(module: Any, call: Callable[..., Any]) -> Any:
 
     Its class is a subclass: models ask `isinstance` of their layers.
     """
-    return _of_class(_subclass(type(module), call), module)
+    return _copy_as(_subclass(type(module), call), module)
 
 
 def get_call_override(module: Any) -> Callable[..., Any] | None:
@@ -21,7 +21,7 @@ def get_call_override(module: Any) -> Callable[..., Any] | None:
 
 def remove_call_override(module: Any) -> Any:
     """Returns the module as it was before `override_call`."""
-    return _of_class(type(module).__bases__[0], module)
+    return _copy_as(type(module).__bases__[0], module)
 
 
 @functools.cache
@@ -31,13 +31,13 @@ def _subclass(cls: type, call: Callable[..., Any]) -> type:
 
     @functools.wraps(cls.__call__)  # it takes what that takes
     def own(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        return call(_of_class(cls, self), *arguments, **keywords)
+        return call(_copy_as(cls, self), *arguments, **keywords)
 
     names = {"__call__": own, "__module__": __name__, "_call_override": (call,)}
     return types.new_class(cls.__name__, (cls,), {}, lambda body: body.update(names))
 
 
-def _of_class(cls: type, module: Any) -> Any:
+def _copy_as(cls: type, module: Any) -> Any:
     """Returns a module of another class with the same fields."""
     other = object.__new__(cls)
     for name, value in vars(module).items():

@@ -23,7 +23,7 @@ class KeepsWeights(Protocol):
         ...
 
 
-def make_evaluated_view(opt_state: PyTree) -> Callable[[TrainState], TrainState] | None:
+def make_weights_view(opt_state: PyTree) -> Callable[[TrainState], TrainState] | None:
     """Returns what makes a state of the weights to evaluate; None if it trains those.
 
     Args:

@@ -168,11 +168,11 @@ def zero_ignored_rows(weight: Array, *trees: PyTree) -> tuple[PyTree, ...]:
     """Returns the trees with zeros in rows of weight 0."""
     counts = (weight != 0).reshape(len(weight), -1).any(axis=1)
 
-    def zeroed(leaf: Array) -> Array:
+    def zero_rows(leaf: Array) -> Array:
         there = counts.reshape(-1, *[1] * (leaf.ndim - 1))
         return jnp.where(there, leaf, jnp.zeros_like(leaf))
 
-    return jax.tree.map(zeroed, trees)
+    return jax.tree.map(zero_rows, trees)
 
 
 def is_pair(value: Any) -> bool:

@@ -87,14 +87,14 @@ class Metrics(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if name in self.facts.names:
             # A wait for the device, and the only one; JAX keeps what it fetched.
-            return self._of_step(self.means)[self.facts.names.index(name)]
+            return self._select_step(self.means)[self.facts.names.index(name)]
         if name in self.added:
             return np.asarray(self.added[name])[()]  # waits for the device
         if name not in self.inside:
             raise KeyError(f"no metric {name!r}; this step has {', '.join(self)}")
-        return self._of_step(self.inside[name])[()]
+        return self._select_step(self.inside[name])[()]
 
-    def _of_step(self, array: Any) -> np.ndarray:
+    def _select_step(self, array: Any) -> np.ndarray:
         array = np.asarray(array)  # waits for the device
         return array if self.index is None else array[self.index, ...]
 

@@ -46,12 +46,12 @@ def call_model(
                 return model(row, **keywords), None
             return model(row, given_state, **keywords)
 
-    def all_rows() -> Any:
+    def call_rows() -> Any:
         in_axes = row_axes(x), 0
         batched = jax.vmap(one_row, in_axes, out_axes=(0, None), axis_name=row_axis)
         return batched(x, rows.keys)
 
-    prediction, new_state = bind_axes(others, all_rows)()
+    prediction, new_state = bind_axes(others, call_rows)()
     return prediction, new_state
 
 
@@ -109,9 +109,9 @@ def make_keyword_getter(
     """Returns a function from a key to the keyword arguments that the model names.
 
     Raises:
-        TypeError: see `check_is_told`.
+        TypeError: see `check_training_flags`.
     """
-    check_is_told(model, training)
+    check_training_flags(model, training)
     named = find_keywords(model)
 
     def offers(key: PRNGKeyArray | None) -> dict[str, Any]:
@@ -130,7 +130,7 @@ _OTHER_NAMES: Final = {
 """What models call `training` otherwise, and its value while they train."""
 
 
-def check_is_told(model: Any, *passes: bool) -> None:
+def check_training_flags(model: Any, *passes: bool) -> None:
     """Raises if the model has a training flag that no call would set.
 
     It would where the call names what nobody passes. None is Equinox's default, which
@@ -189,11 +189,11 @@ def accepts_keyword(model: Any, name: str) -> bool:
 def copy_state(model_state: PyTree) -> PyTree:
     """Returns a copy of the `eqx.nn.State` of a model, which may be used only once."""
 
-    def copied(state: eqx.nn.State) -> eqx.nn.State:
+    def copy_one(state: eqx.nn.State) -> eqx.nn.State:
         values, markers = state.tree_flatten()
         return eqx.nn.State.tree_unflatten(markers, values)
 
-    return map_nodes(eqx.nn.State, copied, model_state)
+    return map_nodes(eqx.nn.State, copy_one, model_state)
 
 
 class InferenceModel(eqx.Module):

@@ -243,7 +243,7 @@ class MultiPartSteps(Steps):
         self, collectives: Collectives, state: TrainState, groups: Sequence[Group]
     ) -> tuple[TrainState, Metrics]:
         """Runs one step of each part that is due."""
-        with self.precision.of_products():
+        with self.precision.set_product_precision():
             params, model_state = state.params, state.model_state
             states = dict(self._states(state.opt_state))
             total = count_rows(groups)

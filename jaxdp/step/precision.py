@@ -37,7 +37,7 @@ class Precision(NamedTuple):
     """What products of float32 arrays are computed in, unless the loss says it; None
     leaves that to JAX's default for the device."""
 
-    def of_products(self) -> AbstractContextManager[Any]:
+    def set_product_precision(self) -> AbstractContextManager[Any]:
         """Returns a context in which products are computed in `products`."""
         if self.products is None:
             return nullcontext()
@@ -218,11 +218,11 @@ class _MixedPrecisionModel(eqx.Module):
     def _wrap_modules(self, value: Any) -> Any:
         """Wraps the modules of a value, so that they compute in `dtype`."""
 
-        def in_turn(node: Any) -> Any:
+        def wrap(node: Any) -> Any:
             wrapped = _is_module(node) and not isinstance(node, eqx.nn.StateIndex)
             return _MixedPrecisionModel(node, self.dtype) if wrapped else node
 
-        return jax.tree.map(in_turn, value, is_leaf=_is_module)
+        return jax.tree.map(wrap, value, is_leaf=_is_module)
 
     def _cast_call(self, function: Any) -> Any:
         def call(*arguments: Any, **keywords: Any) -> Any:

@@ -73,7 +73,7 @@ class Group(NamedTuple):
     then its padding."""
     whole: PyTree = None
     """What has no rows, leaves `(micro_batches, ...)`; None in `batch`, where it goes.
-    See `whole.merge_non_batched`."""
+    See `whole.merge_leaves`."""
 
 
 class MicroBatch(NamedTuple):
@@ -165,21 +165,23 @@ def first_state(
     With `optimizer_layout`, the optimizer's state is made in these shardings.
     """
 
-    def fixed(leaf: Any) -> Array:
+    def fix_dtype(leaf: Any) -> Array:
         # A Python number in an optimizer's state would be a weakly typed array; a step
         # returns it strongly typed, and the second step would not fit the first's
         # program.
         array = jnp.asarray(leaf)
         return jax.lax.convert_element_type(array, array.dtype)
 
-    def strong(leaf: Any) -> Any:
+    def strengthen(leaf: Any) -> Any:
         # In the model, too: JAX computes otherwise with weakly typed arrays, such as
         # `jnp.array(2.0)`, and no checkpoint keeps that they are.
-        return fixed(leaf) if getattr(leaf, "weak_type", False) else leaf
+        return fix_dtype(leaf) if getattr(leaf, "weak_type", False) else leaf
 
-    params, buffers, model_state = jax.tree.map(strong, (params, buffers, model_state))
+    params, buffers, model_state = jax.tree.map(
+        strengthen, (params, buffers, model_state)
+    )
     init = jax.jit(
-        lambda p: jax.tree.map(fixed, steps.init_optimizer(p)),
+        lambda p: jax.tree.map(fix_dtype, steps.init_optimizer(p)),
         out_shardings=optimizer_layout,
     )
     return TrainState(

@@ -60,7 +60,7 @@ from .state import (
     only_micro_batch,
 )
 from .value_fn import make_complex_notes, run_optimizer
-from .whole import merge_non_batched, to_user_batch
+from .whole import merge_leaves, to_user_batch
 
 
 class UpdateResult(NamedTuple):
@@ -159,7 +159,7 @@ class Steps(NamedTuple):
         The gradient is that of the mean loss over all real rows, however they are
         split into micro-batches and over devices.
         """
-        with self.precision.of_products():
+        with self.precision.set_product_precision():
             result = self.compute_update(collectives, state, groups)
             return self.apply_update(collectives, state, groups, result)
 
@@ -215,7 +215,7 @@ class Steps(NamedTuple):
         )
 
         with jax.named_scope("update"):
-            new = self._after_update(collectives, state, new)
+            new = self._change_weights(collectives, state, new)
 
         seen = collectives.mean_gradients(grads)
         inside = run_step_hooks(self.inside, (seen, updates, new), summed.facts)
@@ -226,17 +226,17 @@ class Steps(NamedTuple):
             inside = add_values(inside, named, summed.facts)
         return new, Metrics(summed.facts, means, inside)
 
-    def _after_update(
+    def _change_weights(
         self, collectives: Collectives, old: TrainState, new: TrainState
     ) -> TrainState:
         """Applies the user's `after_update`, then `after_step` of callbacks."""
         if (change := self.after_update) is not None:
 
-            def changed(params: PyTree, buffers: PyTree, key: Any) -> Any:
+            def change_weights(params: PyTree, buffers: PyTree, key: Any) -> Any:
                 return change(params, buffers, key, new.step)
 
             key = key_after_update(old.key, old.step)
-            new = collectives.after_update(changed, new, key)
+            new = collectives.after_update(change_weights, new, key)
         for keep in self.after_step:
             new = keep(new)
         return new
@@ -269,7 +269,7 @@ class Steps(NamedTuple):
     ) -> tuple[Sums, PyTree]:
         """Returns the sums of one batch in inference mode, and its outputs if kept."""
         given = (weights, batch_idx), [group]
-        with self.precision.of_products():
+        with self.precision.set_product_precision():
             return collectives.over_rows(
                 self._evaluate_rows, *given, ("replicated", "rows")
             )
@@ -278,7 +278,7 @@ class Steps(NamedTuple):
         self, collectives: Collectives, weights: Weights, group: Group
     ) -> PyTree:
         """Returns predictions shaped `(rows, ...)`, padding included."""
-        with self.precision.of_products():
+        with self.precision.set_product_precision():
             return collectives.over_rows(self._predict_rows, weights, [group], "rows")
 
     def _compute_mean_gradients(
@@ -391,14 +391,14 @@ class Steps(NamedTuple):
         model = self._gather_model(collectives, weights)
         key = key_outside_training(weights)
         rows = mask_and_keys(collectives, key, micro, weights.step, training=False)
-        x = to_user_batch(merge_non_batched(micro.batch, micro.whole))
+        x = to_user_batch(merge_leaves(micro.batch, micro.whole))
         given = self._inference(model), weights.model_state, x, rows
         with note_dict_input(x):
             return call_model(*given)[0]
 
     def _batch(self, model: PyTree, micro: MicroBatch) -> PyTree:
         """Returns what the objective is called with."""
-        batch = to_user_batch(merge_non_batched(micro.batch, micro.whole))
+        batch = to_user_batch(merge_leaves(micro.batch, micro.whole))
         return cast_batch(model, batch, self.precision)
 
     def _model(self, params: PyTree, buffers: PyTree) -> PyTree:

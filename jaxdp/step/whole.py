@@ -76,7 +76,7 @@ def unwrap_whole(tree: PyTree) -> PyTree:
     )
 
 
-def map_batched(function: Callable[[Any], Any], batch: PyTree) -> PyTree:
+def map_row_leaves(function: Callable[[Any], Any], batch: PyTree) -> PyTree:
     """Applies `function` to each leaf that has rows; each `Whole` stays as it is."""
     return jax.tree.map(
         lambda node: node if is_whole(node) else function(node), batch, is_leaf=is_whole
@@ -87,11 +87,11 @@ def map_batched(function: Callable[[Any], Any], batch: PyTree) -> PyTree:
 def find_batched_leaves(treedef: Any) -> tuple[bool, ...]:
     """Returns for each leaf of a batch structure whether it has rows."""
     places = treedef.unflatten(range(treedef.num_leaves))
-    without = {*jax.tree.leaves(map_batched(lambda _: None, places))}
+    without = {*jax.tree.leaves(map_row_leaves(lambda _: None, places))}
     return tuple([place not in without for place in range(treedef.num_leaves)])
 
 
-def merge_non_batched(batch: PyTree, whole: PyTree) -> PyTree:
+def merge_leaves(batch: PyTree, whole: PyTree) -> PyTree:
     """Merges the leaves with rows and those without, which a `Group` keeps apart.
 
     Args:

@@ -137,11 +137,11 @@ class DataParallel:
         def own(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
             return self._checked_param_spec(leaf_path(path), leaf)
 
-        def updated(path: tuple[Any, ...], leaf: Any) -> None:
+        def record_spec(path: tuple[Any, ...], leaf: Any) -> None:
             spec = self._checked_update_spec(leaf_path(path), leaf)
             params[tuple(map(str, path))] = leaf.shape, spec
 
-        def inherited(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
+        def inherit_spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
             # The longest path of a parameter that is a suffix of this path.
             keys = tuple(map(str, path))
             for start in range(len(keys) + 1):
@@ -155,11 +155,11 @@ class DataParallel:
 
         # Parameters come first: the optimizer state follows them.
         with_path = jax.tree_util.tree_map_with_path
-        with_path(updated, state.params)
+        with_path(record_spec, state.params)
         layouts = jax.tree.map(lambda _: PartitionSpec(), state)._replace(
             params=with_path(own, state.params),
             buffers=with_path(own, state.buffers),
-            opt_state=with_path(inherited, state.opt_state),
+            opt_state=with_path(inherit_spec, state.opt_state),
         )
         is_spec = lambda node: isinstance(node, PartitionSpec)  # noqa: E731
         leaves = jax.tree_util.tree_flatten_with_path(layouts, is_leaf=is_spec)[0]
@@ -302,10 +302,10 @@ def state_shardings(strategy: DataParallel, state: TrainState) -> TrainState:
 
     layouts = strategy.layouts(state)
 
-    def held(path: tuple[Any, ...], _: Any) -> NamedSharding:
+    def make_sharding(path: tuple[Any, ...], _: Any) -> NamedSharding:
         return NamedSharding(strategy.mesh, layouts[state_name(path)])
 
-    return jax.tree_util.tree_map_with_path(held, state)
+    return jax.tree_util.tree_map_with_path(make_sharding, state)
 
 
 def state_name(path: Sequence[Any]) -> str:

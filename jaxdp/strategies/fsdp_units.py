@@ -146,7 +146,7 @@ class FSDPUnits(NamedTuple):
 
             def arrange(module: Any, name: str = name, call: Any = gathered) -> Any:
                 if mesh is None:
-                    module = _with_shards(module, name, dict(call.specs))
+                    module = _hide_shards(module, name, dict(call.specs))
                 return override_call(module, call)
 
             model = eqx.tree_at(
@@ -155,7 +155,7 @@ class FSDPUnits(NamedTuple):
         return model
 
 
-def _with_shards(module: PyTree, owner: str, names: Mapping[str, Any]) -> PyTree:
+def _hide_shards(module: PyTree, owner: str, names: Mapping[str, Any]) -> PyTree:
     """Returns the module with a `Shard` in the place of each array of `names`."""
 
     def hide(path: Any, leaf: Any) -> Any:
@@ -284,16 +284,14 @@ def _find_auto_axes() -> set[str]:
     return {name for name, kind in axes if kind == AxisType.Auto}
 
 
-def _all_gather_each_part(
-    ours: PartitionSpec, others: PartitionSpec, leaf: Array
-) -> Array:
+def _gather_parts(ours: PartitionSpec, others: PartitionSpec, leaf: Array) -> Array:
     return map_local_shards(functools.partial(_all_gather, ours, others), others)(leaf)
 
 
 # JAX's own derivative would also sum over the axes left to XLA, where arrays are full.
-_all_gather_parts = jax.custom_vjp(_all_gather_each_part, nondiff_argnums=(0, 1))
+_all_gather_parts = jax.custom_vjp(_gather_parts, nondiff_argnums=(0, 1))
 _all_gather_parts.defvjp(
-    lambda ours, others, leaf: (_all_gather_each_part(ours, others, leaf), None),
+    lambda ours, others, leaf: (_gather_parts(ours, others, leaf), None),
     lambda ours, others, _, gradient: (
         map_local_shards(functools.partial(_reduce_scatter, ours), others)(gradient),
     ),

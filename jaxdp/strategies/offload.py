@@ -16,7 +16,7 @@ _SMALL: Final = 1024
 def offload_optimizer(shardings: TrainState, state: TrainState) -> TrainState:
     """Returns the shardings with large leaves of the optimizer in host memory."""
 
-    def held(sharding: Any, leaf: Any) -> Any:
+    def move_to_host(sharding: Any, leaf: Any) -> Any:
         if leaf.size <= _SMALL:
             return sharding
         on_host = sharding.with_memory_kind(HOST)
@@ -31,7 +31,7 @@ def offload_optimizer(shardings: TrainState, state: TrainState) -> TrainState:
             )
         return on_host
 
-    held_by = jax.tree.map(held, shardings.opt_state, state.opt_state)
+    held_by = jax.tree.map(move_to_host, shardings.opt_state, state.opt_state)
     return shardings._replace(opt_state=held_by)
 
 
@@ -51,9 +51,9 @@ def jit_with_offload(
     if any(map(is_on_host, jax.tree.leaves(arguments))):
         state = arguments[roles.index("state")]
         of_state = jax.tree.map(lambda leaf: leaf.sharding, state)
-        in_shardings = _with_state(of_state, roles, in_shardings)
+        in_shardings = _use_state_shardings(of_state, roles, in_shardings)
         if isinstance(results, tuple):
-            out_shardings = _with_state(of_state, results, out_shardings)
+            out_shardings = _use_state_shardings(of_state, results, out_shardings)
         function = functools.partial(_run_on_device, function)
 
     return jax.jit(
@@ -68,6 +68,8 @@ def _run_on_device(step: Callable[..., Any], *arguments: Any) -> Any:
     return step(*move_to_device(arguments))
 
 
-def _with_state(own: Any, roles: Sequence[str], shardings: Any) -> tuple[Any, ...]:
+def _use_state_shardings(
+    own: Any, roles: Sequence[str], shardings: Any
+) -> tuple[Any, ...]:
     pairs = zip(roles, shardings, strict=True)
     return tuple(own if role == "state" else other for role, other in pairs)

@@ -124,11 +124,11 @@ def fetch(tree: PyTree) -> PyTree:
     If anything is split between processes, all of them must call it.
     """
 
-    def fetched(leaf: Any) -> Any:
+    def fetch_leaf(leaf: Any) -> Any:
         if is_key(leaf):
-            data = fetched(jax.random.key_data(leaf))
+            data = fetch_leaf(jax.random.key_data(leaf))
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
         # np.array waits for the device, and copies: later steps overwrite the buffer.
         return np.array(replicate(leaf))
 
-    return jax.tree.map(fetched, tree)
+    return jax.tree.map(fetch_leaf, tree)

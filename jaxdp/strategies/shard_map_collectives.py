@@ -182,12 +182,12 @@ class ShardMapCollectives(Collectives):
     def _gather_weights(self, inputs: Any, shards: Mapping[str, Any]) -> Any:
         """Returns inputs with full weights, but for `shards`."""
 
-        def gathered(weights: Weights) -> Weights:
+        def gather_one(weights: Weights) -> Weights:
             params = self._constrain(weights.params, self._make_used_spec(shards))
             buffers = self._constrain(weights.buffers, self._make_used_spec(shards))
             return weights._replace(params=params, buffers=buffers)
 
-        return map_nodes(Weights, gathered, inputs)
+        return map_nodes(Weights, gather_one, inputs)
 
     def _make_used_spec(self, shards: Mapping[str, Any]) -> Spec:
         """Returns specs within a step: only `shards` are split over the rows' axes."""
@@ -232,11 +232,11 @@ class ShardMapCollectives(Collectives):
         )([leaf for _, leaf in leaves])
 
         # Shards, summed already, return to their places in the tree.
-        def filled(path: Any, leaf: Any) -> Any:
+        def fill_shard(path: Any, leaf: Any) -> Any:
             return shards.get(leaf_path(path)) if leaf is None else leaf
 
         whole = jax.tree_util.tree_map_with_path(
-            filled, treedef.unflatten(summed), is_leaf=lambda leaf: leaf is None
+            fill_shard, treedef.unflatten(summed), is_leaf=lambda leaf: leaf is None
         )
         return self.like_gradients(whole)
 

@@ -17,7 +17,7 @@ from jax.experimental import topologies
 
 from ...basics.arguments import check_number
 from ...basics.hardware import get_memory_limit, get_product_precision
-from ...step import BY_DEFAULT, Batch, map_batched
+from ...step import BY_DEFAULT, Batch, map_row_leaves
 from ...strategies.base import count_shards
 from ..pipeline import Pipeline
 from .hardware import (
@@ -264,7 +264,7 @@ def _zeros(batch: Batch, rows: int | None = None) -> Batch:
         return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
 
     if rows is not None:
-        batch = map_batched(
+        batch = map_row_leaves(
             lambda x: np.broadcast_to(x[:1], (rows, *x.shape[1:])), batch
         )
     return jax.tree.map(zeros, batch)
