@@ -38,7 +38,7 @@ def check_loss_output(
 ) -> LossOutput:
     """Checks a value or a pair: a floating array with the rows, or a scalar.
 
-    What a criterion gives for a row may have more axes.
+    The values of a criterion may have more axes after that of the rows.
     """
     row_weights = None
     if is_pair(value):

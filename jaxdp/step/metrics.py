@@ -14,8 +14,8 @@ from .objective import ObjectiveOutput
 from .state import Group
 
 IN_FLIGHT: Final = 8
-"""Steps handed to the device and not waited for. More would gain nothing, hold more
-host batches, and abort the process on jax 0.10.2 with faked devices."""
+"""The maximum number of dispatched steps without a wait. More would gain nothing, hold
+more host batches, and abort the process on jax 0.10.2 with faked devices."""
 
 LONG_IN_FLIGHT: Final = 2
 """The same for dispatches of several steps."""
@@ -30,9 +30,9 @@ class Facts(NamedTuple):
     names: tuple[str, ...]
     num_classes: int | None
     notes: tuple[str, ...] = ()
-    """What the user is to be told of the values, once."""
+    """Notes on the values, which the user sees once."""
     weighted: tuple[str, ...] = ()
-    """Which of the values have weights: others count every row once."""
+    """The values that have weights; the others count every row once."""
 
     def merge(self, other: "Facts") -> "Facts":
         """Merges the facts of batches of other shapes with these.
@@ -99,8 +99,8 @@ class Metrics(Mapping[str, Any]):
         return array if self.index is None else array[self.index, ...]
 
     def add(self, values: Mapping[str, Any]) -> None:
-        """Adds what a callback found out, for the loggers: numbers, or what turns into
-        an array when it is read."""
+        """Adds values of a callback for loggers: numbers, or objects that become arrays
+        when they are read."""
         self.added |= values
 
     def __iter__(self) -> Iterator[str]:
@@ -124,9 +124,9 @@ class Metrics(Mapping[str, Any]):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sums:
-    """The loss and metrics summed over rows, by name, beside what tracing found out.
+    """The loss and metrics summed over rows, by name, and the facts of their trace.
 
-    A pytree whose leaves are the sums and those of the weights, where there are any.
+    A pytree of the sums of values, and of weights where there are any.
     """
 
     sums: Any

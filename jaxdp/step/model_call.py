@@ -1,7 +1,7 @@
-"""Calls of a user's model inside a step: vmapped, with the axes it names.
+"""Calls of a user's model inside a step: vmapped, with the axes that it names.
 
-A BatchNorm reduces over axes by name; every one that it asks for exists here. A model
-with state is always called with the whole batch.
+A BatchNorm reduces over axes by name, and all of them are bound. A model with state is
+always called with the full batch.
 """
 
 import contextlib
@@ -29,9 +29,9 @@ def call_model(
 ) -> tuple[PyTree, PyTree]:
     """Calls the model on every row of `x`; returns predictions and the new state.
 
-    The model is vmapped, but for what of `x` is in a `Whole`, and given a key where its
-    `__call__` has a `key`, and told of `training` where it has that. The axis is named
-    as its BatchNorm layers want it.
+    The model is vmapped over `x`, but for each `Whole` in it. It gets `key` and
+    `training` if its `__call__` names them. The axis has the name that its BatchNorm
+    layers use.
     """
     row_axis, *others = find_axis_names(model) or (None,)
     given_state = copy_state(model_state)
@@ -80,7 +80,7 @@ def note_dict_input(x: PyTree) -> Iterator[None]:
 def bind_axes(names: list[str], call: Callable[[], Any]) -> Callable[[], Any]:
     """Returns `call`, in which each of the names is that of an axis of size one.
 
-    So a model that reduces over ("batch", "data") runs where there is no "data" axis.
+    So a model that reduces over ("batch", "data") runs without a mesh axis "data".
     """
     for name in names:
         mapped = jax.vmap(
@@ -127,18 +127,18 @@ _OTHER_NAMES: Final = {
     "deterministic": False,
     "inference": False,
 }
-"""What models call `training` otherwise, and its value while they train."""
+"""Other names of `training` in models, and the value of each while they train."""
 
 
 def check_training_flags(model: Any, *passes: bool) -> None:
     """Raises if the model has a training flag that no call would set.
 
-    It would where the call names what nobody passes. None is Equinox's default, which
-    leaves it to the layers.
+    No caller sets such a flag, so its default would hold in all passes. None, Equinox's
+    default, leaves the choice to the layers.
 
     Args:
-        model: what is called.
-        passes: whether that is in training; for each kind of call there will be.
+        model: the callable.
+        passes: for each kind of call, whether it is in training.
     """
     named = find_keywords(model)
     for name in _OTHER_NAMES.keys() & named.keys():
@@ -153,7 +153,7 @@ def check_training_flags(model: Any, *passes: bool) -> None:
             trains = "in training" if default == while_training else "outside training"
             instead = f"so that it is {default}, as {trains}, in every pass"
         raise TypeError(
-            f"`model`: its `__call__` takes `{name}`, which nobody passes, {instead}."
+            f"`model`: its `__call__` takes `{name}`, which is not passed, {instead}."
             " Call it `training`, which is passed (True in the steps of `fit`, else"
             " False), or leave it to eqx.nn.Dropout and eqx.nn.BatchNorm, whose"
             f" `inference` is set. For one value always, pass eqx.Partial(model,"

@@ -1,4 +1,4 @@
-"""From a model and a batch to one value per row: the user's loss, made uniform.
+"""Objectives: the user's loss and metrics, as one value per row of a batch.
 
 `CriterionObjective` serves `Trainer(loss=..., metrics=...)`, `LossFnObjective`
 `Trainer(loss_fn=...)`; both are called inside the compiled step.
@@ -39,11 +39,11 @@ class ObjectiveOutput(NamedTuple):
     """`"loss"` first; values are `(rows,)`, or `()` for a mean over the batch."""
     model_state: PyTree
     num_classes: int | None
-    """The bound that integer labels must keep, where the loss implies one."""
+    """The upper bound of integer labels, where the loss implies one."""
     notes: tuple[str, ...] = ()
-    """What the user is to be told of the values, once."""
+    """Notes on the values, which the user sees once."""
     outputs: PyTree = None
-    """`(predictions, targets)` where they are kept, leaves `(rows, ...)`."""
+    """`(predictions, targets)` if they are kept; leaves are `(rows, ...)`."""
 
 
 class CriterionObjective:
@@ -52,11 +52,11 @@ class CriterionObjective:
     Args:
         loss: a criterion, see `jaxdp.losses`.
         metrics: criteria by name.
-        keeps_outputs: whether it gives predictions and targets, too.
+        keeps_outputs: whether it returns predictions and targets, too.
     """
 
     is_per_example: bool
-    """Whether all criteria work on rows one by one, being ours or optax's."""
+    """Whether all criteria are ours or optax's, which work on rows one by one."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class CriterionObjective:
         self.is_per_example = all(map(losses.is_per_row, self.criteria.values()))
 
     def knows_padding(self, batch: PyTree) -> bool:
-        """Returns False: no criterion is given a mask."""
+        """Returns False: criteria get no mask."""
         return False
 
     def __call__(
@@ -107,12 +107,12 @@ class CriterionObjective:
 
 
 class LossFnObjective:
-    """The user's whole `loss_fn(model, *batch)`, given what it names.
+    """The user's `loss_fn(model, *batch)`, called with the arguments that it names.
 
     Args:
-        loss_fn: as the user wrote it; maybe `per_example`.
-        keeps_outputs: whether it gives predictions and targets, too.
-        is_part: whether there are others, so that it may have none of these.
+        loss_fn: the user's function, possibly a `per_example`.
+        keeps_outputs: whether it returns predictions and targets, too.
+        is_part: whether there are other losses, which may return them instead.
 
     Attributes:
         is_per_example: whether it is written for one example.
@@ -140,13 +140,13 @@ class LossFnObjective:
         batch: PyTree,
         rows: MaskAndKeys,
     ) -> ObjectiveOutput:
-        # `per_example` vmaps the rows, and so it must know which leaves have none.
+        # `per_example` vmaps the rows, so it must know which leaves have none.
         batch = batch if self.is_per_example else unwrap_whole(batch)
         elements = batch if isinstance(batch, tuple) else (batch,)
 
         def bound(state: PyTree) -> Callable[[], Any]:
-            # A slot or a replica may have no real row: it has no weight for us, and no
-            # mean that is written with the mask should be 0 / 0 there.
+            # A micro-batch may have no real row. Its weight is 0 for us, and a mean by
+            # the user's own use of the mask must not be 0 / 0.
             some_are_real = rows.mask | ~rows.mask.any()
             offered = rows._replace(mask=some_are_real)._asdict()
             if model_state is not None:
@@ -156,7 +156,7 @@ class LossFnObjective:
 
         result = call_loss_fn(bound, model, model_state)
 
-        # The state comes last.
+        # The state is the last element.
         if self.takes_state and model_state is not None:
             if not (isinstance(result, tuple) and len(result) in (2, 3)):
                 raise TypeError(
@@ -189,7 +189,7 @@ class LossFnObjective:
             losses.check_metric_name("`loss_fn`", name)
             argument = f"`loss_fn`: metric {name!r}"
             by_name[name] = check_loss_output(argument, name, value, num_rows)
-        # Of one row, which may be a batch without rows, scalars are no means.
+        # With one row, scalars are no means; the batch may have no rows at all.
         notes = make_notes("`loss_fn`: metric", by_name, scalars=num_rows > 1)
         return ObjectiveOutput(by_name, model_state, None, notes, outputs)
 
@@ -206,15 +206,14 @@ def call_loss_fn(
 ) -> Any:
     """Returns the result of a user's loss over a batch, `bound(model_state)()`.
 
-    The loss vmaps the model itself. If that reduces over ("batch", "data"), all of its
-    axes are bound; and "data" is if the loss asks for it, which a loss that was written
-    for `jax.pmap` may do.
+    The loss vmaps the model itself. If the model reduces over ("batch", "data"), all of
+    its axes are bound. "data" is bound if the loss uses it, as one for `jax.pmap` does.
     """
     names = find_axis_names(model)
     unbound = [*names] if len(names) > 1 else []
     try:
         return bind_axes(unbound, bound(copy_state(model_state)))()
-    except NameError:  # what JAX raises for an axis that is not bound
+    except NameError:  # JAX raises it for an axis that is not bound
         if DATA not in unbound:
             with contextlib.suppress(NameError):
                 call = bound(copy_state(model_state))
@@ -290,7 +289,7 @@ def _evaluate_criterion(
 
     is_per_row = losses.is_per_row(criterion)
     if weight is not None and is_per_row:
-        # The gradient of NaN is NaN, also of one that nothing selects.
+        # The gradient of NaN is NaN, even where nothing selects the value.
         prediction, target = zero_ignored_rows(weight, prediction, target)
     try:
         value = criterion(prediction, target)
@@ -325,7 +324,7 @@ def _is_written_for_one_row(
     if not is_label or value.shape != picked or value.ndim == target.ndim:
         return False
 
-    with contextlib.suppress(Exception):  # what fails for one row is not for one
+    with contextlib.suppress(Exception):  # if it fails for one row, it is for batches
         return jax.eval_shape(jax.vmap(criterion), prediction, target).ndim < value.ndim
     return False
 

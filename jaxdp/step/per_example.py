@@ -1,8 +1,7 @@
-"""Losses written for one example, and the arguments that a user's loss is called with.
+"""Losses written for one example, and the binding of a user's loss to its arguments.
 
-`per_example(fn)` is a `loss_fn` over a batch: it vmaps `fn`. The trainer also knows
-that a value depends on one row alone, so rows may be padded, masked, and split over
-devices that work by themselves.
+`per_example(fn)` is a `loss_fn` over a batch: it vmaps `fn`. Each value depends on one
+row alone, so rows may be padded, masked, and split over devices.
 """
 
 import functools
@@ -30,7 +29,7 @@ _OF_BATCHES: Final = {
     "mask": "leave it out, as padding is left out of the mean",
     "state": "use a plain `loss_fn`, since a model with state sees the whole batch",
 }
-"""Names that only a loss of a batch may take, and what to do instead."""
+"""Names that only a loss of a batch may take, and the remedy for each."""
 
 
 class Arguments:
@@ -47,7 +46,7 @@ class Arguments:
                 f"a loss is called as (model, *batch), and {function!r} takes nothing."
             )
         first, *others = self.signature.parameters.values()
-        if first.kind is first.VAR_POSITIONAL:  # the model is one of these
+        if first.kind is first.VAR_POSITIONAL:  # `*args` begins with the model
             others = [first, *others]
         self._after_model = self.signature.replace(parameters=others)
         # Arguments that functools.partial fills are not offered.
@@ -60,8 +59,8 @@ class Arguments:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the arguments after `model`: the batch by place, `offered` by name.
 
-        A name such as `mask` means ours, unless the batch has more elements than there
-        are other places: then the first such names are the batch's.
+        A name such as `mask` is bound to our value, unless the batch has more elements
+        than there are other places: then the first such names get elements.
 
         Raises:
             TypeError: if the elements do not fit the parameters.
@@ -75,7 +74,7 @@ class Arguments:
             for p in parameters
             if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
         ]
-        # functools.partial makes keyword-only what follows an argument that it fills.
+        # functools.partial makes the parameters after one that it fills keyword-only.
         takes = [
             p.name
             for p in parameters
@@ -100,12 +99,12 @@ class Arguments:
         return bound.args, bound.kwargs
 
     def gives(self, name: str, batch: PyTree) -> bool:
-        """Returns True if `name` is ours in a call with this batch, not an element."""
+        """Returns True if `name` gets our value in a call with this batch."""
         elements = batch if isinstance(batch, tuple) else (batch,)
         offered = {each: object() for each in _ALL_OFFERED}
         try:
             arguments, keywords = self.bind(elements, offered)
-        except TypeError:  # is raised again by the step, which says where
+        except TypeError:  # the step raises it again, with its place
             return False
         values = (*arguments, *keywords.values())
         return any(value is offered[name] for value in values)
@@ -156,7 +155,7 @@ class PerExample:
         """Returns the values of all rows, `(rows,)`, in the structure of one's.
 
         Args:
-            model: passed on as it is.
+            model: passed on unchanged.
             *batch: leaves `(rows, ...)`; those in a `Whole` go to every example.
             keys: `(rows,)`, one PRNG key for each row.
             training: passed on.

@@ -3,10 +3,10 @@
 "32-true" is JAX's default: float32 arrays, whose products A100s, H100s and later GPUs
 compute in TF32, and TPUs in bfloat16. "32-highest" computes them in float32.
 
-Under mixed precision the parameters stay as they are, and a call of the model casts
-them, and what it is given, on the way in, and what it returns back to float32. So the
-loss, the metrics, the gradients' sums and the optimizer never see a narrow number. (But
-for modules that gather their own parameters, whose gradients `FSDP` sums as computed.)
+Under mixed precision the parameters keep their dtype. A call of the model casts them
+and its inputs, and casts its outputs back to float32. So the loss, the metrics, sums of
+gradients and the optimizer never see a narrow number. (The exception are FSDP units,
+whose gradients `FSDP` sums in the dtype of the call.)
 """
 
 import types
@@ -29,13 +29,13 @@ class Precision(NamedTuple):
 
     name: str
     computed: Any = None
-    """The dtype of the model's calls; None leaves them as the user wrote them."""
+    """The dtype of the model's calls; None keeps the user's."""
     stored: Any = None
-    """The dtype of the parameters between steps; None leaves the model's own."""
+    """The dtype of the parameters between steps; None keeps the model's."""
     scales_loss: bool = False
     products: str | None = None
-    """What products of float32 arrays are computed in, unless the loss says it; None
-    leaves that to JAX's default for the device."""
+    """The arithmetic of float32 products, unless the loss sets it; None leaves JAX's
+    default for the device."""
 
     def set_product_precision(self) -> AbstractContextManager[Any]:
         """Returns a context in which products are computed in `products`."""
@@ -56,8 +56,8 @@ PRECISIONS: Final = {
 }
 
 _NORMS: Final = (eqx.nn.LayerNorm, eqx.nn.RMSNorm, eqx.nn.GroupNorm, eqx.nn.BatchNorm)
-"""Layers that compute in float32 whatever they are given. The first three do it by
-themselves, and give back the dtype that came; `BatchNorm` is made to."""
+"""Layers that compute in float32 whatever their inputs. The first three do so by
+themselves, and return the dtype of the input; `BatchNorm` is wrapped to."""
 
 
 def find_precision(name: Any) -> Precision:
@@ -115,7 +115,8 @@ def cast_to_original(tree: PyTree, like: PyTree) -> PyTree:
 def cast_calls(model: PyTree, precision: Precision) -> PyTree:
     """Returns the model with its calls in the dtype of `precision`.
 
-    What can't be called, a dict of arrays say, is cast itself; see `cast_batch`.
+    A model that can't be called, such as a dict of arrays, is cast itself; see
+    `cast_batch`.
     """
     if precision.computed is None:
         return model
@@ -145,8 +146,8 @@ def promote_to_float32(tree: PyTree) -> PyTree:
 class LossScale(NamedTuple):
     """The factor of a float16 loss, which keeps small gradients from becoming zero.
 
-    Halved by a step whose gradients are not finite, which is skipped; doubled after
-    `GROWTH_INTERVAL` steps in a row that are.
+    A step with gradients that are not finite is skipped, and halves the scale;
+    `GROWTH_INTERVAL` finite steps in a row double it.
     """
 
     scale: Array
@@ -181,7 +182,7 @@ def update_loss_scale(scale: LossScale, finite: Array) -> LossScale:
 class _MixedPrecisionModel(eqx.Module):
     """A model whose calls and methods compute in `dtype`; otherwise like the model.
 
-    What a loss reads from it, `model.layer.weight` say, has its own dtype.
+    An array that a loss reads from it, such as `model.layer.weight`, keeps its dtype.
     """
 
     wrapped: Any
@@ -192,11 +193,11 @@ class _MixedPrecisionModel(eqx.Module):
         return self._cast_call(model)(*arguments, **keywords)
 
     @property
-    def __wrapped__(self) -> Any:  # what inspect.signature looks at
+    def __wrapped__(self) -> Any:  # for inspect.signature
         return self.wrapped
 
     def __getattr__(self, name: str) -> Any:
-        if name == "wrapped":  # asked for while a copy is being built
+        if name == "wrapped":  # requested while a copy is being built
             raise AttributeError(name)
         value = getattr(self.wrapped, name)
         if isinstance(value, types.MethodType) and value.__self__ is self.wrapped:
@@ -246,8 +247,8 @@ def _cast(tree: PyTree, dtype: Any, only: Any = None) -> PyTree:
 def _cast_model(model: PyTree, dtype: Any, *, is_stored: bool = False) -> PyTree:
     """Casts the floating leaves of a model to `dtype`, but for those of norms.
 
-    If it is not `is_stored` so, BatchNorm and the gradients of embeddings are summed in
-    float32.
+    Unless the cast `is_stored`, BatchNorm statistics and gradients of embeddings are
+    summed in float32.
     """
     kinds = (*_NORMS, eqx.nn.Embedding)
 

@@ -17,14 +17,14 @@ Remat = bool | Callable[..., Any] | str | Sequence[str]
 
 
 class Recomputed(NamedTuple):
-    """The submodules whose activations are computed again in the backward pass."""
+    """The submodules that recompute their activations in the backward pass."""
 
     patterns: tuple[str, ...] = ()
     policy: Callable[..., Any] | None = None
-    """Says what is kept inside of them; None keeps only what they are called with."""
+    """Decides what is saved inside of them; None saves only their inputs."""
 
     def apply(self, model: PyTree) -> PyTree:
-        """Returns the model with calls of the outermost of them that recompute."""
+        """Returns the model, in which calls of the outermost of them recompute."""
         if not self.patterns:
             return model
         paths = find_outermost_modules(model, self.patterns, "remat").values()

@@ -1,4 +1,4 @@
-"""What a step is given: the state of a run, and batches with the keys of their rows."""
+"""The inputs of a step: the state of a run, and batches with the keys of their rows."""
 
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
     from .steps import Steps
 
 _RESERVED: Final = 0xFFFFFFFF
-"""Folded into a key where no step or row number ever gets: for validation, and
-downwards for the keys of whole micro-batches."""
+"""Folded into a key; no step or row number gets this high. For validation, and counted
+downwards for the keys of micro-batches."""
 
 Batch = PyTree
 """Leaves shaped `(rows, ...)`, but for those in a `Whole`, on the host."""
 
 
 class TrainState(NamedTuple):
-    """Everything that training changes: what is placed, donated, saved and restored.
+    """Everything that training changes: it is placed, donated, saved and restored.
 
-    A pytree of arrays; what `filter_spec` does not train is in `buffers`.
+    A pytree of arrays; leaves that `filter_spec` does not train are in `buffers`.
     """
 
     params: PyTree
@@ -69,15 +69,15 @@ class Group(NamedTuple):
     """Leaves `(micro_batches, rows, ...)`."""
     counts: Any
     """int32 `(micro_batches, row_blocks)`: real rows in each equal block of a
-    micro-batch's rows. Such a block is what one process loaded, its real rows first,
-    then its padding."""
+    micro-batch's rows. One process loads a block: its real rows come first, then its
+    padding."""
     whole: PyTree = None
-    """What has no rows, leaves `(micro_batches, ...)`; None in `batch`, where it goes.
+    """Leaves without rows, `(micro_batches, ...)`; they are None in `batch`.
     See `whole.merge_leaves`."""
 
 
 class MicroBatch(NamedTuple):
-    """One micro-batch inside the step, and how many real rows came before it."""
+    """One micro-batch inside the step, and the number of real rows before it."""
 
     batch: PyTree
     counts: Int[Array, " row_blocks"]
@@ -104,7 +104,7 @@ class MaskAndKeys(NamedTuple):
     key: PRNGKeyArray
     """One for the whole batch."""
     step: Int[Array, ""]
-    """How many optimizer steps are completed."""
+    """The number of completed optimizer steps."""
     training: bool
 
 
@@ -219,7 +219,7 @@ def keep_old_if_nonfinite(
 ) -> tuple[TrainState, dict[str, Array]]:
     """Returns the new state, or the old one if the step is not `finite`.
 
-    Both go on with the next loss scale, where there is one. With it what is logged.
+    Both get the next loss scale, where there is one. Returns the values to log, too.
     """
     kept, named = old._replace(step=new.step), {}
     if old.loss_scale is not None:

@@ -1,4 +1,4 @@
-"""What of a batch has no rows, and what stands for what the host can't hold as rows."""
+"""Leaves of a batch without rows, and stand-ins for leaves that NumPy can't hold."""
 
 import functools
 from collections.abc import Callable
@@ -11,14 +11,14 @@ from jaxtyping import PyTree
 
 
 class Whole(eqx.Module):
-    """An array of a batch that has no rows: it is the same for every row.
+    """An array without a batch dimension, which all rows of a batch share.
 
         batch = (y0, Whole(times)), y
 
     Use it for the times of a neural ODE, class weights or a graph. It is neither split
-    over devices nor padded: each device has all of it. The loss gets the array itself,
-    and so does the model, together with one row of the other arrays. A batch of nothing
-    else counts as one row.
+    over devices nor padded: it is replicated. The loss gets the array itself, and so
+    does the model, with one row of each other array. A batch of nothing else counts as
+    one row.
 
     An array may have any shape, including `()`. Each new shape means one more
     compilation.
@@ -29,23 +29,23 @@ class Whole(eqx.Module):
 
 
 class KeyData(eqx.Module):
-    """Typed PRNG keys on their way to a step: NumPy has no arrays of them."""
+    """The data of typed PRNG keys in a batch: NumPy has no arrays of keys."""
 
     data: Any
-    """Of the keys, uint32, with one axis more."""
+    """uint32, with one axis more than the keys."""
     impl: Any = eqx.field(static=True)
 
 
 class SingleRowBatch(eqx.Module):
-    """A batch that has a `Whole` and nothing else, or nothing at all: one row."""
+    """A batch of one row: it has only `Whole`s, or nothing."""
 
     batch: PyTree
     row: Any
-    """`(1,)`, what is counted."""
+    """`(1,)`, the row that is counted."""
 
 
 NOTHING = SingleRowBatch((), np.zeros(1, bool))
-"""The batch of a loss that takes none."""
+"""The batch of a loss that takes no batch."""
 
 
 def to_user_batch(batch: PyTree) -> PyTree:
