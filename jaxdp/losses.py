@@ -45,11 +45,12 @@ def cross_entropy(
         )
     target = _classes("cross_entropy", prediction, target)
     if target.ndim < prediction.ndim:
+        total = jax.nn.logsumexp(prediction, axis=-1)
         logit = _pick(prediction, target)
         if label_smoothing:
             mean = prediction.mean(axis=-1)
             logit = (1 - label_smoothing) * logit + label_smoothing * mean
-        values = jax.nn.logsumexp(prediction, axis=-1) - logit
+        values = total - logit
     else:
         target = _numbers(target, prediction)
         if label_smoothing:
