@@ -1,9 +1,9 @@
-"""The same bits on 1, 2, 4 and 8 devices: work cut into pieces that never change.
+"""The same bits on 1, 2, 4 and 8 devices, by a fixed division of the work.
 
-Rounding depends on shapes, on the order of sums, and on what a compiler fuses. So a
-batch is always cut into `SHARDS` virtual shards; one loop body, compiled for one of
-them, works on each, and their results are added in order. The optimizer's step every
-device computes whole.
+Rounding depends on shapes, on the order of sums, and on the compiler's fusions. So a
+batch is always cut into `SHARDS` virtual shards. One loop body, compiled for one shard,
+works on each of them, and their results are added in order. Every device computes the
+optimizer's full update.
 """
 
 import functools
@@ -33,11 +33,11 @@ SHARDS: Final = 8
 
 _AXIS: Final = "shards"
 _OPTIONS: Final[dict[str, Any]] = {"xla_disable_hlo_passes": "cse"}
-"""XLA merges equal operations at other times in programs for several devices, and then
-fuses others: with 2 devices a LayerNorm had other bits than with 1."""
+"""In programs for several devices XLA merges equal operations in other passes, and then
+fuses other ones: with 2 devices a LayerNorm had other bits than with 1."""
 
 _SMALL: Final = 4096
-"""Elements up to which a sum is gathered by every device, not shared out."""
+"""Every device sums arrays of up to this number of elements; it divides larger ones."""
 
 
 class Bitwise(DataParallel):
@@ -191,7 +191,7 @@ class VirtualShards(Collectives):
     """Works on the virtual shards of this device in turn, and adds up all devices'.
 
     The loop's length is hidden from the compiler: it would inline a loop of one turn,
-    as eight devices have, and fuse the body with what surrounds it.
+    as eight devices have, and fuse the body with the operations around it.
     """
 
     def __init__(self, devices: int):
@@ -201,13 +201,13 @@ class VirtualShards(Collectives):
     def over_rows(
         self, function: OnRows, inputs: Any, groups: Sequence[Group], results: Results
     ) -> Any:
-        # One more than there are turns: a stack of one would need no indexing, and the
-        # body would be another program.
+        # One shard more than turns: a stack of one would need no indexing, and the body
+        # would be another program.
         stacks = [
             jax.tree.map(lambda x: _stack(x.squeeze(2)), group.batch)
             for group in groups
         ]
-        # Zero, which the compiler can't know.
+        # This is zero, but the compiler can't know it.
         zero = jnp.minimum(jnp.stack([g.counts.sum() for g in groups]).sum(), 0)
         turns = jnp.arange(self.turns + 1, dtype=jnp.int32)
         shards = turns * self.devices + jax.lax.axis_index(_AXIS) + zero
@@ -225,7 +225,7 @@ class VirtualShards(Collectives):
         latest = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
 
         def run(turn: Array, latest: list[Array]) -> list[Array]:
-            # A loop of its own, of one turn: nothing is fused with what comes after.
+            # In a separate loop of one turn, nothing is fused with later operations.
             once = jaxpr_as_fun(traced)
             return _loop(1, turn, zero, lambda turn, _: once(turn), latest)
 
@@ -251,7 +251,7 @@ class VirtualShards(Collectives):
         latest = [total if is_rows else one for is_rows, total, one in pairs]
 
         def gather(_: Array, __: list[Array]) -> list[Array]:
-            # In a loop again: what comes after it sees the same on any device count.
+            # In a loop again: later operations see the same on any device count.
             return [
                 one_sum.whole(total)
                 for one_sum, total in zip(sums, totals, strict=True)
@@ -275,8 +275,8 @@ class _VirtualShard(Collectives):
 class _RunningSum:
     """A running sum over shards, of one array: in the order of the shards.
 
-    Of a large array every device sums its part of the elements, which moves no more
-    bytes than an all-reduce and holds no more than one more array.
+    Each device sums its part of the elements of a large array. That moves no more bytes
+    than an all-reduce, and needs memory for one more array at most.
     """
 
     def __init__(self, like: Any, devices: int):
@@ -352,12 +352,12 @@ def _compiler_options_for(device: Any) -> dict[str, Any]:
 
 
 class _DeduplicatedStep(NamedTuple):
-    """A jitted step whose equal operations are one before XLA is given it.
+    """A jitted step whose equal operations are merged before XLA compiles it.
 
-    What Shardy, which places the parts of programs for several devices, begins with. No
-    option keeps it from that, and it decides what XLA makes of the rest: a number that
-    two arrays are divided by is inverted first if it is one number, not two equal ones.
-    So the program for one device gets it too.
+    Shardy, which partitions programs for several devices, begins with that, and no
+    option prevents it. It changes later passes: XLA inverts a number that two arrays
+    are divided by if it is one number, not two equal ones. So the program for one
+    device gets the same merge.
     """
 
     step: Any

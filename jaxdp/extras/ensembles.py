@@ -123,7 +123,7 @@ class Ensemble:
         return [f"{name}[{member}]" for name in names for member in range(self.size)]
 
     def _set_member_values(self, state: PyTree) -> PyTree:
-        """Sets the members' own hyperparameters in the state of an optimizer."""
+        """Sets the hyperparameters of each member in the state of an optimizer."""
         missing, held = set(self.values), set[str]()
 
         def is_injected(node: Any) -> bool:

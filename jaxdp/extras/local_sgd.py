@@ -1,8 +1,8 @@
-"""A replica per device that trains by itself, and outer steps that bring them together.
+"""Local SGD and DiLoCo (arXiv:2311.08105): a replica per device, and outer steps.
 
-Local SGD and DiLoCo (arXiv:2311.08105). The state's `params` are the outer weights,
-which change with outer steps only. Replicas, and the states of their optimizers, are in
-the optimizer's state, each leaf with an axis of replicas in front.
+The state's `params` are the outer weights, which change in outer steps only. Replicas,
+and the states of their optimizers, are in the optimizer's state; each leaf has a
+leading axis of replicas.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,7 +43,7 @@ class LocalSGDState(NamedTuple):
     """The state of an optimizer that `LocalSGD` has wrapped.
 
     Leaves of `replicas` and `inner` are `(replicas, ...)`; scalars of `inner` that are
-    the same in all replicas, such as counts and learning rates, are there once.
+    the same in all replicas, such as counts and learning rates, have no such axis.
     """
 
     replicas: PyTree
@@ -163,7 +163,7 @@ class LocalSGD(Sharded):
             )
 
             # Outside of the branch, as the step adds the updates: in it, XLA would fuse
-            # them with this sum, which rounds otherwise.
+            # them with this sum, which would round differently.
             new = eqx.apply_updates(params, updates)
             replicas = jax.tree.map(
                 lambda outer, own: jnp.where(is_due, outer[None], own), new, replicas
@@ -199,7 +199,7 @@ class LocalSGD(Sharded):
 
 
 class _ReplicaCollectives(ShardMapCollectives):
-    """Gradients of each replica at its own weights, in a step over global arrays.
+    """Computes gradients of each replica at its own weights, over global arrays.
 
     Validation and prediction are those of `ShardMapCollectives`.
     """
@@ -262,7 +262,7 @@ class _ReplicaCollectives(ShardMapCollectives):
         num_shards = self.mesh.shape[DATA]
         whole, rows = PartitionSpec(), PartitionSpec(None, DATA)
 
-        # If rows are not split, each replica is given all, and nothing is to be summed.
+        # If rows are not split, each replica gets all of them, and nothing is summed.
         collectives = (
             _ReplicaAxisCollectives(DATA, num_shards)
             if self._is_split

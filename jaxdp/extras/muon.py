@@ -144,7 +144,7 @@ def _orthogonalize(updates: PyTree, ns_steps: int, eps: float) -> PyTree:
     for place, leaf in enumerate(leaves):
         alike[leaf.shape[-2:], leaf.dtype].append(place)
 
-    # optax's own, without momentum: its state says nothing.
+    # The transformation of optax, without momentum; its state is not used.
     newton_schulz = scale_by_muon(
         ns_steps=ns_steps,
         beta=0.0,
@@ -171,7 +171,7 @@ def _distribute_over_devices(
 ) -> list[Array]:
     """Applies `function` to stacks `(number, m, n)`, each matrix on one device.
 
-    By hand: XLA would move the gradient and the momentum, where their sum is enough.
+    By hand: XLA would move the gradient and the momentum, not only their sum.
     """
     mesh = jax.typeof(stacks[0]).sharding.mesh
     ends = np.cumsum([len(stack) for stack in stacks])
@@ -193,10 +193,10 @@ def _distribute_over_devices(
     def apply_at_once(*stacks: Array) -> list[Array]:
         return jnp.split(function(jnp.concatenate(stacks)), ends)[:-1]
 
-    # Where each device has its own program, it has all matrices already.
+    # Inside of a `shard_map`, each device has all matrices already.
     if mesh.empty or {*mesh.axis_types} != {AxisType.Auto}:
         return apply_at_once(*stacks)
-    # As FSDP splits them. Others are moved on the way in; replicated ones are not.
+    # The split of FSDP. Matrices with another split are moved; replicated ones are not.
     axis = next((axis for axis in (1, 2) if shape[axis] % count == 0), None)
 
     @custom_vmap
@@ -209,7 +209,7 @@ def _distribute_over_devices(
 
     @divide.def_vmap
     def map_replicas(size: int, is_mapped: Sequence[bool], *stacks: Array) -> Any:
-        # The updates of replicas and of members stay where those are.
+        # The updates of replicas and members stay on the devices of these.
         axes = [0 if mapped else None for mapped in is_mapped]
         updates = jax.vmap(apply_at_once, axes, axis_size=size)(*stacks)
         return updates, [True] * len(stacks)

@@ -1,4 +1,4 @@
-"""Layers split over the devices in stages, which work on parts of a batch in turn."""
+"""Pipeline parallelism: stages of layers that work on parts of a batch in turn."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -90,7 +90,7 @@ class Pipeline(Sharded):
         return self.mesh.shape[DATA] if self.fsdp else 1
 
     def layouts(self, state: TrainState) -> dict[str, PartitionSpec]:
-        # The blocks' arrays may be trained, or frozen, or both.
+        # The arrays of blocks may be trained, or frozen, or both.
         blocks = find_stacks(eqx.combine(state.params, state.buffers))
         if not blocks:
             raise ValueError(
@@ -137,7 +137,7 @@ class _PipelineCollectives(Collectives):
 
 
 class _PipelineStack(eqx.Module):
-    """A stack that takes a whole batch through the stages, once vmapped over one."""
+    """A stack that runs a full batch through the stages when it is vmapped."""
 
     stack: Stack
     mesh: Mesh = eqx.field(static=True)
@@ -195,9 +195,9 @@ class _PipelineStack(eqx.Module):
     def _run_stage(self, blocks: Any, arrays: PyTree, x: PyTree, keys: Any) -> PyTree:
         """Applies the blocks of one device to one micro-batch after the other.
 
-        Before the first arrives and after the last has left, it works on some rows all
-        the same, and nothing becomes of them. They are real ones: zeros might have
-        gradients that are not finite.
+        Before the first micro-batch arrives and after the last, it computes on rows
+        whose results are discarded. These are real rows: zeros might have gradients
+        that are not finite.
         """
         stages, parts = self.mesh.shape[_STAGE], self.microbatches
         stage = jax.lax.axis_index(_STAGE)
@@ -217,7 +217,7 @@ class _PipelineStack(eqx.Module):
             mine = jax.tree.map(lambda x, sent: choose(x[part], sent), micro, arrived)
             block_keys = jax.tree.map(lambda leaf: leaf[part], micro_keys)
             values = jax.vmap(functools.partial(blocks, arrays))(mine, block_keys)
-            # Nobody sends to the first stage, whose zeros are never looked at.
+            # No stage sends to the first one, whose zeros are not used.
             return jax.lax.ppermute(values, _STAGE, forwards), values
 
         first = jax.tree.map(lambda batch: batch[0], micro)

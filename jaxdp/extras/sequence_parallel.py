@@ -1,4 +1,4 @@
-"""The tokens of each row split over the devices."""
+"""Sequence parallelism: the tokens of each row are split over the devices."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -106,7 +106,7 @@ class SequenceParallel(FSDP):
         return Group(jax.tree.map(shard, batch), self._replicated, self._replicated)
 
     def collectives(self, groups: Sequence[Group], rows: Rows) -> Collectives:
-        """None of its own but for `fsdp`, whose modules gather: XLA communicates.
+        """Returns those of `FSDP` for `fsdp`; else XLA does all communication.
 
         One reduction over all devices sends less than one over the tokens, by XLA, and
         another over the rows.

@@ -1,4 +1,4 @@
-"""Memory split over the devices: optimizer state (`ZeRO`), parameters too (`FSDP`)."""
+"""Strategies that shard the optimizer state (`ZeRO`), and parameters too (`FSDP`)."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -55,15 +55,15 @@ class ZeRO(_AxisShardedStrategy):
     Each device receives the summed gradient of its shard (part) of every parameter and
     updates that shard; then the new shards are gathered. This sends as many bytes as
     the all-reduce of `Sharded`, with 1/devices of its memory for the optimizer. The
-    numbers are those of one device for any optimizer, because it sees whole arrays.
+    numbers are those of one device for any optimizer, because it sees global arrays.
 
     Args:
         stage: 1. (The gradients of stage 2 are split as well, for as long as they
             exist; stage 3 is `FSDP`.)
         devices: how many, or which; all by default.
         mesh: instead of `devices`, as for `Sharded`.
-        min_size: parameters of fewer elements keep their optimizer state whole: each
-            split leaf costs two collectives.
+        min_size: the optimizer state of parameters with fewer elements is replicated:
+            each split leaf costs two collectives.
     """
 
     @checks_arguments
@@ -147,26 +147,26 @@ class FSDP(FSDPUnitStrategy, _AxisShardedStrategy):
       the number of devices. It sends 1.5 times the bytes of `Sharded`'s all-reduce.
     - all others before the step. That sends as many bytes as the all-reduce.
 
-    Named losses and `per_example` gather in the calls of blocks, and may use their
-    parameters nowhere else (a penalty on all weights needs gather="once"). For a
-    `loss_fn`, which is given the whole batch, XLA gathers, from constraints.
+    Named losses and `per_example` gather in the calls of blocks, and may use the
+    parameters of blocks nowhere else (a penalty on all weights needs gather="once").
+    For a `loss_fn`, which gets the full batch, XLA gathers, by sharding constraints.
 
     A leaf (array) is split along its first axis that the devices divide; in a `Stack`,
     along an axis of a single block. Leaves without such an axis, or with fewer than
-    `min_size` elements, stay whole; `layouts` shows which.
+    `min_size` elements, are replicated; `layouts` shows which.
 
     Args:
         devices: how many, or which; all by default.
         mesh: instead of `devices`, as for `Sharded`.
-        min_size: leaves of fewer elements are held whole: each split leaf costs two
+        min_size: leaves of fewer elements are replicated: each split leaf costs two
             collectives.
         gather: `"blocks"`, as above; `"once"`, everything before the step; `"auto"`,
             the former if the model has a `Stack`. Or path patterns of submodules, such
             as `["encoder.layers[*]"]`, each of which gathers its own parameters when it
             is called.
-        groups: into how many groups the devices are divided, hosts usually, that hold
-            the same shards (HSDP). Parameters are gathered within a group only; between
-            groups shards of gradients are summed.
+        groups: the number of groups of devices, usually hosts, that hold the same
+            shards (HSDP). Parameters are gathered within a group only; shards of
+            gradients are summed between groups.
     """
 
     @checks_arguments

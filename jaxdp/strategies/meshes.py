@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh
 from ..basics.arguments import check_count
 
 Devices = int | Sequence[Any] | jax.Device | None
-"""Which devices: the first so many, the `jax.Device`s listed, or all."""
+"""A number of devices, the first ones; a list of `jax.Device`s; or None for all."""
 
 
 def find_devices(devices: Devices) -> list[Any]:

@@ -10,7 +10,8 @@ from ..basics.host_memory import HOST, is_on_host, move_to_device
 from ..step import TrainState
 
 _SMALL: Final = 1024
-"""Elements up to which a leaf stays on the device: it would save next to nothing."""
+"""Leaves of up to this number of elements stay on the device: to move them would save
+next to nothing."""
 
 
 def offload_optimizer(shardings: TrainState, state: TrainState) -> TrainState:
@@ -46,7 +47,7 @@ def jit_with_offload(
 ) -> Any:
     """Returns `jax.jit` of a step, whose state may be in host memory around it.
 
-    It is moved outside of the step, so that one of several steps moves it once.
+    The state is moved outside of the step: a dispatch of several steps moves it once.
     """
     if any(map(is_on_host, jax.tree.leaves(arguments))):
         state = arguments[roles.index("state")]

@@ -1,4 +1,4 @@
-"""Arrays laid out over devices, and brought back: what all strategies share."""
+"""Placement of arrays on devices, and their way back to the host."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ def place_copy(tree: PyTree, shardings: PyTree) -> PyTree:
 
     placed = dict(zip(here, copied, strict=True))
     for i, (leaf, layout) in enumerate(zip(leaves, layouts, strict=True)):
-        if i not in placed:  # one by one: devices may not have room for all of them
+        if i not in placed:  # one by one: all of them may not fit on the devices
             moved = make_global_array(
                 move_to_device(leaf), layout.with_memory_kind("device")
             )
@@ -40,11 +40,11 @@ def place_copy(tree: PyTree, shardings: PyTree) -> PyTree:
 def _copy_to_devices(leaves: list[Any], layouts: list[Any]) -> list[Any]:
     if all(layout.is_fully_addressable for layout in layouts):
         # Without a program: to compile one for hundreds of leaves takes long. JAX heeds
-        # `may_alias=False` only where an array already is as it is to be.
+        # `may_alias=False` only for an array that already has the layout.
         moved = jax.device_put(leaves, layouts)
         return jax.device_put(moved, layouts, may_alias=False)
     moved = jax.tree.map(make_global_array, leaves, layouts)
-    # JAX keeps the program of a function that stays, for the next trainer.
+    # JAX caches the program of a module-level function for the next trainer.
     return jax.jit(_copy_leaves, out_shardings=layouts)(moved)
 
 
@@ -79,7 +79,6 @@ def put_rows(
 
         return jax.make_array_from_callback(shape.shape, sharding, part)
 
-    # Each batch, all its leaves.
     placed = []
     for group in groups:
         shapes = blocks.make_global_shapes(group) if split else group
@@ -92,7 +91,7 @@ def put_rows(
 def replicate(tree: PyTree) -> PyTree:
     """Returns arrays that are split between processes, full on all their devices.
 
-    All processes must call it. Others are as they are.
+    All processes must call it. Other arrays are returned unchanged.
     """
 
     def whole(leaf: Any) -> Any:

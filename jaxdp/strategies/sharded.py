@@ -1,4 +1,4 @@
-"""Data parallelism with the state whole on every device: on one, by XLA, by hand."""
+"""Strategies that replicate the state: on one device, on a mesh, and as `jax.pmap`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -57,15 +57,16 @@ class SingleDevice(DataParallel):
 class Sharded(DataParallel):
     """Splits batches by rows over a mesh; replicates parameters and optimizer state.
 
-    The step is compiled once for all devices. What is written for a batch, a `loss_fn`
-    or a model with BatchNorm, sees every row, and the numbers are those of one device.
+    The step is compiled once for all devices. A function that is written for a batch, a
+    `loss_fn` or a model with BatchNorm, sees every row, and the numbers are those of
+    one device.
 
-    For a layout of your own, subclass it and override `param_spec` or `batch_spec`.
+    For a custom layout, subclass it and override `param_spec` or `batch_spec`.
 
     Args:
         devices: how many, or which; all by default.
-        mesh: instead of `devices`, a mesh that has an axis named `"data"`. A mesh with
-            Explicit axes is taken as one with Auto axes.
+        mesh: instead of `devices`, a mesh that has an axis named `"data"`. Explicit
+            axes become Auto axes.
     """
 
     @checks_arguments
@@ -99,11 +100,11 @@ class Sharded(DataParallel):
         return replace_attributes(self, mesh=make_mesh(devices, {**shape, DATA: size}))
 
     def collectives(self, groups: Sequence[Group], rows: Rows) -> Collectives:
-        """Returns those by which devices work on their rows alone, if they may.
+        """Returns the collectives of devices that work on their own rows, if they may.
 
-        There is one reduction a step then. XLA by itself would reduce gradients
-        wherever they are summed up: for each micro-batch, and in each turn of a loop in
-        the model.
+        Then there is one reduction per step. XLA by itself would reduce gradients
+        wherever they are summed: for each micro-batch, and in each iteration of a loop
+        in the model.
         """
         if count_shards(self) == 1:
             return Collectives()
@@ -144,10 +145,10 @@ class Sharded(DataParallel):
 class Pmap(Sharded):
     """The program of `jax.pmap`: every device runs the step on its rows, then sums.
 
-    This holds for what is written for one example: named losses and metrics, and
-    `per_example`. What is written for a batch (a `loss_fn`, a callable loss, BatchNorm)
-    is given the whole batch, as under `Sharded`: the numbers are those of one device,
-    not a mean over devices that each saw only their own rows. A `loss_fn` from a
+    This holds for functions of one example: named losses and metrics, and
+    `per_example`. A function of a batch (a `loss_fn`, a callable loss, BatchNorm) gets
+    the full batch, as under `Sharded`: the numbers are those of one device, not a mean
+    over devices that each saw only their own rows. A `loss_fn` from a
     `jax.pmap` program may reduce over the axis `"data"` (`jax.lax.pmean(x, "data")`,
     `BatchNorm(axis_name=("batch", "data"))`). As under every strategy, this axis has
     size one: a reduction over it changes nothing, since the loss sees the full batch.

@@ -1,4 +1,4 @@
-"""Equal layers as one: their arrays stacked, applied one after the other."""
+"""A stack of equal layers, whose arrays are stacked, applied one after the other."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,14 +19,14 @@ class Stack(eqx.Module):
         self.blocks = Stack([Block(width, key=key) for key in keys])
         x = self.blocks(x)
 
-    It is a loop over one block, which is compiled once, however many blocks there are.
-    The arrays of the blocks are stacked: `blocks.stacked.norm.weight` has the norms of
-    all blocks. So a layout can split them by blocks, as `Pipeline` does.
+    It is a loop over one block, which is compiled once for any number of blocks. The
+    arrays of the blocks are stacked: `blocks.stacked.norm.weight` has the norms of all
+    blocks. So a layout can split them by blocks, as `Pipeline` does.
 
     Args:
-        blocks: modules of one structure, called as `block(x)`, with a `key`, if the
-            stack gets one, and `training`, if they name it, too; a block returns the
-            shape and dtype of `x`.
+        blocks: modules of one structure, called as `block(x)`, with `key` if the stack
+            gets one, and with `training` if they name it. A block returns the shape and
+            dtype of `x`.
     """
 
     stacked: PyTree
@@ -70,7 +70,7 @@ class Stack(eqx.Module):
 def apply_blocks(
     rest: PyTree, training: bool | None, arrays: PyTree, x: PyTree, keys: Any
 ) -> PyTree:
-    """Applies blocks to `x`, each to what the one before it gave.
+    """Applies blocks to `x`, each to the output of the block before it.
 
     `rest` is a block without its arrays, which are stacked, and so are `keys`, if any.
     """

@@ -1,4 +1,4 @@
-"""Layers split over the devices by rules, next to data parallelism: a mesh of axes."""
+"""Tensor parallelism by rules, beside data parallelism, on a mesh of several axes."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -41,14 +41,14 @@ class TensorParallel(FSDPUnitStrategy):
         )
 
     A rule says which axis of an array is split over which axis of the mesh (the grid of
-    devices). The first rule that matches an array wins; if none does, the array stays
-    whole. XLA works out the communication. `tensor_rules(model)` makes rules for MLPs
-    and attention.
+    devices). The first rule that matches an array applies; without one, the array is
+    replicated. XLA works out the communication. `tensor_rules(model)` makes rules for
+    MLPs and attention.
 
     An axis named `"fsdp"` splits rows further. It also splits every parameter, as
     `FSDP` does, along axes that the rules leave free. Blocks of a `jaxdp.Stack` are
-    gathered over it one by one, each device its part of a block by the rules; what the
-    rules leave no axis for, such as biases, is gathered before the step.
+    gathered over it one by one, each device its part of a block by the rules. Leaves
+    without a free axis, such as biases, are gathered before the step.
 
     Args:
         mesh_shape: sizes of the mesh's axes by name, `"data"` among them.
