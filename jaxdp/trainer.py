@@ -150,7 +150,9 @@ class Trainer(Generic[Model]):
         self.callbacks = with_defaults(made, progress_bar=enable_progress_bar)
         self.strategy: DataParallel = arguments["strategy"]
         self.run = Run(arguments, self.callbacks)
-        self.record = self.run.record  # what both have for callbacks: docs/callbacks.md
+        self.record = (
+            self.run.record
+        )  # what both have for callbacks: docs/reference/record.md
         self.history = self.record.history
         self.log_every_n_steps = int(log_every_n_steps)
         self.default_root_dir = expand_path(default_root_dir)

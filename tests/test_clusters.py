@@ -83,7 +83,7 @@ def epochs_in(folder):
 
 @pytest.mark.parametrize("path", sorted(CLUSTER.iterdir()), ids=lambda path: path.name)
 def test_a_file_says_how_it_is_started_and_is_short(path):
-    if path.is_dir():
+    if path.is_dir() or path.suffix == ".md":
         return
     text = path.read_text()
     head = text[: text.index("\n\n", 200) if path.suffix == ".py" else 1000]

@@ -102,6 +102,12 @@ def test_the_reference_names_all_that_is_public():
     assert {name for module in public for name in module.__all__} <= listed
 
 
+@pytest.mark.parametrize("page", sorted(DOCS.glob("reference/*.md")), ids=_name)
+def test_each_entry_of_the_reference_exists(page):
+    for name in re.findall(r"^::: (\S+)", page.read_text(), re.M):
+        assert pydoc.locate(name) is not None, name
+
+
 def _script(name):
     """A module of the folder of the documentation."""
     spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")

@@ -210,8 +210,8 @@ def chains(node):
 
 
 def test_callbacks_use_what_is_documented_and_reach_through_no_object_of_a_run():
-    """`trainer.x`, and `trainer.record.x` and `trainer.run.x` of docs/callbacks.md."""
-    page = (PACKAGE.parent / "docs" / "callbacks.md").read_text()
+    """`trainer.x`, and `trainer.record.x` and `trainer.run.x` of the reference."""
+    page = (PACKAGE.parent / "docs" / "reference" / "record.md").read_text()
     documented = set(re.findall(r"^\| `(record|run)\.(\w+)", page, re.MULTILINE))
     for part, of in (("record", Record), ("run", Run)):
         attributes = inspect.cleandoc(of.__doc__)  # as Python 3.13 has it anyway

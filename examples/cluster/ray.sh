@@ -4,7 +4,7 @@
 #     RAY_ADDRESS=http://head:8265 bash examples/cluster/ray.sh
 #
 # A machine goes, or a worker fails: Ray ends the others, starts all again on what is
-# there, at most ten times, and they go on from their checkpoint.
+# there, at most ten times, and they resume from their checkpoint.
 # See it: ray job logs -f train; the dashboard at RAY_ADDRESS
 # The folder of checkpoints must be reached by all machines: /shared here.
 set -eu

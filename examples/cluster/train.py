@@ -3,7 +3,7 @@
     python examples/cluster/train.py --output runs/cluster
 
 Processes that a launcher has started train together, on all their devices. If the job
-is started again, it goes on from the newest checkpoint in `--output`, a folder that all
+is started again, it resumes from the newest checkpoint in `--output`, a folder that all
 machines must reach; `tail -f <output>/metrics.csv` shows how far it is.
 """
 
@@ -27,7 +27,7 @@ def batches(seed: int, count: int) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def main(argv: list[str] | None = None) -> jaxdp.Trainer:
-    """Trains, or goes on; returns the trainer."""
+    """Trains, or resumes; returns the trainer."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--output", type=Path, default=Path("runs/cluster"))
     parser.add_argument("--epochs", type=int, default=50)

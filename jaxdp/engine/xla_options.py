@@ -113,7 +113,7 @@ def _options_for_speed(jaxpr: Any, arguments: Any) -> dict[str, Any]:
     """What XLA is told of a program on the CPU, unless the user has told it so.
 
     By default it gives convolutions to YNNPACK, whose gradients take up to seven times
-    as long as Eigen's (docs/speed_inside.md). They go to Eigen here, noted once,
+    as long as Eigen's (docs/speed.md). They go to Eigen here, noted once,
     because sums are then taken in another order.
 
     (`xla_cpu_copy_insertion_use_region_analysis` would spare copies of weights, and

@@ -305,7 +305,7 @@ class Run:
         if to_train:
             reset_reused(callbacks, self._trainer_id)
 
-    # For callbacks: see docs/callbacks.md.
+    # For callbacks: see docs/reference/record.md.
 
     def stop_on(self, *signals: str, returns: bool = False) -> None:
         """Which signals end a fit at the next boundary, saved; for `Callback.setup`.

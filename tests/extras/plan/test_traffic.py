@@ -9,9 +9,9 @@ from planned import HALVES, PARAMS, batch, trainer
 from toys import Apart
 
 from jaxdp import Pmap, Sharded, TensorParallel
-from jaxdp.extras.plan import hlo
+from jaxdp.extras.plan import hlo, repeated
 from jaxdp.extras.plan.reading import place_of
-from jaxdp.step.jaxprs import make_loop_scope, read_num_runs
+from jaxdp.step.jaxprs import read_num_runs
 
 
 @pytest.mark.slow_cases("2")
@@ -82,7 +82,7 @@ def test_a_loop_of_unknown_length_may_say_how_often_it_runs():
             index, x = carry
             return index + 1, jax.lax.pmean(jnp.tanh(x), "data")
 
-        with jax.named_scope(make_loop_scope(5)):
+        with jax.named_scope(repeated(5)):
             bound = 5 + jnp.minimum(0, y.sum())  # nobody knows that this is 5
             x = jax.lax.while_loop(lambda c: c[0] < bound, turn, (0, x))[1]
         prediction = jax.vmap(model)(jax.lax.stop_gradient(x))
