@@ -1,4 +1,4 @@
-"""The Trainer: what a user calls. Each method hands over to one room."""
+"""The Trainer: the public methods, each of which calls one package."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,9 +15,17 @@ from . import checkpoint, losses
 from .basics.arguments import checks_arguments
 from .basics.files import expand_path
 from .callbacks import Callback
-from .fit import Metric, Run, Wanted, checks, evaluation, loop, surface
-from .fit import snapshot as snapshots
-from .fit.run import with_defaults
+from .fit import (
+    FitArguments,
+    Metric,
+    Run,
+    checkpointing,
+    checks,
+    evaluation,
+    loop,
+    trainer_methods,
+)
+from .fit.run import add_default_callbacks
 from .history import History
 from .step import InferenceModel, Metrics, Part, Remat, TrainState
 from .strategies import DataParallel
@@ -145,9 +153,9 @@ class Trainer(Generic[Model]):
         default_root_dir: str | os.PathLike[str] = "runs",
     ):
         given = {k: v for k, v in locals().items() if k != "self"}
-        arguments = checks.checked(given)
+        arguments = checks.validate_arguments(given)
         made = checks.check_callbacks(callbacks)
-        self.callbacks = with_defaults(made, progress_bar=enable_progress_bar)
+        self.callbacks = add_default_callbacks(made, progress_bar=enable_progress_bar)
         self.strategy: DataParallel = arguments["strategy"]
         self.run = Run(arguments, self.callbacks)
         self.record = (
@@ -164,14 +172,14 @@ class Trainer(Generic[Model]):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "run" in vars(self):
-            surface.check_may_be_set(self.run.arguments, name)
+            trainer_methods.check_may_be_set(self.run.arguments, name)
         if "num_training_batches" in vars(self):  # the last one that is set above
-            surface.check_attribute(self, name)
+            trainer_methods.check_attribute(self, name)
         super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
         if "run" in vars(self):
-            surface.check_attribute(self, name)
+            trainer_methods.check_attribute(self, name)
         return super().__getattribute__(name)  # raises, as a property of ours did
 
     @checks_arguments
@@ -233,8 +241,8 @@ class Trainer(Generic[Model]):
             overfit_batches: train and validate on the first batches only, unshuffled
                 (this many, or this share), to see whether the model can learn at all.
         """
-        wanted = {k: v for k, v in locals().items() if k in Wanted._fields}
-        loop.fit(self, train_loader, val_loader, Wanted(**wanted), ckpt_path)
+        arguments = {k: v for k, v in locals().items() if k in FitArguments._fields}
+        loop.fit(self, train_loader, val_loader, FitArguments(**arguments), ckpt_path)
         return self.history
 
     @checks_arguments
@@ -250,7 +258,7 @@ class Trainer(Generic[Model]):
         yields the lazy metrics of each optimizer step. With `steps_per_execution` the
         batches of so many steps are read first, and the state is that of the last one.
         """
-        return loop.own_loop(self, train_loader)
+        return loop.iterate_steps(self, train_loader)
 
     @checks_arguments
     def validate(
@@ -270,7 +278,9 @@ class Trainer(Generic[Model]):
                 checkpoint, or `"best"` or `"last"` of the `ModelCheckpoint` callback.
             limit_batches: how many of each loader; a float is a share of them.
         """
-        return evaluation.means(self, "validate", loader, ckpt_path, limit_batches)
+        return evaluation.evaluate_loaders(
+            self, "validate", loader, ckpt_path, limit_batches
+        )
 
     @checks_arguments
     def test(
@@ -280,7 +290,9 @@ class Trainer(Generic[Model]):
         limit_batches: int | float | None = None,
     ) -> dict[str, float]:
         """Like `validate`, with keys such as `test_loss` and hooks of its own."""
-        return evaluation.means(self, "test", loader, ckpt_path, limit_batches)
+        return evaluation.evaluate_loaders(
+            self, "test", loader, ckpt_path, limit_batches
+        )
 
     @checks_arguments
     def plan(
@@ -345,7 +357,7 @@ class Trainer(Generic[Model]):
         return evaluation.predict(self, loader, ckpt_path, limit_batches, gather=gather)
 
     def __repr__(self) -> str:
-        return surface.in_a_line(self)
+        return trainer_methods.format_repr(self)
 
     def summary(self) -> "jaxdp.reports.Summary":
         """The layers of the model, their arrays, parameters and bytes, as a table.
@@ -370,16 +382,16 @@ class Trainer(Generic[Model]):
     @property
     def model(self) -> Model:
         """The model as trained so far: a live copy, whole, on the default device."""
-        return surface.whole_model(self.run)[0]
+        return trainer_methods.gather_model(self.run)[0]
 
     def member(self, index: int) -> PyTree:
         """One model of an ensemble, an ordinary model."""
-        return surface.member_of(self.run, self.model, index)
+        return trainer_methods.get_member(self.run, self.model, index)
 
     @property
     def model_state(self) -> eqx.nn.State | None:
         """The `eqx.nn.State` that belongs to `model`, or None."""
-        return surface.whole_model(self.run)[1]
+        return trainer_methods.gather_model(self.run)[1]
 
     @checks_arguments
     def inference_model(self, member: int | None = None) -> InferenceModel:
@@ -390,7 +402,7 @@ class Trainer(Generic[Model]):
 
         Of an ensemble, without a `member`, predictions are `(members, ...)`.
         """
-        return surface.inference_model(self.run, member)
+        return trainer_methods.inference_model(self.run, member)
 
     @property
     def state(self) -> TrainState:
@@ -401,7 +413,7 @@ class Trainer(Generic[Model]):
     @property
     def hyperparams(self) -> Mapping[str, Any]:
         """What `optax.inject_hyperparams` holds, by name. Waits for the device."""
-        return surface.values(self.run)
+        return trainer_methods.get_hyperparams(self.run)
 
     def set_hyperparams(self, **values: Any) -> None:
         """Sets hyperparameters of the optimizer, from the next step on.
@@ -416,7 +428,7 @@ class Trainer(Generic[Model]):
         `set_hyperparams(**{"head/learning_rate": 1e-4})`. All processes must call it
         with the same values.
         """
-        surface.set_values(self.run, values)
+        trainer_methods.set_hyperparams(self.run, values)
 
     def log(self, name: str, value: Any) -> None:
         """Logs a value of your own; for use in the hooks of callbacks.
@@ -438,7 +450,7 @@ class Trainer(Generic[Model]):
     @property
     def accumulate_grad_batches(self) -> int:
         """The value passed. For another one, make a new Trainer and `load`."""
-        return self.run.recipe.accumulate_grad_batches
+        return self.run.config.accumulate_grad_batches
 
     @property
     def global_step(self) -> int:
@@ -463,7 +475,7 @@ class Trainer(Generic[Model]):
     @checks_arguments
     def start_saving(self, path: str | os.PathLike[str]) -> checkpoint.Saving:
         """Like `save`, but in the background; call `finish` on what it returns."""
-        return snapshots.start_saving(self, path)
+        return checkpointing.start_saving(self, path)
 
     @checks_arguments
     def load(self, path: str | os.PathLike[str]) -> None:
@@ -471,7 +483,7 @@ class Trainer(Generic[Model]):
 
         If it raises, the state is as it was. A warning names callbacks that it lacks.
         """
-        snapshots.load(self, path)
+        checkpointing.load(self, path)
 
     @checks_arguments
     def report(self, path: str | os.PathLike[str], plan: Any = None) -> str:
@@ -487,4 +499,4 @@ class Trainer(Generic[Model]):
 
     def compiled_train_step(self) -> jax.stages.Compiled | None:
         """The compiled train step, or None before there is one."""
-        return surface.compiled_train_step(self.run)
+        return trainer_methods.compiled_train_step(self.run)

@@ -180,7 +180,7 @@ def _describe_model(model: Any) -> dict[str, str]:
     """Returns the shapes of a model's arrays, and fingerprints of their bits."""
     named = jax.tree_util.tree_leaves_with_path(model)
     arrays = {
-        leaf_path(path): checkpoint.plain(leaf)
+        leaf_path(path): checkpoint.key_to_data(leaf)
         for path, leaf in named
         if isinstance(leaf, jax.Array)
     }

@@ -360,7 +360,7 @@ class ModelCheckpoint(MetricCallback):
         self._scores[step] = score  # the checkpoint has its own score
         self._saved_at = time.monotonic()
         try:
-            self._saving = step, trainer.start_saving(self._dir.path_of(step))
+            self._saving = step, trainer.start_saving(self._dir.get_path(step))
         except (checkpoint.SaveFailed, FileExistsError) as error:
             self._fail(step, error)
         except BaseException:
@@ -389,7 +389,7 @@ class ModelCheckpoint(MetricCallback):
         del self._scores[step]
         if self._processes.index == 0 and self._dir is not None:
             with contextlib.suppress(OSError):  # the folder itself may be gone
-                self._dir.sweep()
+                self._dir.remove_temporary()
         if self.on_save_error == "raise":
             remedy = "ModelCheckpoint(on_save_error='warn') would continue without it."
             error.add_note(remedy)
@@ -410,14 +410,14 @@ class ModelCheckpoint(MetricCallback):
             try:
                 self._dir.remove(step)
             except OSError as error:
-                path = self._dir.path_of(step)
+                path = self._dir.get_path(step)
                 warn(f"the old checkpoint {path} could not be removed: {error}.")
 
     def _claim_checkpoints(self, trainer: Trainer) -> list[tuple[int, float | None]]:
         """Returns the scores of this run's checkpoints in the folder, and moves those
         of other runs aside."""
         assert self._dir is not None
-        now, scores, others = trainer.global_step, {}, self._dir.impostors()
+        now, scores, others = trainer.global_step, {}, self._dir.find_non_folders()
         for step in self._dir.steps():
             run_id, saved_scores = self._read_owner(step, trainer)
             is_of_run = run_id == trainer.record.run_id
@@ -451,7 +451,7 @@ class ModelCheckpoint(MetricCallback):
 
     def _make_path(self, step: int | None) -> str:
         """Returns the folder of a step; "" if that is None."""
-        return "" if step is None else CheckpointDir(str(self.dirpath)).path_of(step)
+        return "" if step is None else CheckpointDir(str(self.dirpath)).get_path(step)
 
 
 def _to_json(scores: Scores) -> list[Any]:

@@ -1,8 +1,13 @@
-"""Checkpoints: whole or absent, checked when they are read."""
+"""Checkpoints: complete or absent, and checked when they are read."""
 
 from .folder import CheckpointDir
-from .leaves import arrays_of, frozen_leaves, plain, shape_text
+from .leaves import describe_shape, get_frozen_leaves, key_to_data, name_arrays
 from .metadata import CheckpointCorrupt, read_meta
 from .orbax_quirks import check_name
-from .restoring import all_or_none, changed_arguments, check_left_out, restore
+from .restoring import (
+    check_omitted_leaves,
+    list_changed_arguments,
+    load_together,
+    restore,
+)
 from .saving import SaveFailed, Saving, start_saving

@@ -2,12 +2,12 @@
 
     <path>/128, <path>/256, ...    checkpoints, each named by its step
     <path>/best, <path>/last       links to two of them, where links can be made
-    <path>/before-1, ...           those of another run that were found in the way
-    <path>/.lock                   held while a fit writes here; says who holds it
+    <path>/before-1, ...           checkpoints of another run with the same steps
+    <path>/.lock                   locked while a fit writes; names the process
 
-A checkpoint is removed by renaming it first and deleting it then, so that a process
-that is killed meanwhile leaves rubbish, but nothing that looks like a checkpoint. The
-rubbish of killed saves and removals is swept when the next fit begins.
+A checkpoint is renamed before it is deleted, so a process that is killed meanwhile
+leaves temporary files, but nothing that looks like a checkpoint. The next fit removes
+them.
 """
 
 import contextlib
@@ -28,14 +28,16 @@ from .orbax_quirks import check_name
 
 try:
     import fcntl
-except ImportError:  # Windows; there, nothing watches over the folder
+except ImportError:  # Windows, where the folder is not locked
     fcntl: Any = None
 
-_RUBBISH: Final = re.compile(r"\d+\.orbax-checkpoint-tmp.*|\.removed-\d+-.*|\.probe-.*")
+_TEMPORARY_PATTERN: Final = re.compile(
+    r"\d+\.orbax-checkpoint-tmp.*|\.removed-\d+-.*|\.probe-.*"
+)
 _STEP: Final = re.compile(r"0|[1-9]\d*", re.ASCII)
 
-_taken: Final[set[str]] = set()
-"""The folders that this process has locked, which keeps others out, but not itself."""
+_locked_folders: Final[set[str]] = set()
+"""The folders that this process has locked. Its own lock does not keep it out."""
 
 
 class CheckpointDir:
@@ -50,26 +52,28 @@ class CheckpointDir:
         self._lock: int | None = None
 
     def steps(self) -> list[int]:
-        """The steps that have a checkpoint, whole or not, in ascending order.
+        """Returns the steps that have a checkpoint, damaged or not, in ascending order.
 
         Only real folders count: a symbolic link could lead anywhere.
         """
-        return sorted(int(e.name) for e in self._named_by_step() if _is_folder(e))
+        return sorted(int(e.name) for e in self._list_step_entries() if _is_folder(e))
 
-    def impostors(self) -> list[int]:
-        """Steps whose name is taken by something that is no folder, a link perhaps."""
-        return sorted(int(e.name) for e in self._named_by_step() if not _is_folder(e))
+    def find_non_folders(self) -> list[int]:
+        """Returns the steps whose name belongs to a file or link, not to a folder."""
+        return sorted(
+            int(e.name) for e in self._list_step_entries() if not _is_folder(e)
+        )
 
-    def path_of(self, step: int) -> str:
-        """The folder of a step."""
+    def get_path(self, step: int) -> str:
+        """Returns the folder of a step."""
         return os.path.join(self.path, str(int(step)))
 
     def link(self, name: str, step: int | None) -> None:
-        """Has the link `name` lead to the checkpoint of a step, or to nothing."""
+        """Points the link `name` to the checkpoint of a step; None removes it."""
         path = os.path.join(self.path, name)
         if os.path.lexists(path) and not os.path.islink(path):
-            return  # somebody else's
-        if step is not None and self.linked(name) == step:
+            return  # not ours
+        if step is not None and self.read_link(name) == step:
             return
         new = os.path.join(self.path, f".{name}")
         with contextlib.suppress(OSError):  # a killed process may have left it
@@ -81,15 +85,15 @@ class CheckpointDir:
                 os.symlink(str(step), new)
                 os.replace(new, path)
 
-    def linked(self, name: str) -> int | None:
-        """The step that the link `name` leads to, if its checkpoint is here."""
+    def read_link(self, name: str) -> int | None:
+        """Returns the step that the link `name` points to, if it has a checkpoint."""
         with contextlib.suppress(OSError):
-            there = os.readlink(os.path.join(self.path, name))
-            return next((step for step in self.steps() if str(step) == there), None)
+            target = os.readlink(os.path.join(self.path, name))
+            return next((step for step in self.steps() if str(step) == target), None)
         return None
 
     def open(self) -> None:
-        """Takes the folder for this run, until `close` or the process's end.
+        """Locks the folder for this run, until `close` or the end of the process.
 
         Raises:
             OSError: if it can't be made or written to.
@@ -98,13 +102,13 @@ class CheckpointDir:
         """
         check_name("dirpath", self.path)
         folder = os.path.realpath(self.path)
-        if folder in _taken:
+        if folder in _locked_folders:
             raise RuntimeError(
                 "`dirpath`: another ModelCheckpoint, or another fit of this process,"
                 f" writes to {self.path}. Give each a folder of its own."
             )
 
-        # Found out now, and not at the first save, hours later.
+        # Fail now, and not at the first save, hours later.
         try:
             os.makedirs(self.path, exist_ok=True)
             os.rmdir(tempfile.mkdtemp(prefix=".probe-", dir=self.path))
@@ -119,42 +123,41 @@ class CheckpointDir:
                 " Pass a folder that can be written to."
             ) from error
 
-        # Held until the process ends, however it does; those that it forks have no part
-        # in it.
+        # The lock ends with the process, however it ends; its forks do not share it.
         try:
             if fcntl is not None:
                 fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
-            holder = _holder(lock)
+            holder = _read_lock_owner(lock)
             os.close(lock)
-            raise self._is_in_use(holder) from error
+            raise self._make_in_use_error(holder) from error
         except OSError as error:  # a file system without locks
             log_info(
                 f"{self.path} can't be locked ({error}): make sure that no other run"
                 " uses it"
             )
         self._lock = lock
-        _taken.add(folder)
+        _locked_folders.add(folder)
         os.ftruncate(lock, 0)
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         me = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
         os.pwrite(lock, json.dumps(me).encode(), 0)
-        self.sweep()
+        self.remove_temporary()
 
     def close(self) -> None:
         """Lets other runs write here. May be called again."""
         if self._lock is not None:
             with contextlib.suppress(OSError):
-                self.sweep()
+                self.remove_temporary()
             os.close(self._lock)
-            _taken.discard(os.path.realpath(self.path))
+            _locked_folders.discard(os.path.realpath(self.path))
         self._lock = None
 
     def remove(self, step: int) -> None:
-        """Removes a checkpoint; whenever it is interrupted, it is whole or gone."""
+        """Removes a checkpoint, which is complete or absent if this is interrupted."""
         away = tempfile.mkdtemp(prefix=f".removed-{step}-", dir=self.path)
-        with contextlib.suppress(FileNotFoundError):  # someone else has removed it
-            os.rename(self.path_of(step), away)  # onto an empty folder
+        with contextlib.suppress(FileNotFoundError):  # another process removed it
+            os.rename(self.get_path(step), away)  # onto an empty folder
         shutil.rmtree(away, ignore_errors=True)
 
     def set_aside(self, steps: Iterable[int]) -> str:
@@ -165,22 +168,22 @@ class CheckpointDir:
                 break
         os.mkdir(path)
         for step in steps:
-            os.rename(self.path_of(step), os.path.join(path, str(step)))
+            os.rename(self.get_path(step), os.path.join(path, str(step)))
         return path
 
-    def sweep(self) -> None:
-        """Removes what killed or failed saves and removals have left."""
+    def remove_temporary(self) -> None:
+        """Removes the temporary files of killed or failed saves and removals."""
         for entry in list(os.scandir(self.path)):
-            if _is_folder(entry) and _RUBBISH.fullmatch(entry.name):
+            if _is_folder(entry) and _TEMPORARY_PATTERN.fullmatch(entry.name):
                 shutil.rmtree(entry.path, ignore_errors=True)
 
-    def _is_in_use(self, holder: str) -> RuntimeError:
+    def _make_in_use_error(self, holder: str) -> RuntimeError:
         return RuntimeError(
             f"`dirpath`: another run writes its checkpoints to {self.path}: {holder}."
             " Wait until it has ended, or pass another folder."
         )
 
-    def _named_by_step(self) -> list["os.DirEntry[str]"]:
+    def _list_step_entries(self) -> list["os.DirEntry[str]"]:
         try:
             return [e for e in os.scandir(self.path) if _STEP.fullmatch(e.name)]
         except (FileNotFoundError, NotADirectoryError):
@@ -191,8 +194,8 @@ def _is_folder(entry: "os.DirEntry[str]") -> bool:
     return entry.is_dir(follow_symlinks=False)
 
 
-def _holder(lock: int) -> str:
-    """Who holds a lock, as its file says."""
+def _read_lock_owner(lock: int) -> str:
+    """Returns the owner that the lock file names."""
     try:
         holder = parse_json(os.pread(lock, 1000, 0))
         return f"process {holder['pid']} on {holder['host']}, since {holder['since']}"

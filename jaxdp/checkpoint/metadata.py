@@ -1,8 +1,8 @@
-"""What a checkpoint consists of: its metadata, and the digests of its files.
+"""The metadata of a checkpoint, and the digests of its files.
 
-The state of each callback in the metadata is for that callback to read, and those of
-loaders (`source`, `place`, `validation`) for `Progress`. `files.json` has the SHA-256
-of every file. The SHA-256 of that list is the digest of the checkpoint.
+Callbacks read their own states in the metadata; `Progress` reads those of loaders
+(`source`, `place`, `validation`). `files.json` has the SHA-256 of every file. The
+SHA-256 of that list is the digest of the checkpoint.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ FORMAT: Final = 3
 """Version of the layout on disk."""
 
 FORMATS: Final = (2, FORMAT)
-"""Those that are read. That of jaxdp 0.2 has a digest and fingerprints beside
+"""The formats that are read. That of jaxdp 0.2 has a digest and fingerprints beside
 `files.json`."""
 
 _SCHEMA: Final = {
@@ -56,41 +56,41 @@ _METADATA: Final = os.path.join("meta", "metadata")
 
 
 class CheckpointCorrupt(ValueError):
-    """A checkpoint is torn or damaged: it is there, but not what was saved."""
+    """A checkpoint is incomplete or damaged: it is not what was saved."""
 
 
 def check_schema(meta: Any) -> None:
     """Raises a ValueError unless this is the metadata that a trainer saves."""
     check_fields(meta, _SCHEMA, "metadata")
-    # It becomes a part of file names.
+    # File names contain it.
     if not re.fullmatch("[0-9a-f]{32}", meta["run_id"]):
         raise ValueError("`metadata.run_id` must be 32 hexadecimal digits")
 
 
 def list_files_of_process(path: str, process: int) -> None:
-    """Lists the files that a process has written alone, of a checkpoint whose `state`
-    has another name yet."""
+    """Lists the files that one process has written, while `state` still has a temporary
+    name."""
     states = [e.path for e in os.scandir(path) if e.name.startswith("state")]
     sums: dict[str, str] = {}
     for state in states:
-        own = _sums_of(state, _files(state, f"ocdbt.process_{process}"))
+        own = _hash_files(state, _list_files(state, f"ocdbt.process_{process}"))
         sums |= {os.path.join("state", name): own[name] for name in own}
-    _write_sums(os.path.join(path, f"{process}.{_LIST}"), sums)
+    _write_hashes(os.path.join(path, f"{process}.{_LIST}"), sums)
 
 
-def write_list(path: str) -> None:
+def write_file_list(path: str) -> None:
     """Lists all files of the checkpoint `path`, with those that processes listed."""
     sums: dict[str, str] = {}
     for entry in list(os.scandir(path)):
         if entry.name.endswith(f".{_LIST}"):
             sums |= parse_json(read_json_bytes(entry.path))
             os.unlink(entry.path)
-    rest = [name for name in _files(path) if name not in sums]
-    _write_sums(os.path.join(path, _LIST), sums | _sums_of(path, rest))
+    rest = [name for name in _list_files(path) if name not in sums]
+    _write_hashes(os.path.join(path, _LIST), sums | _hash_files(path, rest))
 
 
 def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The JSON of a checkpoint, whole and of the format that this version reads.
+    """Returns the metadata of a checkpoint, after checking its format.
 
     Raises:
         FileNotFoundError, NotADirectoryError, CheckpointCorrupt, ValueError: as
@@ -100,17 +100,17 @@ def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def read_sealed(path: str) -> tuple[dict[str, Any], str]:
-    """The metadata of a checkpoint, and the checkpoint's digest."""
+    """Returns the metadata of a checkpoint, and the digest of the checkpoint."""
     _check_is_checkpoint(path)
     try:
-        listed, digest = _read_list(path)
+        listed, digest = _read_file_list(path)
         content = read_json_bytes(os.path.join(path, _METADATA))
         if hashlib.sha256(content).hexdigest() != listed.get(_METADATA):
             raise ValueError(f"{_METADATA} has changed since it was saved")
         meta = parse_json(content)
         check_fields(meta, {"format": int}, "metadata")
     except (OSError, ValueError) as error:
-        raise _corrupt(path, str(error)) from error
+        raise _make_corrupt(path, str(error)) from error
     wrote = meta.get("versions")
     wrote = str(wrote.get("jaxdp")) if isinstance(wrote, dict) else "something"
     if meta["format"] not in FORMATS or wrote.startswith("0.1."):
@@ -125,26 +125,31 @@ def read_sealed(path: str) -> tuple[dict[str, Any], str]:
     try:
         check_schema(meta)
     except ValueError as error:
-        raise _corrupt(path, f"no trainer has saved its metadata: {error}") from error
+        raise _make_corrupt(
+            path, f"no trainer has saved its metadata: {error}"
+        ) from error
     return meta, digest
 
 
 def check_files(path: str, process: int = 0, of: int = 1) -> None:
-    """Raises unless the files are those that were saved, and names those that are not.
+    """Raises if files differ from those that were saved, and names these files.
 
-    Each `of` several processes reads its share of them. What is not listed is not read.
+    Args:
+        path: the checkpoint.
+        process: the index of this process, which reads every `of`-th file.
+        of: the number of processes.
     """
     try:
-        listed, _ = _read_list(path)
-        there = set(_files(path))
-        own = sorted(there & listed.keys())[process::of]
-        sums = _sums_of(path, own)
+        listed, _ = _read_file_list(path)
+        found = set(_list_files(path))
+        own = sorted(found & listed.keys())[process::of]  # unlisted files are not read
+        sums = _hash_files(path, own)
         changed = {name for name in own if sums[name] != listed[name]}
     except (OSError, ValueError) as error:
-        raise _corrupt(path, str(error)) from error
-    if changed := changed | (there ^ listed.keys()):
+        raise _make_corrupt(path, str(error)) from error
+    if changed := changed | (found ^ listed.keys()):
         names = join_some(sorted(changed))
-        raise _corrupt(path, f"changed since it was saved, or missing: {names}")
+        raise _make_corrupt(path, f"changed since it was saved, or missing: {names}")
 
 
 def _check_is_checkpoint(path: str) -> None:
@@ -168,16 +173,16 @@ def _check_is_checkpoint(path: str) -> None:
             mode = os.lstat(os.path.join(folder, name)).st_mode
             if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
                 kind = "symbolic link" if stat.S_ISLNK(mode) else "special file"
-                raise _corrupt(
+                raise _make_corrupt(
                     path, f"{name} in it is a {kind}, which jaxdp never writes"
                 )
 
 
-def _corrupt(path: str, how: str) -> CheckpointCorrupt:
+def _make_corrupt(path: str, how: str) -> CheckpointCorrupt:
     return CheckpointCorrupt(f"`path`: the checkpoint {path} is damaged: {how}.")
 
 
-def _read_list(path: str) -> tuple[dict[str, str], str]:
+def _read_file_list(path: str) -> tuple[dict[str, str], str]:
     content = read_json_bytes(os.path.join(path, _LIST))
     listed = parse_json(content)
     if not isinstance(listed, dict):
@@ -185,7 +190,7 @@ def _read_list(path: str) -> tuple[dict[str, str], str]:
     return listed, hashlib.sha256(content).hexdigest()
 
 
-def _sums_of(path: str, names: Iterable[str]) -> dict[str, str]:
+def _hash_files(path: str, names: Iterable[str]) -> dict[str, str]:
     sums = {}
     for name in names:
         with open(os.path.join(path, name), "rb") as file:
@@ -193,13 +198,13 @@ def _sums_of(path: str, names: Iterable[str]) -> dict[str, str]:
     return sums
 
 
-def _write_sums(path: str, sums: dict[str, str]) -> None:
+def _write_hashes(path: str, sums: dict[str, str]) -> None:
     with open(path, "w", encoding="utf-8") as file:
         json.dump(sums, file, indent=0, sort_keys=True)
 
 
-def _files(path: str, *items: str) -> Iterator[str]:
-    """The files in these folders of `path`; in those of a checkpoint by default."""
+def _list_files(path: str, *items: str) -> Iterator[str]:
+    """Yields the files in these folders of `path`; by default those of a checkpoint."""
     for item in items or ("state", "meta"):
         for folder, _, files in os.walk(os.path.join(path, item)):
             for name in files:

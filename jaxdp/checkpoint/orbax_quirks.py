@@ -1,4 +1,4 @@
-"""What Orbax has to be helped with: names of folders, its log, what it leaves."""
+"""Workarounds for Orbax: names of folders, its log, its temporary folders."""
 
 import contextlib
 import glob
@@ -13,10 +13,10 @@ _NOT_READ: Final = r"[\\\ud800-\udfff]"
 
 
 def check_name(argument: str, path: str, *, to_read: bool = False) -> None:
-    """Raises a ValueError where Orbax would look for `path` elsewhere.
+    """Raises a ValueError if Orbax would look for `path` elsewhere.
 
-    After writing it looks for files by a glob with the whole path in it; Tensorstore
-    takes a backslash for a slash, and wants UTF-8.
+    After writing it looks for files by a glob of the full path. Tensorstore takes a
+    backslash for a slash, and needs UTF-8.
     """
     pattern = _NOT_READ if to_read else _NOT_WRITTEN
     wrong = sorted(set(re.findall(pattern, path.replace(os.sep, "/"))))
@@ -28,14 +28,14 @@ def check_name(argument: str, path: str, *, to_read: bool = False) -> None:
         )
 
 
-def unfinished(path: str) -> list[str]:
-    """The folders that Orbax writes to before one of them is `path`."""
+def find_unfinished(path: str) -> list[str]:
+    """Returns the temporary folders that Orbax writes to before it renames one."""
     return glob.glob(f"{glob.escape(path)}.orbax-checkpoint-tmp*")
 
 
 @contextlib.contextmanager
-def quiet_orbax() -> Iterator[None]:
-    """What Orbax logs meanwhile of an error, the error that is raised says, too."""
+def silence_orbax() -> Iterator[None]:
+    """Hides Orbax's log of errors within the block, which are raised as well."""
 
     def is_of_others(record: logging.LogRecord) -> bool:
         return f"{os.sep}orbax{os.sep}" not in record.pathname

@@ -6,10 +6,10 @@ A checkpoint is a folder with two Orbax items:
     meta/metadata    JSON: what the trainer wants kept, shapes and dtypes, versions
     files.json       the SHA-256 of every file in these two
 
-It is whole or absent: everything is written into a folder beside it, which then gets
-the final name. What has come to harm afterwards is found when it is read, before
-anything else looks into the files. Nothing that is read can run code, and no name in
-it is used as a path. Plain Orbax reads the arrays, too:
+It is complete or absent: everything is written into a temporary folder, which then gets
+the final name. Later damage is found when it is read, before anything else reads the
+files. Reading never runs code from a checkpoint, and uses no name in it as a path.
+Plain Orbax reads the arrays, too:
 
     orbax.checkpoint.StandardCheckpointer().restore(path + "/state")
 """
@@ -31,51 +31,51 @@ from ..distributed import ProcessGroup, format_error_line, get_process_group
 from ..step import TrainState
 from .leaves import (
     Named,
-    evaluated_leaves,
+    describe_shape,
+    describe_shapes,
+    drop_empty_leaves,
+    locate_evaluated,
     name_leaves,
-    nested,
-    shape_text,
-    shapes,
-    with_elements,
+    nest_by_field,
 )
-from .metadata import FORMAT, check_schema, list_files_of_process, write_list
-from .orbax_quirks import check_name, quiet_orbax, unfinished
+from .metadata import FORMAT, check_schema, list_files_of_process, write_file_list
+from .orbax_quirks import check_name, find_unfinished, silence_orbax
 
 
 class SaveFailed(RuntimeError):
-    """A checkpoint could not be written. Older ones are as they were."""
+    """A checkpoint could not be written. Older ones are unchanged."""
 
 
 class Saving:
-    """A checkpoint on its way to the disk.
+    """A checkpoint that is being written.
 
     Args:
         path: the folder.
-        checkpointer: Orbax's, which has begun to write.
-        then: called by the first `finish`, with the path.
-        waiting: gives the context of every wait.
+        checkpointer: that of Orbax, which has started to write.
+        on_saved: called by the first `finish`, with the path.
+        wait_context: makes a context for every wait.
         processes: those that save it together.
 
     Attributes:
-        path: the folder that appears once it is whole.
-        thread: does the rest of the work.
+        path: the folder, which appears once it is complete.
+        thread: waits for the writes to finish.
     """
 
     def __init__(
         self,
         path: str,
         checkpointer: Any,
-        then: Callable[[str], None],
-        waiting: Callable[[], contextlib.AbstractContextManager[None]],
+        on_saved: Callable[[str], None],
+        wait_context: Callable[[], contextlib.AbstractContextManager[None]],
         processes: ProcessGroup,
     ):
         self.path = path
         self._processes = processes
-        self._then: Callable[[str], None] | None = then
-        self._waiting = waiting
+        self._on_saved: Callable[[str], None] | None = on_saved
+        self._wait_context = wait_context
         self._error: BaseException | None = None
-        # A thread of our own, because Orbax can't be asked whether it is done, and
-        # forgets what it waits for when Ctrl-C interrupts the wait.
+        # An extra thread, because Orbax does not tell whether it is done, and forgets
+        # what it waits for when Ctrl-C interrupts the wait.
         self.thread = threading.Thread(
             target=self._write, args=(checkpointer,), name="jaxdp checkpoint"
         )
@@ -90,13 +90,13 @@ class Saving:
         """Waits until the checkpoint is durable, and returns its path.
 
         Args:
-            alone: whether the other processes may be elsewhere. If not, all of them
-                call this, and what fails in one of them fails in all.
+            alone: whether other processes may be at another line. If not, all of them
+                call this, and an error in one of them is raised in all.
 
         Raises:
             SaveFailed: if it could not be written; nothing is left of it then.
         """
-        with self._waiting():
+        with self._wait_context():
             self.thread.join()
         if self._error is not None and (alone or self._processes.count == 1):
             raise _save_failed(self.path, self._error) from self._error
@@ -104,13 +104,13 @@ class Saving:
             wrong = self._processes.gather_errors(f"saved {self.path}", self._error)
             if wrong is not None:
                 raise _save_failed(self.path, OSError(wrong)) from self._error
-        then, self._then = self._then, None
-        if then is not None:
-            then(self.path)
+        on_saved, self._on_saved = self._on_saved, None
+        if on_saved is not None:
+            on_saved(self.path)
         return self.path
 
     def _write(self, checkpointer: Any) -> None:
-        with quiet_orbax():
+        with silence_orbax():
             try:
                 checkpointer.wait_until_finished()
                 sync_to_disk(os.path.dirname(self.path))
@@ -120,25 +120,25 @@ class Saving:
 
 
 _starting: Final = threading.Lock()
-"""Held while a save begins: Orbax counts them in a variable of the whole process, which
-a second one that began in another thread would change under the first."""
+"""Held while a save starts: Orbax counts saves in a global variable, which a second
+save in another thread would change."""
 
 _latest: threading.Thread | None = None
-"""The rest of the save that began last."""
+"""The thread of the last save."""
 
 
 def start_saving(
     path: str | os.PathLike[str],
     state: TrainState,
     meta: Mapping[str, Any],
-    then: Callable[[str], None] = lambda path: None,
-    waiting: Callable[
+    on_saved: Callable[[str], None] = lambda path: None,
+    wait_context: Callable[
         [], contextlib.AbstractContextManager[None]
     ] = contextlib.nullcontext,
     evaluated: TrainState | None = None,
-    left_out: Mapping[str, str] = MappingProxyType({}),
+    omitted: Mapping[str, str] = MappingProxyType({}),
 ) -> Saving:
-    """Begins to write `state` and `meta` into the new folder `path`.
+    """Starts to write `state` and `meta` into the new folder `path`.
 
     Returns as soon as the arrays are on the host, so that the next step may overwrite
     them; the rest happens in the background.
@@ -147,10 +147,11 @@ def start_saving(
         path: the folder; parents are made.
         state: placed arrays, written from where they live.
         meta: JSON values.
-        then: called by the first `Saving.finish`, with the path.
-        waiting: gives the context in which `Saving.finish` waits, of a stopwatch say.
-        evaluated: `state` with the weights that are evaluated, if these are others.
-        left_out: fingerprints of leaves that are not saved, by name.
+        on_saved: called by the first `Saving.finish`, with the path.
+        wait_context: makes the context in which `Saving.finish` waits, such as that of
+            a stopwatch.
+        evaluated: `state` with the evaluated weights, if they differ.
+        omitted: fingerprints of leaves that are not saved, by name.
 
     Raises:
         FileExistsError: if something is at `path`.
@@ -165,16 +166,18 @@ def start_saving(
     check_name("path", path)
     processes.run_on_rank_zero(f"saving {path}", lambda: _check_is_new(path))
 
-    where, others = evaluated_leaves(state, evaluated or state)
+    where, others = locate_evaluated(state, evaluated or state)
     named = name_leaves(state)
-    beside = {name: [shape_text(named.pop(name)), left_out[name]] for name in left_out}
+    beside = {
+        name: [describe_shape(named.pop(name)), omitted[name]] for name in omitted
+    }
     named |= others
     meta = {**meta, "evaluated": where} | (
         {"beside_adapters": beside} if beside else {}
     )
     arguments = ocp.args.Composite(
-        state=ocp.args.StandardSave(nested(with_elements(named))),
-        meta=ocp.args.JsonSave(_described(named, meta)),
+        state=ocp.args.StandardSave(nest_by_field(drop_empty_leaves(named))),
+        meta=ocp.args.JsonSave(_add_description(named, meta)),
     )
 
     with _starting:
@@ -196,7 +199,7 @@ def start_saving(
             """Orbax's barriers; at this one all have written their own arrays."""
             if "async_write_complete" in key:
                 with contextlib.suppress(OSError, ValueError):  # process 0 lists more
-                    (unnamed,) = unfinished(path)
+                    (unnamed,) = find_unfinished(path)
                     list_files_of_process(unnamed, processes.index)
             wait_for_others(key=key, timeout_ms=timeout_ms)
 
@@ -205,14 +208,14 @@ def start_saving(
             options = ocp.options.AsyncOptions(
                 barrier_sync_fn=arrive, post_finalization_callback=finish
             )
-            with quiet_orbax():
+            with silence_orbax():
                 checkpointer = ocp.AsyncCheckpointer(
                     ocp.CompositeCheckpointHandler(), async_options=options
                 )
                 checkpointer.save(path, args=arguments)
         except (OSError, ValueError) as error:  # a full disk is a ValueError to Orbax
             raise _save_failed(path, error) from error
-        saving = Saving(path, checkpointer, then, waiting, processes)
+        saving = Saving(path, checkpointer, on_saved, wait_context, processes)
         _latest = saving.thread
     return saving
 
@@ -222,12 +225,12 @@ def _check_is_new(path: str) -> None:
         raise FileExistsError(f"`path`: {path} exists already; pass a new folder.")
 
 
-def _described(named: Named, meta: Mapping[str, Any]) -> dict[str, Any]:
-    """`meta` with all that is needed to judge the checkpoint later."""
+def _add_description(named: Named, meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns `meta` with format, versions and descriptions of the leaves."""
     described = {
         "format": FORMAT,
         "versions": get_versions(),
-        "leaves": shapes(named),
+        "leaves": describe_shapes(named),
         **meta,
     }
     check_schema(described)
@@ -244,10 +247,10 @@ def _described(named: Named, meta: Mapping[str, Any]) -> dict[str, Any]:
 def _seal(path: str) -> None:
     """Lists all files of the checkpoint that is about to be named `path`.
 
-    And asks the disk for each of them, so that not even a power failure undoes it.
+    It also flushes each of them to disk, so that a power failure can't undo it.
     """
-    (unnamed,) = unfinished(path)
-    write_list(unnamed)
+    (unnamed,) = find_unfinished(path)
+    write_file_list(unnamed)
     for inside, _, files in os.walk(unnamed):
         for file in files:
             sync_to_disk(os.path.join(inside, file))
@@ -255,9 +258,9 @@ def _seal(path: str) -> None:
 
 
 def _save_failed(path: str, error: BaseException) -> SaveFailed:
-    """Gives the disk back what a failed save took, and says what happened."""
+    """Removes the files of a failed save, and returns the error to raise."""
     for _ in range(20):
-        left_over = unfinished(path)
+        left_over = find_unfinished(path)
         if not left_over:
             break
         for folder in left_over:

@@ -1,4 +1,4 @@
-"""Several processes: how they start, agree, meet, and end together."""
+"""Several processes: how they start, exchange values, wait for each other, and end."""
 
 from .process_group import PeriodicVote, ProcessGroup, get_process_group
 from .row_blocks import RowBlocks, find_row_blocks, make_global_array

@@ -1,4 +1,4 @@
-"""Which of how many processes this one is, with which GPUs: by torchrun or JAX."""
+"""Detects the rank of this process and its GPUs, from torchrun or by JAX."""
 
 import glob
 import os
@@ -20,17 +20,17 @@ _LOCAL: Final = {
     "mpirun": ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     "srun": ("SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 }
-"""The variables in which a launcher passes the number of a process among those of its
-machine, and their count."""
+"""The variables in which a launcher passes the local rank of a process on its machine,
+and the number of processes there."""
 
 
 class RankInfo(NamedTuple):
-    """One process among those of a job."""
+    """The rank of a process in its job, and how it reaches process 0."""
 
     index: int
     count: int
     host: str
-    """Where process 0 is, as the others reach it."""
+    """The host of process 0, as the others reach it."""
     port: int
     devices: Sequence[int] | None = None
     """The GPUs of its machine that this process uses; None: all that it sees."""
@@ -46,10 +46,10 @@ def detect_rank(
     process_id: int | None = None,
     timeout: float = 300.0,
 ) -> RankInfo | None:
-    """Returns this process's rank, or None if it was started alone.
+    """Returns the rank of this process, or None if it was started alone.
 
-    Arguments come first, then JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
-    JAX_PROCESS_ID, then torchrun, and last what JAX detects.
+    Arguments take precedence over JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
+    JAX_PROCESS_ID, these over torchrun, and torchrun over what JAX detects.
 
     Raises:
         ValueError: if something is missing or makes no sense.
@@ -100,11 +100,11 @@ def detect_rank(
 
 
 def detect_launcher() -> tuple[str, int] | None:
-    """Returns the launcher that has started several processes, and their count."""
+    """Returns the launcher that has started several processes, and their number."""
     for launcher, name in _COUNTS.items():
         value = os.environ.get(name, "")
-        is_there = launcher != "torchrun" or "RANK" in os.environ
-        if is_there and value.isdecimal() and int(value) > 1:
+        is_used = launcher != "torchrun" or "RANK" in os.environ
+        if is_used and value.isdecimal() and int(value) > 1:
             return launcher, int(value)
     return None
 
@@ -114,7 +114,7 @@ _Launched = tuple[str | None, int | None, int | None, list[int] | None]
 
 
 def _detect_torchrun() -> _Launched | None:
-    """torchrun, and what sets its variables, such as a PyTorchJob of Kubeflow."""
+    """Reads the variables of torchrun, which a PyTorchJob of Kubeflow sets as well."""
     if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         return None
     count, local_count = (
@@ -123,8 +123,8 @@ def _detect_torchrun() -> _Launched | None:
     )
     is_one_machine = count == local_count
     host = "127.0.0.1" if is_one_machine else os.environ.get("MASTER_ADDR")
-    # MASTER_PORT itself belongs to torchrun's own store. This port is one that Linux
-    # does not hand out, and another job's is another.
+    # MASTER_PORT itself belongs to torchrun's store. Linux assigns no port of this
+    # range by itself, and another job gets another one.
     port = _read_int_variable("MASTER_PORT", 1)
     address = None if host is None or port is None else f"{host}:{61440 + port % 4096}"
     local = _read_int_variable("LOCAL_RANK")
@@ -144,7 +144,7 @@ def _detect_by_jax(
 
     in_pod = "KUBERNETES_SERVICE_HOST" in os.environ
     if in_pod and "JOB_COMPLETION_INDEX" not in os.environ:
-        # A pod of its own, which JAX takes for a job.
+        # A single pod, which JAX would take for a job.
         return address, count, index, None
     detected = ClusterEnv.auto_detect_unset_distributed_params(
         address, count, index, None, None, int(timeout)
@@ -157,11 +157,12 @@ def _detect_by_jax(
 def _choose_local_gpus(launcher: str, by_default: list[int] | None) -> list[int] | None:
     """Divides the GPUs of a machine evenly among its processes.
 
-    Returns the share of this one, by their numbers among those that CUDA shows; None
-    for all.
+    Returns:
+        The GPUs of this process, by their indices among those that CUDA shows; None
+        for all.
     """
     local, counts = (os.environ.get(name, "") for name in _LOCAL[launcher])
-    # SLURM has it for each machine, "8(x2),4": known where all have as many.
+    # SLURM lists the processes of each machine, "8(x2),4": usable if all are equal.
     each = {re.sub(r"\(x\d+\)", "", part) for part in counts.split(",")}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     shown = glob.glob("/dev/nvidia[0-9]*") if visible is None else visible.split(",")
@@ -173,7 +174,7 @@ def _choose_local_gpus(launcher: str, by_default: list[int] | None) -> list[int]
     index, count = int(local), int(each.pop())
     if count == 1:
         return None
-    # JAX refuses a number that there is no GPU of.
+    # JAX refuses the index of a GPU that does not exist.
     share = max(num_gpus // count, 1)
     return list(range(index * share, (index + 1) * share))
 
@@ -202,7 +203,7 @@ def _split_address(address: str) -> tuple[str, int]:
 
 
 def choose_bind_host(host: str) -> str:
-    """Returns where process 0 listens: only to its machine, if all are on it."""
+    """Returns the address that process 0 binds: local if all are on its machine."""
     if host in ("localhost", "::1") or host.startswith("127."):
         return "127.0.0.1" if host == "localhost" else host
     return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"

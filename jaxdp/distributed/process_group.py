@@ -1,9 +1,10 @@
-"""Where the processes of a job meet, each telling what it is about to do, and agree.
+"""The processes of a job: barriers that compare what they do, and exchanges of values.
 
-Meeting is a barrier of JAX's coordination service whose name says what this process is
-about to do, so that only those pass who are about to do the same. Whoever does not get
-past soon leaves a card there and reads those of the others. The values that they agree
-on go the same way, from host to host: no device waits for them.
+A barrier is one of JAX's coordination service, whose name contains a digest of what
+this process is about to do: processes that differ wait at different barriers. A process
+that waits longer than 2 s publishes a message, and reads those of the others to find
+out which one is missing or differs. Values are exchanged between hosts in the same way:
+no device waits for them.
 """
 
 import builtins
@@ -20,48 +21,45 @@ from ..basics import coordination
 from ..basics.console import join_numbers, join_some, log_info
 
 _FAST_BARRIER_SECONDS: Final = 2.0
-"""Seconds at a barrier after which a process asks where the others are."""
+"""Seconds at a barrier after which a process looks for the missing ones."""
 
 _MISMATCH_READ_SECONDS: Final = 1.0
-"""Seconds that process 0 stays when they differ: the cards go when it does."""
+"""Seconds that process 0, which hosts the service, waits before it raises a mismatch:
+the messages disappear with it, and the others must read them first."""
 
 _MAX_REPORTED_DIFFERENCES: Final = 5
 
 _ARRIVED_DIR: Final = "jaxdp.meet/come"
 _LATE_DIR: Final = "jaxdp.meet/late"
 _EXITED_DIR: Final = "jaxdp.meet/departed"
-"""Where processes leave their cards, who wait for others, for whom others do, and who
-end, by an error or without one."""
-
 _HOSTS_DIR: Final = "jaxdp.meet/hosts"
+"""Directories of the key-value store: messages of processes that wait at a barrier, are
+late, or exit; and their host names."""
 
 _EXIT_SECONDS: Final = 10.0
-"""In which a process that has given up must have ended: what it does then, such as to
-write its last log, may wait for a step in flight, and that for the other process."""
+"""Seconds until a process that has lost a peer exits. Its last log may wait for a step
+in flight, and that for the lost process."""
 
 DELAY_REPORT_SECONDS: Final = 2.0
-"""Seconds after which a process that is late and alive begins to leave such a card."""
+"""Seconds after which a process that is late but alive publishes why."""
 
 _RANK_ZERO_TIMEOUT: Final = 3600.0
-"""Seconds to wait for what process 0 does alone, such as reading a large checkpoint.
-If it has died, that ends the others long before."""
+"""Seconds to wait for work that process 0 does alone, such as reading a checkpoint. If
+it dies, the launcher or JAX ends the others long before."""
 
 _PAUSE_PER_EXCHANGE: Final = 200
 _MIN_PAUSE_SECONDS: Final = 0.2
 _MAX_PAUSE_SECONDS: Final = 5.0
-"""A `PeriodicVote` takes about one part in so many of the time, but comes after so many
-seconds at least and at most."""
-
-Entry = tuple[str, Mapping[str, str]]
-"""What a process is about to do, and with what."""
+"""A `PeriodicVote` pauses for so many times the duration of an exchange, within these
+limits."""
 
 
 class PeerLost(RuntimeError):
-    """Another process has failed, left or died, and can't be waited for."""
+    """Another process has failed, exited or died, so this one can't wait for it."""
 
 
 def _make_peer_lost(text: str) -> PeerLost:
-    """Returns the error. The process ends soon after it, whatever it then waits for."""
+    """Returns the error, and exits this process soon, whatever it then waits for."""
 
     def exit_process() -> None:
         log_info(f"{text}. This process ends.", all_processes=True)
@@ -74,134 +72,134 @@ def _make_peer_lost(text: str) -> PeerLost:
 
 
 class ProcessBarrier:
-    """The meetings of one process, in the order in which all processes have them."""
+    """The barriers of this process. All processes pass them in the same order.
+
+    Attributes:
+        num_entered: barriers so far.
+        location: the current activity of this process, for messages.
+        location_time: when it began.
+        is_stop_pending: whether a signal is held back until all processes arrive.
+        is_waiting: whether this process is at a barrier.
+        wait_seconds: the total time at barriers.
+        timeout: seconds after which a barrier raises.
+        warn_after: seconds after which the missing processes are logged.
+        every_n_steps: steps of a loop per barrier.
+    """
 
     def __init__(self) -> None:
-        self.num_passed = 0  # of meetings so far
-        self.location = ""  # what this process is about to do, or does
-        self.is_stop_pending = False  # by a signal that waits for all to come
-        self.location_time = time.monotonic()  # when it came to that
-        self.is_waiting = False  # for others
-        self.wait_seconds = 0.0  # seconds, so far
-        self.timeout = 600.0  # seconds to wait for them
-        self.warn_after = 30.0  # seconds after which it is said for whom
-        self.every_n_steps = 1  # steps of loops with one meeting
-        self._steps = 0
-        self._entries: list[Entry] = []
+        self.num_entered = 0
+        self.location, self.location_time = "", time.monotonic()
+        self.is_stop_pending = self.is_waiting = False
+        self.wait_seconds = 0.0
+        self.timeout, self.warn_after, self.every_n_steps = 600.0, 30.0, 1
+        self._steps_since_barrier = 0
+        self._entries: list[tuple[str, Mapping[str, str]]] = []
 
-    def add_entry(self, where: str, facts: Mapping[str, str] | None = None) -> None:
-        """Tells it at the next meeting."""
-        self.location, self.location_time = where, time.monotonic()
-        self._entries.append((where, facts or {}))
+    def add_entry(self, location: str, facts: Mapping[str, str] | None = None) -> None:
+        """Adds what this process is about to do, which the next barrier compares."""
+        self.location, self.location_time = location, time.monotonic()
+        self._entries.append((location, facts or {}))
 
     def sync_step(self) -> None:
-        """Meets the others if it is the turn of this step of a loop."""
-        self._steps += 1
-        if self._steps >= self.every_n_steps:
+        """Counts a step of a loop, and enters a barrier at every `every_n_steps`-th."""
+        self._steps_since_barrier += 1
+        if self._steps_since_barrier >= self.every_n_steps:
             self.wait_for_all()
 
-    def wait_for_all(self, what: str = "", patience: float = 0.0) -> None:
-        """Waits for all others to come, having noted the same since the last time.
+    def wait_for_all(self, what: str = "", min_timeout: float = 0.0) -> None:
+        """Blocks until all processes have arrived with the same entries.
 
-        `what` they meet for, where it is nothing noted. Raises a RuntimeError if they
-        have not, or somebody does not come in `timeout` or `patience` seconds.
+        Args:
+            what: a last entry; "" adds none.
+            min_timeout: seconds to wait at least, even if `timeout` is shorter.
+
+        Raises:
+            RuntimeError: if the entries differ.
+            PeerLost: if a process has failed or exited, or is not there in time.
         """
-        entries, self._entries, self._steps = self._entries, [], 0
+        entries, self._entries, self._steps_since_barrier = self._entries, [], 0
         if what:
             entries.append((what, {}))
-        self.num_passed += 1
+        self.num_entered += 1
         digest = hashlib.blake2b(repr(entries).encode(), digest_size=8).hexdigest()
-        started, self.is_waiting = time.monotonic(), True
-        name = f"jaxdp.meet/{self.num_passed}/{digest}"
+        start, self.is_waiting = time.monotonic(), True
         if not coordination.wait_at_barrier(
-            name, _FAST_BARRIER_SECONDS, gives_up=lambda: bool(self._read_exited())
+            f"jaxdp.meet/{self.num_entered}/{digest}",
+            _FAST_BARRIER_SECONDS,
+            gives_up=lambda: bool(self._read_exited()),
         ):
-            self._wait_for_missing(
-                digest, entries, started, max(patience, self.timeout)
-            )
+            message = {"digest": digest, "entries": entries}
+            self._wait_for_missing(message, start, max(min_timeout, self.timeout))
         self.location_time, self.is_waiting = time.monotonic(), False
-        self.wait_seconds += self.location_time - started
+        self.wait_seconds += self.location_time - start
 
     def report_delay(self, place: str) -> None:
-        """Lets the others know where this process is, since it has not come yet."""
+        """Publishes what this process does, which is not at the next barrier yet."""
         seconds = time.monotonic() - self.location_time
         text = f"{self.location}, for {seconds:.0f} s, at {place}"
-        card = {"number": self.num_passed, "text": text}
-        coordination.put_value(_LATE_DIR, card)
+        coordination.put_value(_LATE_DIR, {"number": self.num_entered, "text": text})
 
     def report_exit(self, how: str) -> None:
-        """Publishes that this process ends, and how; waits a second at most."""
-        passed = self.num_passed - self.is_waiting
-        card = {
-            "number": passed,
-            "text": f"{how}; it was at {self.location or 'no fit'}",
-        }
-        put = threading.Thread(target=coordination.put_value, args=(_EXITED_DIR, card))
-        put.daemon = True
+        """Publishes that this process exits, and how; blocks for at most a second."""
+        text = f"{how}; it was at {self.location or 'no fit'}"
+        message = {"number": self.num_entered - self.is_waiting, "text": text}
+        args = _EXITED_DIR, message
+        thread = threading.Thread(target=coordination.put_value, args=args, daemon=True)
         try:
-            put.start()
+            thread.start()
         except RuntimeError:  # Python 3.12 starts no threads in `atexit`
-            coordination.put_value(_EXITED_DIR, card)
+            coordination.put_value(*args)
         else:
-            put.join(1.0)
+            thread.join(1.0)
 
     def _read_exited(self) -> dict[int, str]:
-        """Returns how processes have ended that will not come to this meeting."""
-        cards = coordination.read_values(_EXITED_DIR).items()
-        return {
-            p: card["text"] for p, card in cards if card["number"] < self.num_passed
-        }
+        """Maps the processes that have exited before this barrier to how they did."""
+        messages = coordination.read_values(_EXITED_DIR).items()
+        return {p: m["text"] for p, m in messages if m["number"] < self.num_entered}
 
     def _wait_for_missing(
-        self, digest: str, entries: Sequence[Entry], started: float, timeout: float
+        self, message: Mapping[str, Any], start: float, timeout: float
     ) -> None:
-        mine = {"number": self.num_passed, "digest": digest, "entries": entries}
-        coordination.put_value(_ARRIVED_DIR, mine)
-        everyone = set(range(coordination.process_count()))
-        pause, warned = 0.02, False
-
+        """Waits by polling messages; raises if processes differ or are lost."""
+        number, digest = self.num_entered, message["digest"]
+        coordination.put_value(_ARRIVED_DIR, {**message, "number": number})
+        pause, has_warned = 0.02, False
         while True:
-            cards = coordination.read_values(_ARRIVED_DIR)
-            here = {p: c for p, c in cards.items() if c["number"] == self.num_passed}
-            differing = {p: c for p, c in here.items() if c["digest"] != digest}
-            if differing and pause > 0.1:  # by then most have come
+            messages = coordination.read_values(_ARRIVED_DIR)
+            arrived = {p: m for p, m in messages.items() if m["number"] == number}
+            differs = any(m["digest"] != digest for m in arrived.values())
+            if differs and pause > 0.1:  # most processes have arrived by then
                 if coordination.process_index() == 0:
                     time.sleep(_MISMATCH_READ_SECONDS)
-                raise RuntimeError(_describe_mismatch(here))
+                raise RuntimeError(_describe_mismatch(arrived))
 
-            # Whoever has left for the next one has met us here.
-            missing = {
-                p for p in everyone if cards.get(p, mine)["number"] < self.num_passed
-            } | (everyone - set(cards))
-            if not missing and not differing:
+            # A process at a later barrier has passed this one.
+            passed = {p for p, m in messages.items() if m["number"] >= number}
+            missing = {*range(coordination.process_count())} - passed
+            if not missing and not differs:
                 return
 
-            # Somebody is late, or gone. A launcher that sees one die tells the rest to
-            # end; of those that are alive it would soon be heard why they are late.
+            # A missing process is late or gone. If one dies, its launcher signals the
+            # others to stop; one that is alive soon publishes why it is late.
             for process, how in self._read_exited().items():
                 raise _make_peer_lost(f"{_format_processes([process])} {how}")
-            waited = time.monotonic() - started
-            is_silent = waited > 2 * DELAY_REPORT_SECONDS and not _join_delay_reports(
-                missing, self.num_passed
-            )
-            if self.is_stop_pending and is_silent:
-                raise _make_peer_lost(
-                    f"process {coordination.process_index()} ({self.location}) was told"
-                    f" to end, and {_format_processes(missing)} did not come and said"
-                    " nothing"
-                )
-            is_late = waited > timeout
-            if is_late or waited > self.warn_after and not warned:
-                excuses = _join_delay_reports(missing, self.num_passed)
+            waited, delays = time.monotonic() - start, _join_delays(missing, number)
+            own = f"process {coordination.process_index()} ({self.location})"
+            if self.is_stop_pending and not delays:
+                if waited > 2 * DELAY_REPORT_SECONDS:
+                    raise _make_peer_lost(
+                        f"{own} was told to end, and {_format_processes(missing)} did"
+                        " not come and said nothing"
+                    )
+            if waited > timeout or waited > self.warn_after and not has_warned:
                 text = (
-                    f"process {coordination.process_index()} ({self.location}) has"
-                    f" waited for {waited:.0f} s for {_format_processes(missing)}"
-                    + (f" ({excuses})" if excuses else "")
+                    f"{own} has waited for {waited:.0f} s for"
+                    f" {_format_processes(missing)}{delays and f' ({delays})'}"
                 )
-                if is_late:
+                if waited > timeout:
                     raise _make_peer_lost(f"{text} (`Lockstep(timeout=...)`)")
                 log_info(text, all_processes=True)
-                warned = True
+                has_warned = True
 
             time.sleep(pause)
             pause = min(2 * pause, 0.5)
@@ -209,7 +207,7 @@ class ProcessBarrier:
 
 @functools.cache
 def get_barrier() -> ProcessBarrier:
-    """The meetings of this process."""
+    """Returns the barriers of this process, which all trainers share."""
     return ProcessBarrier()
 
 
@@ -219,211 +217,205 @@ def _format_processes(processes: Iterable[int]) -> str:
     return join_some(f"process {p} on {hosts.get(p, '?')}" for p in sorted(processes))
 
 
-def _join_delay_reports(missing: set[int], number: int) -> str:
-    """What those have told who are missing at that meeting."""
+def _join_delays(missing: set[int], number: int) -> str:
+    """Joins what the missing processes have published about barrier `number`."""
     return "; ".join(
-        f"process {process}: {card['text']}"
-        for process, card in sorted(coordination.read_values(_LATE_DIR).items())
-        if process in missing and card["number"] == number - 1
+        f"process {process}: {message['text']}"
+        for process, message in sorted(coordination.read_values(_LATE_DIR).items())
+        if process in missing and message["number"] == number - 1
     )
 
 
-def _describe_mismatch(cards: Mapping[int, Mapping[str, Any]]) -> str:
-    """What the first thing is that processes are not about to do alike."""
-    longest = max(len(card["entries"]) for card in cards.values())
-    for place in range(longest):
+def _describe_mismatch(messages: Mapping[int, Mapping[str, Any]]) -> str:
+    """Describes the first entry in which processes differ, for an error."""
+    num_entries = max(len(message["entries"]) for message in messages.values())
+    for index in range(num_entries):
         entries = {
-            process: card["entries"][place] if place < len(card["entries"]) else None
-            for process, card in sorted(cards.items())
+            process: ([*message["entries"], *[("nothing", {})] * num_entries])[index]
+            for process, message in sorted(messages.items())
         }
-        wheres = _group_by_value({p: e and e[0] for p, e in entries.items()})
-        if len(wheres) > 1:
-            differences = [
-                f"{who}: {where or 'nothing'}" for where, who in wheres.items()
-            ]
+        by_location = _group_by_value({p: entry[0] for p, entry in entries.items()})
+        if len(by_location) > 1:
+            found = "; ".join(f"{who}: {where}" for where, who in by_location.items())
             return (
                 "the processes of this job are about to do different things, and their"
-                f" numbers would be wrong: {'; '.join(differences)}."
+                f" numbers would be wrong: {found}."
             )
-        facts = {p: dict(e[1]) for p, e in entries.items() if e}
-        names = dict.fromkeys(name for noted in facts.values() for name in noted)
         differences = []
-        for name in names:
-            values = _group_by_value({p: noted.get(name) for p, noted in facts.items()})
+        for name in dict.fromkeys(n for _, facts in entries.values() for n in facts):
+            values = _group_by_value({p: e[1].get(name) for p, e in entries.items()})
             if len(values) > 1:
-                listed_values = ", ".join(f"{v} ({who})" for v, who in values.items())
-                differences.append(f"{name}: {listed_values}")
+                listed = ", ".join(f"{value} ({who})" for value, who in values.items())
+                differences.append(f"{name}: {listed}")
         if differences:
-            more = len(differences) - _MAX_REPORTED_DIFFERENCES
-            rest = f"; and {more} more" if more > 0 else ""
+            num_more = len(differences) - _MAX_REPORTED_DIFFERENCES
+            more = f"; and {num_more} more" if num_more > 0 else ""
             return (
-                f"the processes of this job do not agree, at {next(iter(wheres))}:"
-                f" {'; '.join(differences[:_MAX_REPORTED_DIFFERENCES])}{rest}. Their"
+                f"the processes of this job do not agree, at {next(iter(by_location))}:"
+                f" {'; '.join(differences[:_MAX_REPORTED_DIFFERENCES])}{more}. Their"
                 " numbers would be wrong. All must run the same program with the same"
                 " settings."
             )
-    raise AssertionError("digests differ, and nothing that was noted does")
+    raise AssertionError("digests differ, but no entry does")
 
 
 def _group_by_value(values: Mapping[int, Any]) -> dict[Any, str]:
-    """Who has each value."""
-    processes: dict[Any, list[int]] = {}
+    """Maps each value to the processes that have it, as text."""
+    groups: dict[Any, list[int]] = {}
     for process, value in values.items():
-        processes.setdefault(value, []).append(process)
-    return {value: join_numbers("process", who) for value, who in processes.items()}
+        groups.setdefault(value, []).append(process)
+    return {value: join_numbers("process", group) for value, group in groups.items()}
 
 
 class ProcessGroup:
-    """The processes that train together. Here: this one, which agrees with itself.
+    """The processes that train together. This base class is for a single process.
 
-    All must come to the same calls in the same order; one that is elsewhere in the
-    program is an error that says so.
+    All processes must call the same methods in the same order. If one does not, all of
+    them raise an error that says where each process is.
     """
 
-    index: int = 0  # which of them this is
+    index: int = 0  # the rank of this process
     count: int = 1
 
-    def sync_step(self, where: str) -> None:
-        """Raises on all unless they are about to do the same step of a loop."""
+    def sync_step(self, location: str) -> None:
+        """Raises on all processes unless all are at the same step of a loop."""
 
-    def all_gather(self, what: str, value: Any, patience: float = 0.0) -> list[Any]:
-        """Every process's `value`, a JSON value, in their order.
+    def all_gather(self, what: str, value: Any, min_timeout: float = 0.0) -> list[Any]:
+        """Returns the JSON values of all processes, in the order of their ranks.
 
-        `what` is exchanged, for the error of a process that is elsewhere. They are
-        waited for so many seconds at least.
+        Args:
+            what: the purpose, which is compared, and named in errors.
+            value: that of this process.
+            min_timeout: seconds to wait for the others at least.
         """
         return [value]
 
     def run_on_rank_zero(
         self, what: str, function: Callable[[], Any], *errors: type[Exception]
     ) -> Any:
-        """What `function` gives on process 0, a JSON value; it is called there only.
+        """Calls `function` on process 0 alone; returns its JSON result on all.
 
-        Where process 0 raises, all do: errors that Python knows by name, and those of
-        `errors`, as they are, others as a RuntimeError.
+        If it raises, all processes raise: Python's own exceptions and those in `errors`
+        with their type, others as a RuntimeError.
         """
-        outcome, raised = None, None
+        outcome, exception = None, None
         if self.index == 0:
             try:
                 outcome = ["", function()]
             except Exception as error:
-                outcome, raised = [type(error).__name__, str(error)], error
-        kind, value = self.all_gather(
-            what, outcome, 0.0 if self.index == 0 else _RANK_ZERO_TIMEOUT
-        )[0]
-        if raised is not None:
-            raise raised
-        if kind:
-            raise _make_error(kind, f"{value} (said process 0)", errors)
-        return value
+                outcome, exception = [type(error).__name__, str(error)], error
+        timeout = 0.0 if self.index == 0 else _RANK_ZERO_TIMEOUT
+        error_type, result = self.all_gather(what, outcome, timeout)[0]
+        if exception is not None:
+            raise exception
+        if error_type:
+            raise _make_error(error_type, f"{result} (said process 0)", errors)
+        return result
 
     def check_equal(self, what: str, values: Mapping[str, Any]) -> None:
-        """Raises a RuntimeError on all unless all have the same `values`, by name."""
+        """Raises a RuntimeError on all processes unless their `values` are equal."""
         if self.count > 1:
-            meeting = get_barrier()
-            meeting.add_entry(
-                what, {name: repr(value) for name, value in values.items()}
-            )
-            meeting.wait_for_all()
+            barrier = get_barrier()
+            barrier.add_entry(what, {name: repr(v) for name, v in values.items()})
+            barrier.wait_for_all()
 
     def gather_errors(self, what: str, error: BaseException | None) -> str | None:
-        """What is wrong in any process, by its number and host; None if all is well."""
+        """Returns the errors of all processes as one text; None if there are none."""
         if self.count == 1:
             return None if error is None else str(error)
-        own = None if error is None else f"{type(error).__name__}: {error}"
-        wrong = [
-            f"{_format_processes([process])}: {text}"
-            for process, text in enumerate(self.all_gather(what, own))
-            if text is not None
-        ]
-        return "; ".join(wrong) or None
+        text = None if error is None else f"{type(error).__name__}: {error}"
+        texts = enumerate(self.all_gather(what, text))
+        failures = [f"{_format_processes([p])}: {t}" for p, t in texts if t is not None]
+        return "; ".join(failures) or None
 
 
 class _MultiProcessGroup(ProcessGroup):
-    """The processes that `jax.distributed.initialize` has brought together."""
+    """The processes that `jax.distributed.initialize` has connected."""
 
     def __init__(self) -> None:
         self.index = coordination.process_index()
         self.count = coordination.process_count()
-        self._folder: str | None = None
+        self._previous_dir: str | None = None
         coordination.put_value(_HOSTS_DIR, socket.gethostname())
 
-    def sync_step(self, where: str) -> None:
-        meeting = get_barrier()
-        meeting.add_entry(where)
-        meeting.sync_step()
+    def sync_step(self, location: str) -> None:
+        get_barrier().add_entry(location)
+        get_barrier().sync_step()
 
-    def all_gather(self, what: str, value: Any, patience: float = 0.0) -> list[Any]:
-        meeting, old = get_barrier(), self._folder
-        self._folder = folder = f"jaxdp/all/{meeting.num_passed}"
-        coordination.put_value(folder, value)
-        meeting.wait_for_all(what, patience)
-        values = coordination.read_values(folder)
-        if old is not None:  # whoever has come here has read it
-            coordination.delete_value(old)
+    def all_gather(self, what: str, value: Any, min_timeout: float = 0.0) -> list[Any]:
+        barrier, previous_dir = get_barrier(), self._previous_dir
+        self._previous_dir = value_dir = f"jaxdp/all/{barrier.num_entered}"
+        coordination.put_value(value_dir, value)
+        barrier.wait_for_all(what, min_timeout)
+        values = coordination.read_values(value_dir)
+        if previous_dir is not None:  # all that arrived here have read it
+            coordination.delete_value(previous_dir)
         return [values[index] for index in range(self.count)]
-
-
-def get_process_group() -> ProcessGroup:
-    """All that train together: those of the job, or this one alone."""
-    return _get_multi_process_group() if coordination.has_peers() else _SINGLE_PROCESS
 
 
 _SINGLE_PROCESS: Final = ProcessGroup()
 
-
+# One for all trainers, because the number of a barrier counts the calls of all.
 _get_multi_process_group = functools.cache(_MultiProcessGroup)
-"""One for all trainers, since the calls of all are counted together."""
+
+
+def get_process_group() -> ProcessGroup:
+    """Returns the processes of this job; this one alone outside of a job."""
+    return _get_multi_process_group() if coordination.has_peers() else _SINGLE_PROCESS
 
 
 class PeriodicVote:
-    """Wishes of single processes, heard by all of them at the same moment.
+    """Gathers an optional value from every process, a few times a second.
 
-    To ask costs milliseconds, so it is not done at every `poll`, but several times a
-    second: how many beats to leave out, process 0 says each time.
+    All processes get the result at the same call, so that all can act on a request of
+    one. An exchange takes milliseconds, so most calls skip it: each time process 0
+    decides how many calls follow before the next exchange.
     """
 
     def __init__(self, processes: ProcessGroup, what: str):
-        self._processes = processes
-        self._what = what
-        self._left = 0
-        self._beats = 1
-        self._asked: float | None = None
-        self._took = float("inf")  # the fastest: others also waited for a slow process
+        self._processes, self._what = processes, what
+        self._calls_left, self._calls_per_exchange = 0, 1
+        self._exchange_time: float | None = None
+        # The fastest so far: others include the wait for a slow process.
+        self._exchange_seconds = float("inf")
 
-    def poll(self, wish: Any, *, force: bool = False) -> list[Any]:
-        """The wishes that processes have, None left out; `[]` if nobody was asked.
+    def poll(self, value: Any, *, force: bool = False) -> list[Any]:
+        """Returns the values of all processes that have one; [] if it skips.
 
-        With `now` all ask, at this very call. A wish is JSON.
+        Args:
+            value: that of this process, JSON, or None.
+            force: whether to exchange at this call. All processes must pass the same.
         """
         if self._processes.count == 1:
-            return [] if wish is None else [wish]
-        self._left -= 1
-        if self._left > 0 and not force:
+            return [] if value is None else [value]
+        self._calls_left -= 1
+        if self._calls_left > 0 and not force:
             return []
-        start = time.monotonic()
-        done = self._beats - max(self._left, 0)
-        beats = self._choose_calls(start, done)
-        answers = self._processes.all_gather(self._what, [wish, beats])
-        self._asked = time.monotonic()
-        self._took = min(self._took, self._asked - start)
-        self._left = self._beats = answers[0][1]
-        return [wish for wish, _ in answers if wish is not None]
+        start, next_calls = time.monotonic(), 1
+        if self._exchange_time is not None:
+            pause = self._exchange_seconds * _PAUSE_PER_EXCHANGE
+            pause = min(max(_MIN_PAUSE_SECONDS, pause), _MAX_PAUSE_SECONDS)
+            num_calls = self._calls_per_exchange - max(self._calls_left, 0)
+            seconds_per_call = max(start - self._exchange_time, 1e-6) / max(
+                num_calls, 1
+            )
+            next_calls = min(pause // seconds_per_call, 4 * self._calls_per_exchange)
+        message = [value, max(1, int(next_calls))]
+        answers = self._processes.all_gather(self._what, message)
+        self._exchange_time = time.monotonic()
+        self._exchange_seconds = min(
+            self._exchange_seconds, self._exchange_time - start
+        )
+        self._calls_left = self._calls_per_exchange = answers[0][1]
+        return [value for value, _ in answers if value is not None]
 
-    def _choose_calls(self, now: float, done: int) -> int:
-        """How many beats are to come before the next time, by the last ones' pace."""
-        if self._asked is None:
-            return 1
-        pause = max(_MIN_PAUSE_SECONDS, self._took * _PAUSE_PER_EXCHANGE)
-        pause = min(pause, _MAX_PAUSE_SECONDS)
-        per_beat = max(now - self._asked, 1e-6) / max(done, 1)
-        return max(1, min(int(pause / per_beat), 4 * self._beats))
 
-
-def _make_error(kind: str, text: str, errors: Sequence[type[Exception]]) -> Exception:
-    """One of `errors`, or of Python's own, by its name; else a RuntimeError."""
-    known = vars(builtins) | {error.__name__: error for error in errors}
+def _make_error(
+    type_name: str, message: str, errors: Sequence[type[Exception]]
+) -> Exception:
+    """Makes an exception of a type in `errors` or of Python; else a RuntimeError."""
+    types_by_name = vars(builtins) | {error.__name__: error for error in errors}
     try:
-        return known[kind](text)
-    except (KeyError, TypeError):  # there is none, or it needs more than a text
-        return RuntimeError(text)
+        return types_by_name[type_name](message)
+    except (KeyError, TypeError):  # an unknown type, or one with other arguments
+        return RuntimeError(message)

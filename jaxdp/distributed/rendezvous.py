@@ -1,9 +1,9 @@
-"""The roll call: the processes of a job find each other before JAX starts.
+"""The rendezvous: the processes of a job find each other before JAX starts.
 
-JAX ends a process without an exception where another one is missing or a port is taken.
-So process 0 listens first where JAX's service will be; each other one sends it a line
-of JSON, and gets one back when all are there. Then nothing listens any more. Like JAX's
-service it asks for no credentials.
+JAX ends a process without an exception if another one is missing or a port is taken. So
+process 0 first listens at the address of JAX's later service. Each other process sends
+it a line of JSON, and gets one back when all have connected; then the port is closed.
+Like JAX's service, the rendezvous asks for no credentials.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ _ANSWER_FIELDS: Final = {"wrong": str, "missing": str}
 
 
 def get_comparable_versions() -> dict[str, str]:
-    """Returns what must be the same for processes to understand each other."""
+    """Returns the versions that must be equal for processes to work together."""
     found = get_versions()
     python = found["python"].rpartition(".")[0]
     packages = {
@@ -43,14 +43,13 @@ def get_comparable_versions() -> dict[str, str]:
 def exchange_ranks(
     rank: RankInfo, facts: dict[str, str], timeout: float, bind: str
 ) -> None:
-    """Waits until all processes are there, and raises unless their `facts` agree."""
+    """Waits until all processes have connected; raises unless their `facts` agree."""
     name = f"{socket.gethostname()}, pid {os.getpid()}"
-    card = {"process": rank.index, "of": rank.count, "name": name, "facts": facts}
-    answer = (
-        _send_rank(rank, card, timeout)
-        if rank.index
-        else _serve_ranks(rank, card, timeout, bind)
-    )
+    own = {"process": rank.index, "of": rank.count, "name": name, "facts": facts}
+    if rank.index:
+        answer = _send_rank(rank, own, timeout)
+    else:
+        answer = _serve_ranks(rank, own, timeout, bind)
     if answer["wrong"]:
         raise RuntimeError(f"the processes don't belong together: {answer['wrong']}.")
     if answer["missing"]:
@@ -62,46 +61,43 @@ def exchange_ranks(
 
 
 def _serve_ranks(rank: RankInfo, own: Any, timeout: float, bind: str) -> dict[str, str]:
-    """Waits for all others, as process 0, and sends each the result."""
-    cards, wrong, has_said = {0: own}, "", False
+    """Waits for all other processes, as process 0, and sends each the result."""
+    messages, conflict, has_logged = {0: own}, "", False
     clients: list[socket.socket] = []
     start = time.monotonic()
     deadline = start + timeout
+
+    def format_missing() -> str:
+        missing = {*range(rank.count)} - {*messages}
+        return join_numbers("process", missing)[:1000] if missing else ""
+
     with _open_listener(rank, bind) as listener:
-        while len(cards) < rank.count and time.monotonic() < deadline:
-            if time.monotonic() > start + _LOG_MISSING_SECONDS and not has_said:
-                has_said = True
-                log_info(
-                    f"process 0 waits at {rank.address} for"
-                    f" {_format_missing(rank, cards)}"
-                )
+        while len(messages) < rank.count and time.monotonic() < deadline:
+            if time.monotonic() > start + _LOG_MISSING_SECONDS and not has_logged:
+                has_logged = True
+                log_info(f"process 0 waits at {rank.address} for {format_missing()}")
             with contextlib.suppress(TimeoutError, ConnectionError):
                 client = listener.accept()[0]
-                card = _receive(client, _RECEIVE_SECONDS, _RANK_FIELDS)
-                if card is None or not 0 < card["process"] < card["of"]:
+                message = _receive(client, _RECEIVE_SECONDS, _RANK_FIELDS)
+                if message is None or not 0 < message["process"] < message["of"]:
                     client.close()  # another program
                     continue
                 clients.append(client)
-                if not wrong and (wrong := _find_rank_conflict(cards, card)):
+                if not conflict and (conflict := _find_conflict(messages, message)):
                     deadline = min(deadline, time.monotonic() + _LATE_SECONDS)
-                cards.setdefault(card["process"], card)
-    answer = {"wrong": wrong[:1000], "missing": _format_missing(rank, cards)}
+                messages.setdefault(message["process"], message)
+    answer = {"wrong": conflict[:1000], "missing": format_missing()}
     for client in clients:
         with client:
             _send(client, answer)
     return answer
 
 
-def _format_missing(rank: RankInfo, cards: dict[int, Any]) -> str:
-    absent = set(range(rank.count)) - set(cards)
-    return join_numbers("process", absent)[:1000] if absent else ""
-
-
 def _send_rank(rank: RankInfo, own: Any, timeout: float) -> dict[str, str]:
-    """Sends the card of this process to process 0, and waits for its answer."""
-    start, has_said = time.monotonic(), False
+    """Sends the message of this process to process 0, and waits for its answer."""
+    start, has_logged = time.monotonic(), False
     while True:
-        why = "another program listens there"
+        reason = "another program listens there"
         try:
             with socket.create_connection((rank.host, rank.port), 5.0) as host:
                 _send(host, own)
@@ -110,15 +106,20 @@ def _send_rank(rank: RankInfo, own: Any, timeout: float) -> dict[str, str]:
             if answer is not None:
                 return answer
         except OSError as error:
-            why = str(error)
+            reason = str(error)
 
-        waited, who = time.monotonic() - start, f"process {rank.index} of {rank.count}"
-        text = f"{who} does not reach process 0 at {rank.address}: {why}"
+        waited = time.monotonic() - start
+        text = (
+            f"process {rank.index} of {rank.count} does not reach process 0 at"
+            f" {rank.address}: {reason}"
+        )
         if waited > timeout:
-            more = "Is that its machine, and does a firewall let others in?"
-            raise TimeoutError(f"{text}. {more} (`initialization_timeout`)")
-        if waited > _LOG_MISSING_SECONDS and not has_said:
-            has_said = True
+            raise TimeoutError(
+                f"{text}. Is that its machine, and does a firewall let others in?"
+                " (`initialization_timeout`)"
+            )
+        if waited > _LOG_MISSING_SECONDS and not has_logged:
+            has_logged = True
             log_info(text, all_processes=True)
         time.sleep(0.1)
 
@@ -129,7 +130,7 @@ def _send(sock: socket.socket, message: Any) -> None:
 
 
 def _receive(sock: socket.socket, seconds: float, types: Any) -> Any:
-    """Returns the message of these fields that comes in time, or None."""
+    """Returns a message with these fields; None if none arrives within `seconds`."""
     sock.settimeout(seconds)
     with contextlib.suppress(OSError, ValueError), sock.makefile("rb") as lines:
         message = parse_json(lines.readline(_MAX_BYTES))
@@ -138,18 +139,18 @@ def _receive(sock: socket.socket, seconds: float, types: Any) -> Any:
     return None
 
 
-def _find_rank_conflict(cards: dict[int, Any], card: Any) -> str:
-    """Returns why the process with this card can't join the others, or ""."""
-    own, who = cards[0], f"process {card['process']} ({card['name']})"
-    if card["process"] in cards:
-        return f"{who} has the number of {cards[card['process']]['name']}"
-    wanted = {"the number of processes": own["of"], **own["facts"]}
-    found = {"the number of processes": card["of"], **card["facts"]}
-    for name, value in wanted.items():
-        if value != found.get(name):
+def _find_conflict(messages: dict[int, Any], message: Any) -> str:
+    """Returns why the sender of `message` can't join the others, or ""."""
+    own, sender = messages[0], f"process {message['process']} ({message['name']})"
+    if message["process"] in messages:
+        return f"{sender} has the number of {messages[message['process']]['name']}"
+    expected = {"the number of processes": own["of"], **own["facts"]}
+    received = {"the number of processes": message["of"], **message["facts"]}
+    for name, value in expected.items():
+        if value != received.get(name):
             return (
                 f"{name} is {value} for process 0 ({own['name']}), but"
-                f" {found.get(name)} for {who}; all must run the same"
+                f" {received.get(name)} for {sender}; all must run the same"
             )
     return ""
 

@@ -1,4 +1,4 @@
-"""Which rows of a batch each process loads, and arrays on the devices of all."""
+"""The rows of a batch that each process loads, and arrays on the devices of all."""
 
 import itertools
 import math
@@ -12,19 +12,19 @@ from ..basics.tree import is_key
 
 
 class RowBlocks(NamedTuple):
-    """The rows of a batch in equal blocks, of which this process loads some."""
+    """The rows of a batch in equal blocks. This process loads the `local` ones."""
 
     count: int = 1
     local: tuple[int, ...] = (0,)
 
     def count_rows(self, rows: int, each: int) -> tuple[int, ...]:
-        """How many real rows each block has, of a batch that fills them in turn."""
+        """Returns the real rows of each block; a batch fills the blocks in turn."""
         return tuple(
             min(max(rows - block * each, 0), each) for block in range(self.count)
         )
 
     def get_local_rows(self, rows: int, each: int) -> list[range]:
-        """Which rows of such a batch are this process's."""
+        """Returns the rows of such a batch that this process loads."""
         return [
             range(min(block * each, rows), min((block + 1) * each, rows))
             for block in self.local
@@ -41,7 +41,7 @@ class RowBlocks(NamedTuple):
 
 
 def find_row_blocks(shards: Iterable[tuple[int, Any]], num_shards: int) -> RowBlocks:
-    """The blocks of rows that processes load, of `(number of the shard, device)`s."""
+    """Finds the blocks of rows that processes load, from `(shard index, device)`s."""
     owners: list[set[int]] = [set() for _ in range(num_shards)]
     for shard, device in shards:
         owners[shard].add(device.process_index)
@@ -64,10 +64,10 @@ def find_row_blocks(shards: Iterable[tuple[int, Any]], num_shards: int) -> RowBl
 
 
 def make_global_array(leaf: Any, sharding: Any) -> Any:
-    """`leaf` with a sharding, of which each process provides its own devices' parts.
+    """Makes an array with this sharding; each process provides its devices' shards.
 
-    Every process must have the same `leaf`, whole; or the array is one of all
-    processes already.
+    Every process must have the same full `leaf`. An array that already spans processes
+    is returned as it is.
     """
     if not getattr(leaf, "is_fully_addressable", True):
         return leaf

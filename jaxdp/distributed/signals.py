@@ -1,4 +1,4 @@
-"""Ctrl-C and signals, taken when nothing can be lost, and the end by an exception."""
+"""Holds signals back until no state can be lost, and reports the exits of processes."""
 
 import _signal  # pyright: ignore
 import atexit
@@ -19,12 +19,12 @@ from . import process_group
 from .process_group import PeriodicVote, ProcessGroup
 
 EXIT_CODE: Final = 143
-"""128 + SIGTERM: what SLURM, Kubernetes and torchrun take for a job that was told to
-end and did."""
+"""128 + SIGTERM. SLURM, Kubernetes and torchrun expect it of a job that was told to
+end."""
 
 SIGNALS: Final = tuple(n for n in ("SIGTERM", "SIGHUP") if hasattr(signal, n))
-"""What ends a fit unless the user says otherwise: a scheduler, and a terminal that is
-closed. `nohup` has the latter ignored, and so it is here."""
+"""The signals that end a fit by default: those of a scheduler, and of a terminal that
+is closed. Under `nohup` the latter is ignored, here too."""
 
 _HANGUP: Final = getattr(signal, "SIGHUP", None)
 
@@ -39,16 +39,16 @@ class Preempted(SystemExit):
     def __init__(self, name: str):
         super().__init__(EXIT_CODE)
         self.signal = name
-        ignore_flush_errors()  # the code is to be this one whoever reads the output
+        ignore_flush_errors()  # they would change the exit code
 
 
 def is_graceful_stop(exception: BaseException | None) -> bool:
-    """Whether a signal was answered at a boundary by it, the state being whole."""
+    """Returns True for the answer to a signal at a boundary, with no state lost."""
     return isinstance(exception, Preempted) or hasattr(exception, _AT_BOUNDARY)
 
 
-# Not a class: Python exits with 130 for `KeyboardInterrupt` itself, and with 1 for what
-# inherits from it.
+# An attribute, not a class: Python exits with 130 for `KeyboardInterrupt` itself, and
+# with 1 for its subclasses.
 _AT_BOUNDARY: Final = "at_boundary"
 
 
@@ -56,42 +56,45 @@ class SignalHandler:
     """Holds the first Ctrl-C or signal back until `check`; a second acts at once.
 
     An exception raised between a step's call and the assignment of its result would
-    lose the state, whose old buffers the step has overwritten. So the handler sets a
-    flag and nothing else. Active only in the main thread, and for signals that nobody
-    else handles. Can be entered again inside.
+    lose the state, whose old buffers the step has overwritten. So the handler only sets
+    a flag. It is active only in the main thread, and for signals with Python's default
+    handler. The context may be nested.
 
-    With several processes `check` asks them all, several times a second: what one of
-    them holds back is raised in all, at the same step.
+    With several processes, `check` asks all of them, several times a second: a signal
+    to one of them is raised in all, at the same step.
+
+    Attributes:
+        signals: the names of those that end a fit, beside Ctrl-C.
+        returns: whether `fit` returns after one, instead of exiting with code 143.
+        defers_log: whether the caller calls `log_stop` itself, later.
     """
 
     def __init__(self, processes: ProcessGroup) -> None:
-        self._pulse = (
-            None if processes.count == 1 else PeriodicVote(processes, "signals")
-        )
-        self.signals: tuple[str, ...] = SIGNALS  # that end a fit, beside Ctrl-C
-        self.returns = False  # `fit`, instead of exiting with code 143
-        self.defers_log = False  # before somebody calls `tell`
+        several = processes.count > 1
+        self._vote = PeriodicVote(processes, "signals") if several else None
+        self.signals: tuple[str, ...] = SIGNALS
+        self.returns = self.defers_log = False
         self._pending: int | None = None
-        self._held_signals: set[int] = set()  # signals that are held while inside
+        self._handled: set[int] = set()  # signals that have our handler now
         self._depth = 0
 
     def check(self, *, force: bool = False) -> None:
-        """Raises what is held back, if anything; with `now` all processes are asked."""
-        if self._pulse is not None:
-            heard = self._pulse.poll(self._pending, force=force)
-            if heard:
+        """Raises a signal that is held back; with `force` it asks all processes now."""
+        if self._vote is not None:
+            signals = self._vote.poll(self._pending, force=force)
+            if signals:
                 self._pending = None
                 process_group.get_barrier().is_stop_pending = False
-                raise self._exception(max(heard))
+                raise self._make_exception(max(signals))
         elif self._pending is not None:
             number, self._pending = self._pending, None
-            raise self._exception(number)
+            raise self._make_exception(number)
 
     @contextlib.contextmanager
     def defer_signals(self) -> Iterator[None]:
-        """What happens inside is not interrupted: a signal is raised after it.
+        """Raises a signal only after the block; within a fit, at its next boundary.
 
-        Within a fit, at its next boundary. All processes must come here.
+        All processes must enter it.
         """
         with self:
             yield
@@ -99,16 +102,16 @@ class SignalHandler:
                 self.check(force=True)
 
     def set_signals(self, signals: Sequence[str]) -> None:
-        """From now on these are `signals`."""
+        """Replaces `signals`, from now on."""
         self.signals = tuple(signals)
-        if self._held_signals:
+        if self._handled:
             self._restore_handlers()
             self._install_handlers()
 
     def __enter__(self) -> "SignalHandler":
         if not self._depth:
             self._install_handlers()
-        self._depth += 1  # last: a Ctrl-C before leaves `with` unentered
+        self._depth += 1  # last: after an earlier Ctrl-C the block is not entered
         return self
 
     def __exit__(
@@ -124,15 +127,15 @@ class SignalHandler:
             self._depth -= 1
         if self._depth:
             return
-        if self._pulse is not None and kind is None:
-            return  # the others have to hear of it first
+        if self._vote is not None and kind is None:
+            return  # the other processes must get the signal first
         number, self._pending = self._pending, None
         process_group.get_barrier().is_stop_pending = False
-        # An error after a signal is most often its doing, such as a worker's that died.
-        # But a launcher signals, too, when another process has died.
-        is_its_doing = kind is None or issubclass(kind, Exception)
-        if number is not None and is_its_doing and not _is_peer_failure(exception):
-            raise self._exception(number) from exception
+        # A signal most often causes the error after it, such as that of a worker that
+        # died. But a launcher sends one, too, when another process has died.
+        is_cause = kind is None or issubclass(kind, Exception)
+        if number is not None and is_cause and not _is_peer_failure(exception):
+            raise self._make_exception(number) from exception
 
     # `_signal` has the functions of `signal` without a search for the enum of each
     # handler, which takes ten times as long.
@@ -140,35 +143,33 @@ class SignalHandler:
     def _install_handlers(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
-        # With several processes, jax.distributed has answered SIGTERM so far, below
-        # Python, and would do nothing but note it.
+        # With several processes, the handler of jax.distributed, below Python, only
+        # notes SIGTERM. This one replaces it.
         for number in (signal.SIGINT, *(getattr(signal, n) for n in self.signals)):
             if _signal.getsignal(number) == _get_default_handler(number):
-                self._held_signals.add(number)
+                self._handled.add(number)
                 _signal.signal(number, self._handle)
 
     def _restore_handlers(self) -> None:
-        for number in sorted(
-            self._held_signals, key=signal.SIGINT.__eq__
-        ):  # Ctrl-C last
-            if _signal.getsignal(number) == self._handle:  # and not a caller's own
+        for number in sorted(self._handled, key=signal.SIGINT.__eq__):  # Ctrl-C last
+            if _signal.getsignal(number) == self._handle:  # else the caller's own
                 _signal.signal(number, _get_default_handler(number))
-            self._held_signals.remove(number)
+            self._handled.remove(number)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        process_group.get_barrier().is_stop_pending = self._pulse is not None
+        process_group.get_barrier().is_stop_pending = self._vote is not None
         if self._pending is None:
             self._pending = number
         elif _HANGUP in (number, self._pending):
-            # Of a terminal that goes away often come two; and the end of a login
-            # session is one beside SIGTERM, in either order. The other is told of.
+            # A terminal that is closed often sends two. The end of a login session
+            # sends one beside SIGTERM, in either order, and SIGTERM is reported.
             self._pending = max(self._pending, number)
         elif number == signal.SIGINT:
             raise KeyboardInterrupt
         else:
             os._exit(EXIT_CODE)
 
-    def _exception(self, number: int) -> BaseException:
+    def _make_exception(self, number: int) -> BaseException:
         if number == signal.SIGINT and "SIGINT" not in self.signals:
             stop = KeyboardInterrupt("stopped between two batches; nothing is lost")
             setattr(stop, _AT_BOUNDARY, True)
@@ -180,59 +181,56 @@ class SignalHandler:
 
 
 def _get_default_handler(number: int) -> Any:
-    """The handler of a signal that nobody has changed."""
+    """Returns Python's own handler of a signal."""
     return signal.default_int_handler if number == signal.SIGINT else _signal.SIG_DFL
 
 
 def _is_peer_failure(exception: BaseException | None) -> bool:
-    """Whether other processes, or their devices, are what failed."""
+    """Returns True for an error of other processes, or of their devices."""
     failures = process_group.PeerLost, jax.errors.JaxRuntimeError
     return jax.process_count() > 1 and isinstance(exception, failures)
 
 
 def log_stop(exception: BaseException) -> None:
-    """Says what a signal has done, once that is done."""
+    """Logs that a signal has stopped a fit, once it has."""
     if isinstance(exception, Preempted):
-        more = ", and a second one would have ended it at once"
-        is_counted = exception.signal != "SIGHUP"
-        log_info(
-            f"{exception.signal}: stopped between two steps; nothing is"
-            f" lost{more * is_counted}"
-        )
+        text = f"{exception.signal}: stopped between two steps; nothing is lost"
+        if exception.signal != "SIGHUP":
+            text += ", and a second one would have ended it at once"
+        log_info(text)
 
 
 def install_exit_hooks() -> None:
-    """Has this process publish its end to the others, by whatever way out of Python.
+    """Makes this process publish its exit to the others, however Python ends.
 
-    An exception that nobody catches is printed, and then the process ended: it would
-    wait for the others in JAX's `atexit`, and they for this one, whose heartbeat goes
-    on.
+    After an uncaught exception is printed, the process ends at once. It would else wait
+    for the others in JAX's `atexit`, and they for this one, whose heartbeat continues.
     """
-    print_it, process = sys.excepthook, os.getpid()
+    print_exception, process = sys.excepthook, os.getpid()
 
-    def leave(how: str) -> None:
-        if os.getpid() == process and coordination.has_peers():  # and no fork of it
+    def report_exit(how: str) -> None:
+        if os.getpid() == process and coordination.has_peers():  # not in a fork
             process_group.get_barrier().report_exit(how)
 
-    def print_and_leave(
+    def print_and_exit(
         kind: type[BaseException],
         exception: BaseException,
         traceback: TracebackType | None,
     ) -> None:
-        print_it(kind, exception, traceback)
-        # By a signal that all have heard all end; and a fork is none of them.
+        print_exception(kind, exception, traceback)
+        # A graceful stop ends all processes. A fork is none of them.
         if is_graceful_stop(exception) or os.getpid() != process:
             return
-        leave(f"has failed: {format_error_line(exception)}")
+        report_exit(f"has failed: {format_error_line(exception)}")
         for stream in (sys.stdout, sys.stderr):
             SafeStream(stream).flush()
         os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
-    sys.excepthook = print_and_leave
-    atexit.register(leave, "has ended its program, by sys.exit perhaps")
+    sys.excepthook = print_and_exit
+    atexit.register(report_exit, "has ended its program, by sys.exit perhaps")
 
 
 def format_error_line(exception: BaseException) -> str:
-    """An exception in one line, without a full stop."""
+    """Formats an exception as one line without a full stop."""
     text = str(exception).strip().partition("\n")[0][:500]
     return f"{type(exception).__name__}: {text}".rstrip(".: ")

@@ -1,4 +1,4 @@
-"""Starting as one of several processes, and ending at once by an exception.
+"""Connects this process to the others of its job.
 
     import jaxdp
 
@@ -6,8 +6,8 @@
     ...
     Trainer(model).fit(loader)
 
-Under torchrun, and what JAX detects, this finds out which process it is. Started alone,
-the same script trains alone.
+The rank comes from torchrun, or from what JAX detects. Started alone, the same script
+trains alone.
 """
 
 import math
@@ -121,12 +121,12 @@ def initialize(
 
 
 def find_missing_initialize() -> str | None:
-    """A warning, if there are other processes in the environment only."""
+    """Returns a warning if a launcher has started processes that are not connected."""
     is_started = jax.distributed.is_initialized() or _is_alone_on_purpose
-    several = detect_launcher()
-    if is_started or is_imported_by_a_worker() or several is None:
+    launched = detect_launcher()
+    if is_started or is_imported_by_a_worker() or launched is None:
         return None
-    launcher, count = several
+    launcher, count = launched
     return (
         f"{launcher} started {count} processes, and this one trains alone, as each of"
         " them does. Call `jaxdp.distributed.initialize()` at the top of the script to"

@@ -15,7 +15,7 @@ import numpy as np
 from ..basics.console import format_columns, ignore_flush_errors
 from ..basics.environment import get_versions
 from ..basics.files import write_atomically
-from ..fit import instead_of_training
+from ..fit import replace_training
 from ..trainer import Trainer
 from .doctor import examine
 from .model_files import read_weights, write_arrays
@@ -132,7 +132,7 @@ def _plan(options: argparse.Namespace) -> None:
     sys.argv = [script, *options.arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     try:
-        with instead_of_training(plan):
+        with replace_training(plan):
             runpy.run_path(script, run_name="__main__")
     except _Planned:
         print(plans[0])

@@ -14,7 +14,7 @@ from ..basics.arguments import check_count
 from ..basics.console import format_columns
 from ..basics.tracebacks import TracebackFilter
 from ..basics.tree import leaf_path
-from ..checkpoint import plain
+from ..checkpoint import key_to_data
 from ..data import own_of
 from ..engine import Engine
 from ..fit import checks
@@ -162,7 +162,7 @@ def compare_strategies(
     steps: int,
 ) -> Comparison:
     """`Trainer.compare`: the same steps from the present state, under each strategy."""
-    run, recipe = trainer.run, trainer.run.recipe
+    run, config = trainer.run, trainer.run.config
     check_count("steps", steps)
     if run.processes.count > 1:
         raise RuntimeError(
@@ -174,26 +174,26 @@ def compare_strategies(
         checks.check_strategy_argument(strategy)
 
     with TracebackFilter():
-        source = run.open(loader, "loader", "train")
+        source = run.open_source(loader, "loader", "train")
         with contextlib.closing(source):
             batches = map(own_of, source.epoch())
-            all_windows = windows(batches, recipe.accumulate_grad_batches)
+            all_windows = windows(batches, config.accumulate_grad_batches)
             first = list(itertools.islice(all_windows, steps))
         if not first:
             raise ValueError(source.gave_nothing())
 
-        recipe.decide_loss(run.engine, first[0][0])
+        config.decide_loss(run.engine, first[0][0])
         engine_here = run.checked_engine()
         start = gather_arrays(engine_here.state)
 
         def trace_under(strategy: DataParallel) -> Trace:
-            engine = recipe.new_engine(strategy, run.hooks)
+            engine = config.make_engine(strategy, run.hooks)
             engine.pure = engine_here.pure._replace(inside=())
             engine.state = engine.place(start)
             return trace(engine, strategy, first)
 
         traces = [trace_under(other) for other in strategies or (SingleDevice(),)]
-        return compare(trace_under(recipe.strategy), traces)
+        return compare(trace_under(config.strategy), traces)
 
 
 Trace = tuple[Run, list[dict[str, np.ndarray]]]
@@ -220,7 +220,7 @@ def trace(engine: Engine, strategy: Any, windows: Iterable[Sequence[Batch]]) -> 
             "optimizer": engine.state.opt_state,
         }
         named = {
-            f"{part}: {leaf_path(path)}": np.asarray(plain(leaf))  # on the host
+            f"{part}: {leaf_path(path)}": np.asarray(key_to_data(leaf))  # on the host
             for part, tree in gather_arrays(parts).items()
             for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
         }

@@ -157,7 +157,7 @@ def lr_find(
         )
     check_count("num_training", num_training, 2)
 
-    if checks.is_several(trainer.run.arguments["optimizer"]):
+    if checks.is_list_of_parts(trainer.run.arguments["optimizer"]):
         raise ValueError(
             "`lr_find` works for one optimizer, but this trainer has a list of"
             " parts. Make a Trainer for one part: its `loss_fn`, its optimizer"

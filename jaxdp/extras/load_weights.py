@@ -15,8 +15,8 @@ from jaxtyping import PyTree
 from ..basics.arguments import check_is_local, checks_arguments
 from ..basics.console import log_info
 from ..basics.files import expand_path, read_json
-from ..checkpoint import CheckpointCorrupt, shape_text
-from ..fit import begin_anew, shapes_of
+from ..checkpoint import CheckpointCorrupt, describe_shape
+from ..fit import get_shapes, make_weight_setter
 from ..trainer import Trainer
 from .model_files import open_safetensors
 from .weight_names import (
@@ -107,16 +107,16 @@ def _load_into_trainer(
     path: Any, trainer: Trainer, names: Mapping[str, Any], ignore: Iterable[str]
 ) -> None:
     """Sets the weights of a trainer, read in the layout of its strategy."""
-    run, recipe = trainer.run, trainer.run.recipe
-    begin = begin_anew(run, "`load_weights`")
-    params, buffers, model_state = shapes_of(run)
+    run, config = trainer.run, trainer.run.config
+    begin = make_weight_setter(run, "`load_weights`")
+    params, buffers, model_state = get_shapes(run)
 
     def with_layout(leaf: Any, placed: Any) -> Any:
         if not is_tensor(leaf) or not is_tensor(placed) or leaf.shape != placed.shape:
             return leaf
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed.sharding)
 
-    current = recipe.model, recipe.model_state
+    current = config.model, config.model_state
     placed = eqx.combine(params, buffers), model_state
     is_none = lambda node: node is None  # noqa: E731
     like = jax.tree.map(with_layout, current, placed, is_leaf=is_none)
@@ -303,7 +303,7 @@ def _match(
     for name, tensor in tensors.items():
         if name not in used:
             title = _IGNORED if name in ignored else _LEFT_OVER
-            rows[title].append((f"{name} {shape_text(tensor)}",))
+            rows[title].append((f"{name} {describe_shape(tensor)}",))
     return filled, rows
 
 
@@ -328,12 +328,12 @@ def _view(
             problem = ": is of another kind"
     shapes = "".join(f", {operation}" for operation in tensor.operations) + problem
     row = f"{name} {_format_shape(leaf)}", f"<- {tensor.name}"
-    row = *row, shape_text(stored) + shapes
+    row = *row, describe_shape(stored) + shapes
     return _MISFITS if problem else _FITS, row, view
 
 
 def _format_shape(leaf: ModelLeaf) -> str:
-    return shape_text(jax.ShapeDtypeStruct(leaf.shape, leaf.value.dtype))
+    return describe_shape(jax.ShapeDtypeStruct(leaf.shape, leaf.value.dtype))
 
 
 def _format_table(rows_by_title: Mapping[str, Iterable[tuple[str, ...]]]) -> str:

@@ -25,15 +25,15 @@ from ..basics.files import (
 from ..basics.tree import find_nodes, is_key, leaf_path, plain_path
 from ..checkpoint import CheckpointCorrupt, CheckpointDir, read_meta
 from ..checkpoint.leaves import (
-    differences,
-    dtype_in,
-    first_lines,
-    plain,
-    shape_in,
-    shape_text,
-    unplain,
+    data_to_key,
+    describe_shape,
+    join_first_lines,
+    key_to_data,
+    list_differences,
+    parse_dtype,
+    parse_shape,
 )
-from ..checkpoint.restoring import left_out, restore_leaves
+from ..checkpoint.restoring import get_omitted_leaves, restore_leaves
 
 Path = str | os.PathLike[str]
 Model = TypeVar("Model")
@@ -137,7 +137,7 @@ def load_model(
         if state is not None:
             raise ValueError("`state`: a .safetensors file has none; use a checkpoint.")
         tensors = {plain_path(n): x for n, x in open_safetensors(path).items()}
-        stored = {name: shape_text(tensor) for name, tensor in tensors.items()}
+        stored = {name: describe_shape(tensor) for name, tensor in tensors.items()}
         read: Reader = lambda names: {n: np.array(tensors[n]) for n in names}  # noqa: E731
     else:
         stored, read = _open_checkpoint(path := _find_best(path), which)
@@ -191,7 +191,7 @@ def save_model(path: Path, model: PyTree) -> str:
     with write_atomically(path) as temporary:
         if path.endswith(".safetensors"):
             arrays = _list_arrays(model).items()
-            write_arrays(temporary, {name: plain(leaf) for name, leaf in arrays})
+            write_arrays(temporary, {name: key_to_data(leaf) for name, leaf in arrays})
         else:
             with temporary.open("wb") as file:  # by its name it would get a suffix
                 eqx.tree_serialise_leaves(file, model)
@@ -240,20 +240,23 @@ def _fill(tree: PyTree, values: dict[str, Any], prefix: str) -> PyTree:
         if value is None:
             return leaf
         value = jnp.asarray(value)
-        return unplain(value if is_key(leaf) else value.astype(leaf.dtype), leaf)
+        return data_to_key(value if is_key(leaf) else value.astype(leaf.dtype), leaf)
 
     return jax.tree_util.tree_map_with_path(fill, tree)
 
 
 def _list_shapes(tree: PyTree) -> dict[str, str]:
-    return {name: shape_text(plain(leaf)) for name, leaf in _list_arrays(tree).items()}
+    return {
+        name: describe_shape(key_to_data(leaf))
+        for name, leaf in _list_arrays(tree).items()
+    }
 
 
 def _widen(stored: str, wanted: str | None) -> str:
     """Returns `wanted` if it is a wider float than `stored`, which loses nothing."""
-    if wanted is None or shape_in(stored) != shape_in(wanted):
+    if wanted is None or parse_shape(stored) != parse_shape(wanted):
         return stored
-    narrow, wide = dtype_in(stored), dtype_in(wanted)
+    narrow, wide = parse_dtype(stored), parse_dtype(wanted)
     fits = all(jnp.issubdtype(dtype, jnp.floating) for dtype in (narrow, wide))
     return wanted if fits and jnp.promote_types(narrow, wide) == wide else stored
 
@@ -282,7 +285,7 @@ def _check_fits(
         for name, shape in stored.items()
         if name in wanted or not (partial_fits or _is_of_state(name))
     }
-    lines = differences(wanted, compared, "model")
+    lines = list_differences(wanted, compared, "model")
     if lines and partial_fits:
         listed = "\n".join(lines)
         log_info(f"`load_model`: these leaves stay as they are in `like`:\n{listed}")
@@ -292,7 +295,9 @@ def _check_fits(
         if partial:
             problem = f"no array of the model in {path} fits"
             remedy = "So nothing would be loaded."
-        raise ValueError(f"`like`: {problem}:\n{first_lines(lines)}\n{remedy}{hint}")
+        raise ValueError(
+            f"`like`: {problem}:\n{join_first_lines(lines)}\n{remedy}{hint}"
+        )
 
 
 def _find_best(path: str) -> str:
@@ -302,16 +307,16 @@ def _find_best(path: str) -> str:
     if not steps or os.path.lexists(os.path.join(path, "meta")):
         return path
     last = steps[-1]
-    recorded, monitor = _read_ranking(folder, read_meta(folder.path_of(last)))
+    recorded, monitor = _read_ranking(folder, read_meta(folder.get_path(last)))
     # The link knows of scores that were measured after the last save.
-    best_first = [folder.linked("best"), *recorded]
+    best_first = [folder.read_link("best"), *recorded]
     chosen = next((step for step in best_first if step in steps), None)
     reason = f"the best by {monitor}" if monitor else "the best"
     if chosen is None or not monitor and chosen == last:
         chosen, reason = last, "the last"
     count = f"{len(steps)} checkpoint{'s' * (len(steps) > 1)}"
-    log_info(f"`load_model`: {folder.path_of(chosen)}, {reason} of {count}")
-    return folder.path_of(chosen)
+    log_info(f"`load_model`: {folder.get_path(chosen)}, {reason} of {count}")
+    return folder.get_path(chosen)
 
 
 def _read_ranking(folder: CheckpointDir, meta: dict[str, Any]) -> tuple[list[Any], str]:
@@ -354,7 +359,7 @@ def _open_checkpoint(path: str, which: str) -> tuple[dict[str, str], Reader]:
         elif field == "model_state":
             full_names[full] = evaluated.get(full, full)
     shapes = {name: meta["leaves"][full] for name, full in full_names.items()}
-    for full, text in left_out(meta).items():
+    for full, text in get_omitted_leaves(meta).items():
         shapes[plain_path(full.partition(": ")[2])] = text
 
     def read(names: Iterable[str]) -> dict[str, Any]:

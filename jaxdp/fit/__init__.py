@@ -1,7 +1,7 @@
 """A fit, from its first batch to its last checkpoint."""
 
-from .around import instead_of_training
+from .lifecycle import replace_training
 from .pass_metrics import Metric, PassMetric
-from .progress import Wanted
-from .run import Recipe, Run, begin_anew
-from .surface import shapes_of
+from .progress import FitArguments
+from .run import Run, TrainerConfig, make_weight_setter
+from .trainer_methods import get_shapes

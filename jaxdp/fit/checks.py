@@ -1,4 +1,4 @@
-"""What can be wrong with a trainer's arguments, found before anything is compiled."""
+"""Validates the arguments of a trainer before anything is compiled."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
@@ -50,11 +50,11 @@ _PRECISIONS: Final = {
 """Lightning's short words."""
 
 
-def checked(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a `Trainer`, with defaults for those that are None.
+def validate_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a `Trainer`, with defaults for those that are None.
 
     Raises:
-        TypeError, ValueError: for one that can't be.
+        TypeError, ValueError: for invalid ones.
     """
     result = dict(arguments)
     if result["optimizer"] is None:
@@ -65,8 +65,8 @@ def checked(arguments: dict[str, Any]) -> dict[str, Any]:
     precision = result["precision"]
     result["precision"] = _PRECISIONS.get(precision, precision)
 
-    # Each by itself.
-    several = is_several(result["optimizer"])
+    # Single arguments.
+    several = is_list_of_parts(result["optimizer"])
     if not several:
         check_optimizer(result["optimizer"])
     has_own_loss = several or result["loss_fn"] is not None
@@ -81,7 +81,7 @@ def checked(arguments: dict[str, Any]) -> dict[str, Any]:
     _check_clipping(result["gradient_clip_val"])
     check_is_local("default_root_dir", result["default_root_dir"])
 
-    # Those that have to do with each other.
+    # Combinations.
     strategy = result["strategy"]
     if result["offload"]:
         check_offload(strategy)
@@ -92,28 +92,28 @@ def checked(arguments: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-_SEVERAL: Final = (
+_PARTS_HINT: Final = (
     " For several losses, pass as `optimizer` a list of jaxdp.Part(params,"
     " loss_fn, optimizer). For one loss and several optimizers use"
     " optax.partition, or optax.chain for stages."
 )
 
 
-def is_several(optimizer: Any) -> bool:
-    """Whether there is a list of parts in the place of the optimizer."""
+def is_list_of_parts(optimizer: Any) -> bool:
+    """Returns True if a list of parts was passed as `optimizer`."""
     if isinstance(optimizer, optax.GradientTransformation):  # a tuple, too
         return False
     return isinstance(optimizer, list | tuple)
 
 
 def check_parts(arguments: Mapping[str, Any]) -> None:
-    """Raises for parts that can't be, alone or beside other arguments."""
+    """Raises for invalid parts, or arguments that can't be combined with parts."""
     parts = arguments["optimizer"]
     for part in parts:
         if not isinstance(part, Part):
             raise TypeError(
                 f"`optimizer` is a list with a {type(part).__name__}; every element"
-                " must be a jaxdp.Part." + _SEVERAL
+                " must be a jaxdp.Part." + _PARTS_HINT
             )
         if isinstance(part.loss_fn, optax.GradientTransformation):
             raise TypeError(
@@ -127,17 +127,18 @@ def check_parts(arguments: Mapping[str, Any]) -> None:
     if not parts:
         raise ValueError("`optimizer` is an empty list; pass one jaxdp.Part or more.")
 
-    # What would say it a second time, or otherwise.
-    beside = [name for name in ("loss", "loss_fn") if arguments[name]]
-    if split_metrics(arguments["metrics"])[0]:
-        beside.append("metrics")
-    if arguments["filter_spec"] is not eqx.is_inexact_array:
-        beside.append("filter_spec")
-    if arguments["gradient_clip_val"] is not None:
-        beside.append("gradient_clip_val")
-    if beside:
+    # Arguments that each part has itself.
+    is_passed = {
+        "loss": arguments["loss"],
+        "loss_fn": arguments["loss_fn"],
+        "metrics": split_metrics(arguments["metrics"])[0],
+        "filter_spec": arguments["filter_spec"] is not eqx.is_inexact_array,
+        "gradient_clip_val": arguments["gradient_clip_val"] is not None,
+    }
+    if any(is_passed.values()):
+        names = ", ".join(f"`{name}`" for name, passed in is_passed.items() if passed)
         raise ValueError(
-            f"{', '.join(f'`{name}`' for name in beside)} can't be combined with a"
+            f"{names} can't be combined with a"
             " list of parts: each part has its own `loss_fn`, which may return"
             " metrics, the `params` that it trains, and a `gradient_clip_val`. (A"
             " PassMetric may stand there.)"
@@ -146,7 +147,6 @@ def check_parts(arguments: Mapping[str, Any]) -> None:
     for part in parts:
         choose_objective({**arguments, "loss_fn": part.loss_fn})
 
-    # What they can't be combined with.
     strategy = arguments["strategy"]
     if adds_state(strategy):
         raise ValueError(
@@ -162,10 +162,10 @@ def find_recomputed_in(model: PyTree, remat: Any) -> Recomputed:
     return resolve_remat(remat, model, blocks)
 
 
-def parts_of(arguments: Mapping[str, Any]) -> tuple[ResolvedPart, ...]:
-    """The parts in the place of the optimizer; none if it is one."""
+def find_trainer_parts(arguments: Mapping[str, Any]) -> tuple[ResolvedPart, ...]:
+    """Resolves a list of parts that was passed as `optimizer`; else returns ()."""
     optimizer = arguments["optimizer"]
-    if not is_several(optimizer):
+    if not is_list_of_parts(optimizer):
         return ()
     keeps = bool(split_metrics(arguments["metrics"])[1])
     return find_parts(optimizer, arguments["model"], keeps_outputs=keeps)
@@ -178,7 +178,7 @@ def _check_clipping(norm: Any) -> None:
 
 
 def check_model(model: Any, *, must_be_callable: bool) -> None:
-    """Raises for what is no Equinox model, saying what it is instead."""
+    """Raises for a model that is no Equinox model, and says what it is."""
     kind = type(model).__name__
     origin = {cls.__module__.partition(".")[0] for cls in type(model).__mro__}
     for package in ("torch", "flax", "keras", "haiku"):
@@ -239,12 +239,12 @@ def check_optimizer(optimizer: Any) -> None:
         f"`optimizer` must be an optax.GradientTransformation, for example"
         f" optax.adam(1e-3); got {optimizer!r} of type {kind}."
         + (" Call it with a learning rate." if callable(optimizer) else "")
-        + (_SEVERAL if isinstance(optimizer, Mapping) else "")
+        + (_PARTS_HINT if isinstance(optimizer, Mapping) else "")
     )
 
 
-def _check_is_made(what: str, value: Any, kind: type) -> None:
-    """Raises for a class of a kind in the place of an instance."""
+def _check_is_instance(what: str, value: Any, kind: type) -> None:
+    """Raises for a class instead of an instance."""
     if isinstance(value, type) and issubclass(value, kind):
         raise TypeError(
             f"{what} the class {value.__name__}; pass an instance,"
@@ -253,7 +253,7 @@ def _check_is_made(what: str, value: Any, kind: type) -> None:
 
 
 def check_strategy_argument(strategy: Any) -> None:
-    _check_is_made("`strategy` is", strategy, DataParallel)
+    _check_is_instance("`strategy` is", strategy, DataParallel)
     if not isinstance(strategy, DataParallel):
         name = strategy.lower() if isinstance(strategy, str) else ""
         instead = INSTEAD["strategy"].get(name)
@@ -267,7 +267,7 @@ def check_strategy_argument(strategy: Any) -> None:
 def check_callbacks(
     callbacks: Any, known: Sequence[Callback] = ()
 ) -> tuple[Callback, ...]:
-    """The callbacks as a tuple; those that are `known` were checked before."""
+    """Returns the callbacks as a tuple; the `known` ones were checked before."""
     if callbacks is None or isinstance(callbacks, Callback):
         callbacks = () if callbacks is None else (callbacks,)
     if not isinstance(callbacks, Iterable):
@@ -281,7 +281,7 @@ def check_callbacks(
                 f"`callbacks` has the same {type(callback).__name__} twice, whose hooks"
                 " would be called twice. Pass it once."
             )
-        _check_is_made("`callbacks` has", callback, Callback)
+        _check_is_instance("`callbacks` has", callback, Callback)
         if not isinstance(callback, Callback):
             raise TypeError(
                 f"`callbacks` has {callback!r} of type {type(callback).__name__}; every"
@@ -293,7 +293,7 @@ def check_callbacks(
 
 
 def check_processes(strategy: DataParallel, data: str) -> None:
-    """Raises if several processes can't train together like this."""
+    """Raises if several processes can't train under this strategy with this `data`."""
     processes = get_process_group()
     if processes.count == 1:
         return
@@ -311,12 +311,12 @@ def check_processes(strategy: DataParallel, data: str) -> None:
 
 
 def is_shape(leaf: Any) -> bool:
-    """Whether a leaf only tells the shape and dtype of an array."""
+    """Returns True for a shape and dtype instead of an array."""
     return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
 def check_has_arrays(model: PyTree) -> None:
-    """Raises for a model of shapes, which can be planned and nothing else."""
+    """Raises for a model of shapes, for which only `plan` works."""
     if any(map(is_shape, jax.tree.leaves(model))):
         raise ValueError(
             "`model` has shapes instead of arrays, as eqx.filter_eval_shape"
@@ -328,10 +328,10 @@ def check_has_arrays(model: PyTree) -> None:
 def split_model(
     model: PyTree, filter_spec: PyTree | Callable[[Any], bool]
 ) -> tuple[PyTree, PyTree, PyTree]:
-    """The model as (trained leaves, other arrays, the rest), each with None elsewhere.
+    """Splits a model into (trained leaves, other arrays, the rest), padded with None.
 
     Raises:
-        ValueError: if nothing would be trained, or one array stands in two places.
+        ValueError: if nothing would be trained, or one array is at two paths.
     """
     arrays, static = eqx.partition(model, lambda x: eqx.is_array(x) or is_shape(x))
     inexact, others = eqx.partition(
@@ -374,7 +374,7 @@ def split_model(
 
 
 def check_state(model: PyTree, state: Any) -> None:
-    """Raises if the model has layers with state and no state came with it."""
+    """Raises if the model has layers with state but `state` is None, or conversely."""
 
     def is_index(node: Any) -> bool:
         return isinstance(node, eqx.nn.StateIndex)
@@ -392,8 +392,8 @@ def check_state(model: PyTree, state: Any) -> None:
         )
 
 
-def check_first(loader: Any, argument: str, *, needs_pairs: bool) -> None:
-    """Raises where a list does not begin with a batch, before a compilation.
+def check_first_batch(loader: Any, argument: str, *, needs_pairs: bool) -> None:
+    """Raises if a list does not begin with a batch, before a compilation.
 
     With `needs_pairs` a batch must be (x, y).
     """
@@ -401,7 +401,7 @@ def check_first(loader: Any, argument: str, *, needs_pairs: bool) -> None:
         return
     batch = own_of(loader[0])
     if isinstance(batch, Mapping | Whole):
-        return  # whose own errors say more
+        return  # later errors say more
     batch = tuple(batch) if type(batch) is list else batch
     remedy = (
         f"That is the first batch of `{argument}`. To validate or test on several"
@@ -412,7 +412,7 @@ def check_first(loader: Any, argument: str, *, needs_pairs: bool) -> None:
             has_weights = type(batch) is tuple and len(batch) == 3
             split_batch(batch[:2] if has_weights else batch)
         elif type(batch) is tuple and all(type(x) in (list, tuple) for x in batch):
-            to_host(batch)  # or is it a loader of batches?
+            to_host(batch)  # raises for a list of batches
 
 
 def _check_no_per_example(criteria: Mapping[str, Any]) -> None:
@@ -425,7 +425,7 @@ def _check_no_per_example(criteria: Mapping[str, Any]) -> None:
 
 
 def choose_objective(arguments: Mapping[str, Any]) -> Objective | None:
-    """The objective that the arguments name; None is decided by the first batch."""
+    """Returns the objective by the arguments; None if the first batch decides."""
     loss, loss_fn = arguments["loss"], arguments["loss_fn"]
     criteria, of_passes = split_metrics(arguments["metrics"])
     state, keeps = arguments["state"], bool(of_passes)
@@ -437,7 +437,7 @@ def choose_objective(arguments: Mapping[str, Any]) -> Objective | None:
         criterion = losses.find_loss(loss)
         return CriterionObjective(criterion, criteria, keeps_outputs=keeps)
 
-    # A whole loss: nothing else may say what to compute.
+    # `loss_fn` computes everything.
     if loss is not None:
         raise ValueError(
             "`loss` and `loss_fn` were both given; `loss` is a criterion (prediction,"
@@ -452,7 +452,7 @@ def choose_objective(arguments: Mapping[str, Any]) -> Objective | None:
         raise TypeError(
             f"`loss_fn` must be a callable (model, *batch) -> loss; got {loss_fn!r}."
             + (" For a loss by name use `loss`." if isinstance(loss_fn, str) else "")
-            + (_SEVERAL if isinstance(loss_fn, list | tuple | Mapping) else "")
+            + (_PARTS_HINT if isinstance(loss_fn, list | tuple | Mapping) else "")
         )
 
     objective = LossFnObjective(loss_fn, keeps_outputs=keeps)

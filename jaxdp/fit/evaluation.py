@@ -1,4 +1,4 @@
-"""A pass over a loader without training: `validate`, `test`, `predict`."""
+"""Passes over a loader without training: `validate`, `test`, `predict`."""
 
 import collections
 import contextlib
@@ -18,27 +18,27 @@ from ..data import Dispatch, Packer, Source, inputs_of, own_of, real_rows
 from ..engine import Kind, Program
 from ..step import IN_FLIGHT, Batch, Whole
 from ..strategies.placement import replicate
-from .around import doing, noting
+from .checkpointing import load_weights_at
+from .lifecycle import attach_second_error, run_with_teardown
 from .pass_metrics import add_pass_values
-from .progress import capped
-from .resume import taken
-from .snapshot import weights_at
-from .surface import check_callable
+from .progress import resolve_limit
+from .resume import load_by_name
+from .trainer_methods import check_is_callable
 
 if TYPE_CHECKING:
     from jaxdp import Trainer
 
 
 Loaders = Mapping[str, Source]
-"""What is evaluated on, by what comes before the names of its metrics: `"val"`, or
-`"val_clean"` and `"val_shifted"`."""
+"""Sources by the prefix of their metric names: `"val"`, or `"val_clean"` and
+`"val_shifted"`."""
 
 
 def open_loaders(
     trainer: "Trainer", loader: Any, argument: str, prefix: str
 ) -> dict[str, Source]:
-    """What a user passed as `argument`: a loader, or several by name."""
-    open_one = trainer.run.open
+    """Opens what a user passed as `argument`: a loader, or several by name."""
+    open_one = trainer.run.open_source
     if not isinstance(loader, Mapping):
         return {prefix: open_one(loader, argument, "evaluate")}
     if not loader or not all(isinstance(name, str) and name for name in loader):
@@ -53,13 +53,15 @@ def open_loaders(
     }
 
 
-def names_of(sources: Loaders, metrics: Iterable[str]) -> tuple[str, ...]:
-    """What an evaluation calls its values."""
-    return check_names([f"{prefix}_{name}" for prefix in sources for name in metrics])
+def make_metric_names(sources: Loaders, metrics: Iterable[str]) -> tuple[str, ...]:
+    """Returns the names of the values of an evaluation."""
+    return check_unique_names(
+        [f"{prefix}_{name}" for prefix in sources for name in metrics]
+    )
 
 
-def check_names(names: list[str]) -> tuple[str, ...]:
-    """Raises where two values of an evaluation have one name."""
+def check_unique_names(names: list[str]) -> tuple[str, ...]:
+    """Returns the names, or raises if two values of an evaluation have the same."""
     if len({*names}) < len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
         raise ValueError(
@@ -69,17 +71,15 @@ def check_names(names: list[str]) -> tuple[str, ...]:
     return tuple(names)
 
 
-class Evaluation:
-    """Passes over loaders, as often as it is called; callbacks hear of them as of one.
-
-    What does not change from one time to the next is worked out once.
+class Evaluator:
+    """Evaluates the model on one or more loaders, each time that it is called.
 
     Args:
-        trainer: whose model is evaluated.
-        sources: of the batches, by what comes before the names of metrics.
-        limits: how many batches are taken of each.
-        hooks: of those who hear of it.
-        kind: how hooks call it: "validation" or "test".
+        trainer: the trainer whose model is evaluated.
+        sources: the batches, by the prefix of metric names.
+        limits: the number of batches of each; None for all.
+        hooks: called once for all loaders.
+        kind: the word in the names of hooks: "validation" or "test".
     """
 
     def __init__(
@@ -95,49 +95,53 @@ class Evaluation:
         self._start = getattr(hooks, f"on_{kind}_start")
         self._after_batch = getattr(hooks, f"on_{kind}_batch_end", lambda *_: None)
         self._end = getattr(hooks, f"on_{kind}_end")
-        self._outputs = {prefix: _Fetching(trainer, "evaluate") for prefix in sources}
+        self._outputs = {
+            prefix: _OutputFetcher(trainer, "evaluate") for prefix in sources
+        }
 
     def __call__(self, weights: list[Any] | None = None) -> dict[str, float]:
-        """Exact means over the rows of each, as `{"val_loss": ..., ...}`.
+        """Returns exact means over the rows, as `{"val_loss": ..., ...}`.
 
-        With other `weights` than those of the trainer's state, if some are given.
+        Args:
+            weights: those to evaluate; None for the trainer's.
         """
         run, trainer = self._run, self._trainer
         with run.record.redirect_logs({}) as logged:
             self._start(trainer)
-            # Asked for once: they may be many.
             weights = run.engine.held.weights() if weights is None else weights
             numbers = itertools.count()
             totals = [
-                self._totals(prefix, weights, numbers) for prefix in self._sources
+                self._sum_pass(prefix, weights, numbers) for prefix in self._sources
             ]
 
         metrics, facts = {}, run.engine.steps["evaluate"].facts
         pure = run.engine.pure
         for prefix, sums in zip(self._sources, totals, strict=True):
             means = pure.compute_means(np.asarray(sums), facts)  # waits for the device
-            if of_passes := run.recipe.pass_metrics:
-                rows = self._outputs[prefix].rows()
+            if of_passes := run.config.pass_metrics:
+                rows = self._outputs[prefix].collect_rows()
                 add_pass_values(means, of_passes, rows, pure.measure_outputs)
             named = {f"{prefix}_{name}": value for name, value in means.items()}
-            check_names([*metrics, *named])
+            check_unique_names([*metrics, *named])
             metrics |= named
         metrics |= logged
         with run.record.redirect_logs(metrics):
             self._end(trainer, metrics)
         return metrics
 
-    def _totals(self, prefix: str, weights: list[Any], numbers: Iterator[int]) -> Any:
-        """The sums over a pass; of its rows is kept what is asked for."""
+    def _sum_pass(self, prefix: str, weights: list[Any], numbers: Iterator[int]) -> Any:
+        """Returns the sums over a pass; keeps the outputs that a `PassMetric` needs."""
         trainer, engine = self._trainer, self._run.engine
         source, outputs = self._sources[prefix], self._outputs[prefix]
         first = totals = engine.held.zeros
-        ready = _ready(trainer, "evaluate", source, prefix, self._limits.get(prefix))
+        ready = _iterate_prepared(
+            trainer, "evaluate", source, prefix, self._limits.get(prefix)
+        )
         try:
             for number, (batch, dispatch, program) in enumerate(ready):
-                given = weights, totals, np.int32(number)
+                inputs = weights, totals, np.int32(number)
                 with NoteOnError(f"in batch {number}"):
-                    placed, results = engine.run("evaluate", dispatch, program, *given)
+                    placed, results = engine.run("evaluate", dispatch, program, *inputs)
                 totals, means, *kept = results
                 engine.in_flight.add(means, placed.nbytes)
                 for values in kept:
@@ -152,64 +156,61 @@ class Evaluation:
 
 
 _NAMES: Final = {"validate": ("val", "validation"), "test": ("test", "test")}
-"""What methods put before the names of metrics, and how callbacks call them."""
+"""The prefix of metric names, and the word in the names of hooks, by method."""
 
 
-def means(
+def evaluate_loaders(
     trainer: "Trainer", method: str, loader: Any, ckpt_path: Any, limit: Any
 ) -> dict[str, float]:
-    """`Trainer.validate` or `Trainer.test`: means over a loader or several.
-
-    Callbacks hear of it unless a fit is running.
-    """
+    """Implements `Trainer.validate` and `Trainer.test`: means over loaders."""
     prefix, kind = _NAMES[method]
     with (
         TracebackFilter(),
-        _asked_for(trainer, method) as hooks,
+        _run_user_pass(trainer, method) as hooks,
         contextlib.ExitStack() as stack,
     ):
         sources = open_loaders(trainer, loader, "loader", prefix)
         for source in sources.values():
             stack.callback(source.close)
         limits = {
-            name: capped("limit_batches", limit, source.num_batches)
+            name: resolve_limit("limit_batches", limit, source.num_batches)
             for name, source in sources.items()
         }
-        weights = _weights(trainer, method, ckpt_path)
-        evaluate = Evaluation(trainer, sources, limits, hooks, kind)
+        weights = _load_weights(trainer, method, ckpt_path)
+        evaluate = Evaluator(trainer, sources, limits, hooks, kind)
         with trainer.run.interrupts:
             return evaluate(weights)
 
 
 @contextlib.contextmanager
-def _asked_for(trainer: "Trainer", method: str) -> Iterator[Hooks]:
-    """Around a pass that a user asks for; gives the hooks of those who hear of it."""
+def _run_user_pass(trainer: "Trainer", method: str) -> Iterator[Hooks]:
+    """Sets callbacks up for a pass outside of a fit; yields the hooks to call."""
     run = trainer.run
     run.renew_hooks(trainer.callbacks)
-    if run.doing:  # the callbacks are set up, and hear of what goes wrong
+    if run.doing:  # callbacks are set up already, and are told of errors
         run.checked_engine()
         yield Hooks(()) if run.doing == "a fit" else run.hooks
         return
     hooks = Hooks(
         callback for callback in trainer.callbacks if not callback.only_in_training
     )
-    with doing(trainer, method, hooks):
+    with run_with_teardown(trainer, method, hooks):
         try:
             hooks.setup(trainer)
             run.checked_engine()
             yield hooks
         except BaseException as exception:
-            with noting(exception):
+            with attach_second_error(exception):
                 hooks.on_exception(trainer, exception)
             raise
 
 
-def _weights(trainer: "Trainer", method: str, ckpt_path: Any) -> list[Any] | None:
-    """The weights of a checkpoint that a pass is to use, if one is named."""
+def _load_weights(trainer: "Trainer", method: str, ckpt_path: Any) -> list[Any] | None:
+    """Loads the weights of a checkpoint for a pass; None if `ckpt_path` is None."""
     if ckpt_path is None:
         return None
-    checkpoint = taken(trainer, ckpt_path, partial(weights_at, trainer))
-    assert checkpoint is not None  # as it is for "auto" alone
+    checkpoint = load_by_name(trainer, ckpt_path, partial(load_weights_at, trainer))
+    assert checkpoint is not None  # None is for "auto" alone
     path, (step, weights) = checkpoint
     log_info(f"`{method}` uses the weights of step {step}, from {path}")
     return weights
@@ -223,13 +224,13 @@ def predict(
     *,
     gather: bool,
 ) -> Any:
-    """`Trainer.predict`."""
+    """Implements `Trainer.predict`."""
     run = trainer.run
-    check_callable(run, "predict")
+    check_is_callable(run, "predict")
     with (
         TracebackFilter(),
-        _asked_for(trainer, "predict") as hooks,
-        contextlib.closing(run.open(loader, "loader", "predict")) as source,
+        _run_user_pass(trainer, "predict") as hooks,
+        contextlib.closing(run.open_source(loader, "loader", "predict")) as source,
     ):
         if source.shuffles:
             warn(
@@ -237,20 +238,23 @@ def predict(
                 " the rows, not in that of its dataset. Pass a loader with"
                 " shuffle=False."
             )
-        limit = capped("limit_batches", limit, source.num_batches)
-        weights = _weights(trainer, "predict", ckpt_path)
-        engine, predictions = run.engine, _Fetching(trainer, "predict", gather=gather)
+        limit = resolve_limit("limit_batches", limit, source.num_batches)
+        weights = _load_weights(trainer, "predict", ckpt_path)
+        engine, predictions = (
+            run.engine,
+            _OutputFetcher(trainer, "predict", gather=gather),
+        )
         hooks.on_predict_start(trainer)
         with run.interrupts:
             weights = engine.held.weights() if weights is None else weights
-            ready = _ready(trainer, "predict", source, "predict", limit)
+            ready = _iterate_prepared(trainer, "predict", source, "predict", limit)
             for number, (batch, dispatch, program) in enumerate(ready):
                 with NoteOnError(f"in batch {number}"):
                     placed, result = engine.run("predict", dispatch, program, weights)
                 if placed.nbytes:
                     engine.in_flight.add(jax.tree.leaves(result)[0], placed.nbytes)
                 predictions.add(result, batch)
-            rows = predictions.rows()
+            rows = predictions.collect_rows()
         if rows is None:
             raise ValueError(source.gave_nothing())
         hooks.on_predict_end(trainer)
@@ -258,28 +262,32 @@ def predict(
 
 
 def compile_ahead(trainer: "Trainer", sources: Loaders) -> None:
-    """Compiles for validation now, so that what is wrong shows before an epoch."""
+    """Compiles for validation before the first epoch, so that errors come early."""
     for source in sources.values():
         if source.is_at_hand:
             with NoteOnError(f"in the first batch of `{source.argument}`"):
                 trainer.run.engine.prepare("evaluate", source.peek())
 
 
-def _ready(
-    trainer: "Trainer", kind: Kind, source: Source, doing: str, limit: int | None
+def _iterate_prepared(
+    trainer: "Trainer",
+    kind: Kind,
+    source: Source,
+    activity: str,
+    limit: int | None,
 ) -> Iterator[tuple[Batch, Dispatch, Program]]:
-    """The batches of a pass, each packed and with its step; on accelerators once
-    the next one is on its way there.
+    """Yields the batches of a pass, packed, each with its program.
 
-    All processes take the same ones, and signals are heard after each.
+    On accelerators the next batch is on its way to the device by then. All processes
+    take the same batches, and signals are raised after each.
     """
     run, engine = trainer.run, trainer.run.engine
-    run.processes.all_gather(f"the start of {doing}", None)
+    run.processes.all_gather(f"the start of {activity}", None)
     waiting: collections.deque[tuple[Batch, Dispatch, Program]] = collections.deque()
     for number, batch in enumerate(itertools.islice(source.epoch(), limit)):
-        run.processes.sync_step(f"batch {number} of {doing}")
+        run.processes.sync_step(f"batch {number} of {activity}")
         with NoteOnError(f"in batch {number}"):
-            dispatch, program = _prepared(trainer, kind, batch)
+            dispatch, program = _prepare_batch(trainer, kind, batch)
         if engine.puts_ahead:
             dispatch = engine.steps[kind].put(dispatch)
         waiting.append((batch, dispatch, program))
@@ -287,13 +295,15 @@ def _ready(
             yield waiting.popleft()
         run.interrupts.check()
     yield from waiting
-    run.processes.all_gather(f"the end of {doing}", None)
+    run.processes.all_gather(f"the end of {activity}", None)
 
 
-def _prepared(trainer: "Trainer", kind: Kind, batch: Any) -> tuple[Dispatch, Program]:
+def _prepare_batch(
+    trainer: "Trainer", kind: Kind, batch: Any
+) -> tuple[Dispatch, Program]:
     engine = trainer.run.engine
     if kind != "predict":
-        return trainer.run.recipe.decide_loss(engine, batch).prepare(kind, batch)
+        return trainer.run.config.decide_loss(engine, batch).prepare(kind, batch)
     try:
         return engine.prepare(kind, inputs_of(batch))
     except Exception as error:
@@ -307,13 +317,13 @@ def _prepared(trainer: "Trainer", kind: Kind, batch: Any) -> tuple[Dispatch, Pro
         raise
 
 
-class _Fetching:
-    """Fetches the real rows of what steps give, a few batches late.
+class _OutputFetcher:
+    """Fetches the real rows of step outputs, a few batches late.
 
     Args:
-        trainer: whose steps.
-        kind: which of them.
-        gather: whether, of several processes, each gets all rows, not its own alone.
+        trainer: the trainer that runs the steps.
+        kind: the kind of the steps.
+        gather: whether each process gets all rows, instead of its own.
     """
 
     def __init__(self, trainer: "Trainer", kind: Kind, *, gather: bool = True):
@@ -323,14 +333,15 @@ class _Fetching:
         self._done: list[PyTree] = []
 
     def add(self, values: PyTree, batch: Batch) -> None:
-        """Takes the values of the rows of `batch`, padding included, on the device."""
+        """Adds the outputs for `batch`, with padding rows, on the device."""
         self._waiting.append((replicate(values) if self._gather else values, batch))
         if len(self._waiting) > IN_FLIGHT:
             self._fetch()
 
-    def rows(self) -> PyTree:
-        """NumPy arrays of the rows of all batches since the last time, or None if
-        there were none."""
+    def collect_rows(self) -> PyTree:
+        """Returns NumPy arrays of the rows since the last call; None if there are none.
+
+        Waits for the device."""
         while self._waiting:
             self._fetch()
         done, self._done = self._done, []
@@ -351,12 +362,11 @@ class _Fetching:
         self._check(rows)
         self._done.append(rows)
 
-    def _check(self, found: PyTree) -> None:
-        """Raises unless the rows of a batch can be joined to those of the first."""
-        first, number = self._done[0] if self._done else found, len(self._done)
-        for one, other in zip(
-            jax.tree.leaves(first), jax.tree.leaves(found), strict=True
-        ):
+    def _check(self, rows: PyTree) -> None:
+        """Raises unless the rows of a batch have the shapes of those of the first."""
+        first, number = self._done[0] if self._done else rows, len(self._done)
+        pairs = zip(jax.tree.leaves(first), jax.tree.leaves(rows), strict=True)
+        for one, other in pairs:
             if one.shape[1:] != other.shape[1:]:
                 raise ValueError(
                     f"in {self._packer.what} the model returns {one.shape[1:]} for"

@@ -98,7 +98,7 @@ class Feed:
     def _may_read_on(self, present: Dispatch) -> bool:
         """Whether what comes after a dispatch may be read before that is begun."""
         after = self._run.progress.global_step + len(present.windows)
-        is_last = self._limits is not None and self._limits.done(after, 0)
+        is_last = self._limits is not None and self._limits.is_reached(after, 0)
         return self._reads_ahead and not is_last
 
     def _set_up_engine(self) -> None:
@@ -117,9 +117,9 @@ class Feed:
         run, begun = self._run, self._source.begun
         assert begun is not None
         start = Position(begun.epoch, state=begun.state)
-        window = self._source.look(start, run.recipe.accumulate_grad_batches)
+        window = self._source.look(start, run.config.accumulate_grad_batches)
         if window:
-            engine = run.recipe.decide_loss(run.engine, window[0])
+            engine = run.config.decide_loss(run.engine, window[0])
             engine.prepare_training(engine.pack([window]))
         self._left = iter(())
         return bool(run.engine.steps["train"].facts.names)
@@ -143,11 +143,11 @@ class Feed:
         left = None if limit is None else max(0, limit - progress.done)
 
         batches = itertools.islice(source.epoch(progress.position()), left)
-        steps = windows(batches, run.recipe.accumulate_grad_batches)
+        steps = windows(batches, run.config.accumulate_grad_batches)
         steps = run.record.stopwatch.time_iterator("data", steps)
-        if self._limits is not None and self._limits.whole is None:
+        if self._limits is not None and self._limits.sure_batches is None:
             steps = self._noting_end(steps, self._limits)
-        engine, slots = run.engine, run.recipe.accumulate_grad_batches
+        engine, slots = run.engine, run.config.accumulate_grad_batches
         pack = engine.steps["train"].packer.pack
         for window in steps:
             groups, error = [[window]], None
@@ -176,7 +176,7 @@ class Feed:
         while coming:
             (present,), coming = coming, []
             step, end = step + 1, end + len(present)
-            may_read_on = self._source.may_read_ahead and not limits.done(step, 0)
+            may_read_on = self._source.may_read_ahead and not limits.is_reached(step, 0)
             if may_read_on:
                 coming, error = taken(steps, 1)
                 if not coming and error is None:
@@ -221,11 +221,11 @@ def windows(batches: Iterable[Batch], size: int) -> Iterator[Any]:
 
 def blame(run: "Run", wrong: Exception, steps: int = 1) -> None:
     """Says which batches the next steps went wrong on, which do not come again."""
-    first, size = run.progress.done, steps * run.recipe.accumulate_grad_batches
+    first, size = run.progress.done, steps * run.config.accumulate_grad_batches
     where = f"in batch {first}"
     if size > 1:
         where = f"in one of the batches {first} to {first + size - 1}"
     if not isinstance(wrong, ValueError):
         where = f"at step {run.progress.global_step + 1}, {where}"
     wrong.add_note(f"{where} of epoch {run.progress.epoch} of `train_loader`")
-    run.progress.drop(size)
+    run.progress.discard_batches(size)

@@ -1,4 +1,4 @@
-"""A fit, told in the order things happen: epochs, steps, validations, and its end."""
+"""The training loop of `Trainer.fit` and `Trainer.steps`, in the order of events."""
 
 import contextlib
 import math
@@ -12,9 +12,9 @@ from ..data import Dispatch, ListSource, Source, Window, own_of, read_only
 from ..distributed import PeriodicVote, Preempted, is_graceful_stop, log_stop
 from ..step import Metrics
 from . import evaluation, resume
-from .around import check_may_train, doing, noting
 from .feed import Feed, blame
-from .progress import Limits, Wanted, capped, check_limit
+from .lifecycle import attach_second_error, check_may_train, run_with_teardown
+from .progress import FitArguments, Limits, check_limit, resolve_limit
 
 if TYPE_CHECKING:
     from jaxdp import Trainer
@@ -26,88 +26,94 @@ def fit(
     trainer: "Trainer",
     train_loader: Iterable[Any] | None,
     val_loader: Iterable[Any] | None,
-    wanted: Wanted,
+    arguments: FitArguments,
     ckpt_path: Any,
 ) -> None:
-    """`Trainer.fit`: takes a checkpoint up, if asked, and trains what is left."""
+    """Implements `Trainer.fit`: resumes from `ckpt_path` if given, then trains."""
     check_may_train(trainer, "fit", train_loader)
     with TracebackFilter():
         trainer.run.renew_hooks(trainer.callbacks, to_train=True)
         if ckpt_path is not None:
             resume.resume(trainer, ckpt_path)
 
-        loop = Loop(trainer, train_loader, val_loader, wanted)
+        loop = FitLoop(trainer, train_loader, val_loader, arguments)
         if not loop.has_nothing_to_do():
             loop.run()
         elif ckpt_path is not None:
             loop.clean_up()
 
 
-class Loop:
-    """One fit, from its first batch to its last hook."""
+class FitLoop:
+    """One fit, from its first batch to its last hook.
+
+    Attributes:
+        progress: the completed steps and epochs of the run, and its position.
+        limits: when the fit ends, and when it validates.
+        train, vals: the sources of the batches, those of validation by name.
+    """
 
     def __init__(
         self,
         trainer: "Trainer",
         train_loader: Iterable[Any] | None,
         val_loader: Iterable[Any] | None,
-        wanted: Wanted,
+        arguments: FitArguments,
     ):
         self.trainer, self._run = trainer, trainer.run
         self._record = trainer.record
         self.progress = trainer.run.progress
-        self._told_of_minimum = self._told_of_few = self._warned_of_nan = False
-        self._epoch_is_over = False  # no batch of it is left
-        self._wishes = PeriodicVote(trainer.run.processes, "whether to stop")
+        self._has_logged_minimum = self._has_warned_of_few_batches = (
+            self._has_warned_of_nan
+        ) = False
+        self._is_loader_exhausted = False  # no batch of it is left
+        self._stop_vote = PeriodicVote(trainer.run.processes, "whether to stop")
 
-        # The loaders.
-        train = trainer.run.open(train_loader, "train_loader", "train")
+        # Open the loaders.
+        train = trainer.run.open_source(train_loader, "train_loader", "train")
         vals = {}
         if val_loader is not None:
             vals = evaluation.open_loaders(trainer, val_loader, "val_loader", "val")
 
-        # A fit for trying leaves some of it out.
-        if not isinstance(wanted.fast_dev_run, bool):
-            count = wanted.fast_dev_run
-            check_limit("fast_dev_run", int(count))
-        if wanted.fast_dev_run:
+        # Debug options reduce the epochs, or the batches of an epoch.
+        if not isinstance(arguments.fast_dev_run, bool):
+            check_limit("fast_dev_run", int(arguments.fast_dev_run))
+        if arguments.fast_dev_run:
             if self.progress.done:
-                self.progress.leave_epoch()
-            wanted = wanted.of_fast_dev_run(self.progress.epoch)
-        if wanted.overfit_batches:
-            train, *firsts = (
-                ListSource(source.first(_count(source, wanted)), source.argument)
+                self.progress.abandon_epoch()
+            arguments = arguments.for_fast_dev_run(self.progress.epoch)
+        if arguments.overfit_batches:
+            train, *sources = (
+                _read_overfit_batches(source, arguments.overfit_batches)
                 for source in (train, *vals.values())
             )
-            vals = dict(zip(vals, firsts, strict=True))
+            vals = dict(zip(vals, sources, strict=True))
 
-        self.limits = Limits(train, vals, wanted, trainer.accumulate_grad_batches)
-        at = self.progress
-        self.limits.check_minimum(at.global_step, at.epoch, at.done)
-        self.limits.check_iterators(train, vals, at.global_step, at.epoch)
+        self.limits = Limits(train, vals, arguments, trainer.accumulate_grad_batches)
+        self.limits.check_minimum(self.progress)
+        self.limits.check_iterators(train, vals, self.progress)
         self.train, self.vals = train, {} if self.limits.skips_validation else vals
         self.hooks = Hooks(
             callback
             for callback in trainer.callbacks
-            if not (wanted.fast_dev_run and callback.skip_in_fast_dev_run)
+            if not (arguments.fast_dev_run and callback.skip_in_fast_dev_run)
         )
         self.feed: Feed
-        self._evaluate: evaluation.Evaluation
+        self._evaluate: evaluation.Evaluator
 
     def run(self) -> None:
         """Trains until a limit is reached, or a callback stops the fit."""
-        self._announce()
+        self._publish_limits()
         with (
-            doing(self.trainer, "a fit", self.hooks),
+            run_with_teardown(self.trainer, "a fit", self.hooks),
             self._record.open(),
-            self._ending_well(),
+            self._run_end_hooks(),
         ):
-            self._start()
+            self._prepare()
 
-            while self._goes_on():
+            while self._has_next_epoch():
                 self.hooks.on_train_epoch_start(self.trainer)
 
-                self._take_steps()
+                self._train_epoch()
                 if not self.progress.done:
                     self._warn_of_no_batches()
                     break
@@ -116,56 +122,66 @@ class Loop:
                     self._validate(ends_epoch=True)
                 self._end_epoch()
 
-            self._say_time_is_up()
-            self._run.engine.held.fetch()  # several processes: each gets the model
+            self._log_max_time()
+            self._run.engine.held.fetch()  # with several processes, gather the model
 
     def has_nothing_to_do(self) -> bool:
-        """Whether the limits, which are totals, were reached before; says so."""
-        limits, step = self.limits, self.progress.global_step
-        if not limits.done(step, self.progress.epoch) or self._lacks_its_end():
+        """Returns True, and warns, if earlier fits have reached the limits.
+
+        Limits are totals: they include the epochs and steps of earlier fits.
+        """
+        limits, step, epoch = (
+            self.limits,
+            self.progress.global_step,
+            self.progress.epoch,
+        )
+        if not limits.is_reached(step, epoch) or self._has_unfinished_epoch_end():
             return False
         warn(
-            f"`fit` has nothing to do: {self.progress.epoch} epochs and {step} steps"
-            f" are done, and `max_epochs`={limits.max_epochs}, `max_steps`="
-            f"{limits.max_steps} are totals that include earlier fits. Raise them to"
-            " continue."
+            f"`fit` has nothing to do: {epoch} epochs and {step} steps are done, and"
+            f" `max_epochs`={limits.max_epochs}, `max_steps`={limits.max_steps} are"
+            " totals that include earlier fits. Raise them to continue."
         )
         return True
 
     def clean_up(self) -> None:
-        """Removes what a kill at the very end of a fit may have left."""
+        """Removes files of a run that was killed in the last hooks of its fit."""
         self.hooks = self._run.hooks
         with (
-            doing(self.trainer, "a fit", self.hooks),
+            run_with_teardown(self.trainer, "a fit", self.hooks),
             self._record.open(),
-            self._ending_well(),
+            self._run_end_hooks(),
         ):
             self.hooks.setup(self.trainer)
 
-    # The beginning.
+    # Start.
 
-    def _start(self) -> None:
+    def _prepare(self) -> None:
         """Reads the first batch, places the state and compiles the step."""
         trainer, run = self.trainer, self._run
-        self.hooks = set_up(trainer, self.hooks)
+        self.hooks = run_setup_hooks(trainer, self.hooks)
 
-        self.progress.go_on_with(self.train, self.vals)
+        self.progress.resume_loaders(self.train, self.vals)
         self.feed = Feed(trainer, self.train, self.hooks, self.limits)
-        begin(trainer, self.feed)
+        compile_first_batch(trainer, self.feed)
         evaluation.compile_ahead(trainer, self.vals)
-        given = trainer, self.vals, self.limits.val_limits, self.hooks
-        self._evaluate = evaluation.Evaluation(*given)
+        self._evaluate = evaluation.Evaluator(
+            trainer, self.vals, self.limits.val_limits, self.hooks
+        )
         run.interrupts.check()
 
         names = run.engine.steps["train"].facts.names
-        self._record.names = names + evaluation.names_of(self.vals, names)
-        self._record.names_are_all = not run.recipe.pass_metrics
-        self._record.read_queue()  # of a loop before; waits for the device
+        self._record.names = names + evaluation.make_metric_names(self.vals, names)
+        self._record.names_are_all = not run.config.pass_metrics
+        self._record.read_queue()  # steps before this fit; waits for the device
         self.hooks.on_fit_start(trainer)
         self.limits.start_clock()
 
-    def _announce(self) -> None:
-        """What callbacks may read of the fit to come."""
+    def _publish_limits(self) -> None:
+        """Sets the attributes of trainer and record that describe this fit.
+
+        Warns if a loaded checkpoint has callbacks or epochs that this fit has not.
+        """
         trainer, run, limits = self.trainer, self._run, self.limits
         if self.progress.done:
             log_info(
@@ -174,11 +190,11 @@ class Loop:
             )
 
         loaded, run.loaded = run.loaded, None
-        if loaded and loaded.left_behind:  # for `test`, it would not matter
+        if loaded and loaded.unmatched_callbacks:  # of no matter for `test`
             warn(
                 "the checkpoint that this fit goes on from was saved with callbacks"
-                f" that this trainer lacks: {loaded.left_behind}. Pass them too, to go"
-                " on as before."
+                f" that this trainer lacks: {loaded.unmatched_callbacks}. Pass them"
+                " too, to go on as before."
             )
         trainer.max_epochs, trainer.max_steps = limits.max_epochs, limits.max_steps
         trainer.num_training_batches = limits.batches_per_epoch
@@ -187,7 +203,7 @@ class Loop:
         if loaded is None or loaded.padded_rows is None:
             return
         steps, sizes, *saved = loaded.padded_rows
-        now = limits.steps_by(*saved or [limits.accumulate])
+        now = limits.count_steps(*saved or [limits.accumulate])
         if steps == now:
             run.engine.pad_as(sizes)  # the same loader, resumed
         elif steps and self.progress.done:
@@ -198,44 +214,50 @@ class Loop:
                 " batch size, these contain other rows."
             )
 
-    # An epoch.
+    # Epochs.
 
-    def _take_steps(self) -> None:
-        """Takes what is left of the epoch, until the fit is to stop."""
-        self._epoch_is_over, settle = False, None
+    def _train_epoch(self) -> None:
+        """Runs the remaining steps of the epoch, until the fit should stop."""
+        self._is_loader_exhausted, after_dispatch = False, None
         if self.vals and self.limits.val_interval is not None:
-            settle = self._validate_if_due
-            if self._interval_is_up():  # where the run stopped
+            after_dispatch = self._validate_if_due
+            if self._is_validation_due():  # the run stopped before it
                 self._validate()
                 self.hooks.on_boundary(self.trainer)
-        steps = take(self.trainer, self.feed.epoch(), self.hooks, settle)
-        with contextlib.closing(steps):  # the device works; nothing here waits
-            while not (self._epoch_is_over or self._is_done()):
-                self._epoch_is_over = next(steps, None) is None
+        steps = run_steps(self.trainer, self.feed.epoch(), self.hooks, after_dispatch)
+        with contextlib.closing(steps):  # nothing here waits for the device
+            while not (self._is_loader_exhausted or self._is_done()):
+                self._is_loader_exhausted = next(steps, None) is None
 
     def _validate_if_due(self) -> None:
-        if self._interval_is_up():
+        if self._is_validation_due():
             self._validate()
 
-    def _interval_is_up(self) -> bool:
-        """Whether `val_check_interval` asks for a validation here."""
-        at = self.progress
-        return self.limits.interval_is_up(at.epoch, at.done, at.validated_at)
+    def _is_validation_due(self) -> bool:
+        """Returns True if `val_check_interval` requires a validation now."""
+        progress = self.progress
+        return self.limits.is_interval_due(
+            progress.epoch, progress.done, progress.validated_at
+        )
 
     def _should_validate_at_end(self) -> bool:
-        """Returns True if an epoch, or what is done of it, ends with a validation.
+        """Returns True if the epoch ends with a validation.
 
-        One that is due does, and the last of a fit, unless these weights are validated.
+        An epoch that is due does, and the last of a fit, even if it is cut short; none
+        whose present weights are validated.
         """
-        at, limits = self.progress, self.limits
-        if not self.vals or at.validated_at == at.done:
+        progress, limits = self.progress, self.limits
+        if not self.vals or progress.validated_at == progress.done:
             return False
-        ends = limits.done(at.global_step, at.epoch + 1) or not self._epoch_is_over
-        is_due = ends or limits.epoch_is_due(at.epoch)
-        return is_due or self._is_done(between_epochs=True)
+        return (
+            not self._is_loader_exhausted
+            or limits.is_epoch_due(progress.epoch)
+            or limits.is_reached(progress.global_step, progress.epoch + 1)
+            or self._is_done(between_epochs=True)
+        )
 
     def _validate(self, *, ends_epoch: bool = False) -> None:
-        """A validation within a fit; the epoch's metrics have the last one's."""
+        """Runs a validation; the metrics of the epoch include those of the last one."""
         with self._record.stopwatch.measure("validation"):
             self.progress.val_metrics = self._evaluate()
             metrics = self.progress.val_metrics
@@ -243,20 +265,23 @@ class Loop:
         self.progress.validated_at = self.progress.done
 
     def _end_epoch(self) -> None:
-        """History and hooks. An epoch cut short stays current, for a later fit."""
+        """Logs the means of the epoch and calls its hooks.
+
+        An epoch that was cut short stays the current one, for a later fit.
+        """
         progress, record = self.progress, self._record
         with record.stopwatch.measure("device"):
             means = self._run.engine.epoch_means()
         if not math.isfinite(means["loss"]):
             self._warn_of_nan(means["loss"])
         means |= progress.val_metrics | progress.logged
-        record.read_queue()  # the device is done with them
-        record.history.append(progress.epoch, means)  # hooks may look there
+        record.read_queue()  # the device has completed these steps
+        record.history.append(progress.epoch, means)  # hooks may read it
 
-        if self._epoch_is_over and self.limits.is_short(progress.done):
+        if self._is_loader_exhausted and self.limits.is_short(progress.done):
             self._warn_of_few_batches()
         is_finished = self.limits.is_finished(progress.done)
-        progress.is_finished = self._epoch_is_over or is_finished
+        progress.is_finished = self._is_loader_exhausted or is_finished
         progress.epoch_ended = True
         with record.redirect_logs(metrics := dict(means)) as logged:
             self.hooks.on_train_epoch_end(self.trainer, metrics)
@@ -268,58 +293,60 @@ class Loop:
         progress.is_finished = False
         self.hooks.on_boundary(self.trainer)
 
-    # When it ends.
+    # End.
 
-    def _goes_on(self) -> bool:
-        """Whether there is another epoch, or the end of one."""
-        return not self._is_done(between_epochs=True) or self._lacks_its_end()
+    def _has_next_epoch(self) -> bool:
+        """Returns True if an epoch, or the end of one, remains to be run."""
+        return (
+            not self._is_done(between_epochs=True) or self._has_unfinished_epoch_end()
+        )
 
     def _is_done(self, between_epochs: bool = False) -> bool:
-        run, trainer, limits = self._run, self.trainer, self.limits
-        if run.progress.ahead:
-            return False  # not before the end of the dispatch
-        is_late = limits.deadline is not None and limits.time_is_up()
-        stops = trainer.should_stop or is_late
-        stops = stops and self._may_stop()
-        if run.processes.count > 1:
-            # What one process wants, all do: at once between epochs, within them a
-            # fraction of a second later.
-            stops = bool(self._wishes.poll(stops or None, force=between_epochs))
-            trainer.should_stop = stops or trainer.should_stop
-        return stops or limits.done(self.progress.global_step, self.progress.epoch)
+        """Returns True if the fit has reached a limit, or should stop.
 
-    def _may_stop(self) -> bool:
-        """Whether a fit that is to end early has done its minimum; says once if not."""
+        All processes stop if one of them should: at once between epochs, within an
+        epoch a fraction of a second later.
+        """
+        trainer, limits, progress = self.trainer, self.limits, self.progress
+        if progress.ahead:
+            return False  # not before the end of the dispatch
+        is_late = limits.deadline is not None and limits.is_time_over()
+        should_stop = (trainer.should_stop or is_late) and self._can_stop()
+        if self._run.processes.count > 1:
+            vote = self._stop_vote.poll(should_stop or None, force=between_epochs)
+            should_stop = bool(vote)
+            trainer.should_stop = should_stop or trainer.should_stop
+        return should_stop or limits.is_reached(progress.global_step, progress.epoch)
+
+    def _can_stop(self) -> bool:
+        """Returns True if the minimum is reached; else logs once that it is not."""
         limits, step = self.limits, self.progress.global_step
-        is_over = limits.is_finished(self.progress.done)
-        may_stop = limits.may_stop(step, self.progress.epoch + is_over)
-        if not (may_stop or self._told_of_minimum):
-            self._told_of_minimum = True
+        ends_epoch = limits.is_finished(self.progress.done)
+        may_stop = limits.may_stop(step, self.progress.epoch + ends_epoch)
+        if not (may_stop or self._has_logged_minimum):
+            self._has_logged_minimum = True
             least = {"min_epochs": limits.min_epochs, "min_steps": limits.min_steps}
-            these = " and ".join(
-                f"`{k}`={value}" for k, value in least.items() if value
-            )
+            minima = " and ".join(f"`{k}`={n}" for k, n in least.items() if n)
             log_info(
-                f"the fit is to end after step {step}, but goes on to reach {these}"
+                f"the fit is to end after step {step}, but goes on to reach {minima}"
             )
         return may_stop
 
-    def _lacks_its_end(self) -> bool:
-        """Whether a killed run took the last step of an epoch, but did not end it."""
-        most, progress = self.limits.max_epochs, self.progress
-        is_inside = most is None or progress.epoch < most
-        return is_inside and progress.done > 0 and not progress.epoch_ended
+    def _has_unfinished_epoch_end(self) -> bool:
+        """Returns True if a killed run took steps of an epoch, but did not end it."""
+        max_epochs, progress = self.limits.max_epochs, self.progress
+        is_within = max_epochs is None or progress.epoch < max_epochs
+        return is_within and progress.done > 0 and not progress.epoch_ended
 
-    def _say_time_is_up(self) -> None:
-        at, limits = self.progress, self.limits
-        if limits.time_is_up() and not limits.done(at.global_step, at.epoch):
+    def _log_max_time(self) -> None:
+        step, epoch = self.progress.global_step, self.progress.epoch
+        if self.limits.is_time_over() and not self.limits.is_reached(step, epoch):
             log_info(
-                f"`max_time` is over: the fit ends after step {at.global_step}, in"
-                f" epoch {at.epoch}"
+                f"`max_time` is over: the fit ends after step {step}, in epoch {epoch}"
             )
 
     def _warn_of_no_batches(self) -> None:
-        if not self.trainer.should_stop and not self.limits.time_is_up():
+        if not self.trainer.should_stop and not self.limits.is_time_over():
             warn(
                 f"`train_loader` gave no batches in epoch {self.progress.epoch}: a"
                 " generator can be iterated only once. The fit ends here."
@@ -327,8 +354,8 @@ class Loop:
 
     def _warn_of_nan(self, loss: float) -> None:
         is_guarded = self._run.engine.options.skip_nonfinite
-        if not (self._warned_of_nan or is_guarded):
-            self._warned_of_nan = True
+        if not (self._has_warned_of_nan or is_guarded):
+            self._has_warned_of_nan = True
             warn(
                 f"the loss of epoch {self.progress.epoch} is {loss}:"
                 " jaxdp.callbacks.NanGuard() ends a fit at the first step whose loss or"
@@ -336,19 +363,19 @@ class Loop:
             )
 
     def _warn_of_few_batches(self) -> None:
-        if not self._told_of_few:
+        if not self._has_warned_of_few_batches:
             warn(
                 f"`train_loader` gave {self.progress.done} batches in epoch"
                 f" {self.progress.epoch}, fewer than `limit_train_batches`"
                 f"={self.limits.train_batches}; the epoch ends there."
             )
-        self._told_of_few = True
+        self._has_warned_of_few_batches = True
 
     @contextlib.contextmanager
-    def _ending_well(self) -> Iterator[None]:
-        """Whatever happens inside: callbacks hear of it, and may close their files.
+    def _run_end_hooks(self) -> Iterator[None]:
+        """Calls `on_fit_end` after the block, and `on_exception` first if it raised.
 
-        Then the passes over the loaders end.
+        Then ends the passes over the loaders.
         """
         trainer, run, hooks = self.trainer, self._run, self.hooks
         trainer.should_stop = False
@@ -358,14 +385,14 @@ class Loop:
                 yield
                 run.interrupts.check(force=True)
         except BaseException as exception:
-            with noting(exception):
+            with attach_second_error(exception):
                 hooks.on_exception(trainer, exception)
-            with noting(exception):
+            with attach_second_error(exception):
                 with self._record.write_last_row():
                     hooks.on_fit_end(trainer)
             log_stop(exception)
             if isinstance(exception, KeyboardInterrupt) and is_graceful_stop(exception):
-                exception.args = (resume.how_to_go_on(trainer),)
+                exception.args = (resume.format_resume_hint(trainer),)
             if not (isinstance(exception, Preempted) and run.interrupts.returns):
                 raise
         else:
@@ -378,26 +405,28 @@ class Loop:
                 source.close()
 
 
-def _count(source: Source, wanted: Wanted) -> int | None:
-    """How many batches `overfit_batches` takes of a source."""
-    return capped("overfit_batches", wanted.overfit_batches, source.num_batches)
+def _read_overfit_batches(source: Source, limit: Any) -> Source:
+    """Returns a source of the batches that `overfit_batches` selects."""
+    count = resolve_limit("overfit_batches", limit, source.num_batches)
+    return ListSource(source.first(count), source.argument)
 
 
-def set_up(trainer: "Trainer", hooks: Hooks) -> Hooks:
-    """Calls `setup` of the callbacks; returns their hooks, timed if one has asked."""
+def run_setup_hooks(trainer: "Trainer", hooks: Hooks) -> Hooks:
+    """Calls `setup` of the callbacks; returns their hooks, timed if one asks for it."""
     hooks.setup(trainer)
     return trainer.record.stopwatch.time_methods("callbacks", hooks, HOOKS)
 
 
-def own_loop(
+def iterate_steps(
     trainer: "Trainer", train_loader: Iterable[Any] | None
 ) -> Iterator[Metrics]:
-    """`Trainer.steps`: one epoch, whose loop is the caller's."""
+    """Implements `Trainer.steps`: yields the steps of one epoch to a loop of the
+    caller."""
     check_may_train(trainer, "steps", train_loader)
-    return _own_loop(trainer, train_loader)
+    return _iterate_steps(trainer, train_loader)
 
 
-def _own_loop(
+def _iterate_steps(
     trainer: "Trainer", train_loader: Iterable[Any] | None
 ) -> Iterator[Metrics]:
     run = trainer.run
@@ -405,24 +434,24 @@ def _own_loop(
     if not run.has_looped:
         run.hooks.warn_about_steps()
     run.has_looped = True
-    source = run.open(train_loader, "train_loader", "train")
+    source = run.open_source(train_loader, "train_loader", "train")
     with (
         TracebackFilter(),
         contextlib.closing(source),
         run.record.open(),
-        doing(trainer, "a loop of steps", run.hooks),
+        run_with_teardown(trainer, "a loop of steps", run.hooks),
     ):
-        run.progress.start_with(source)
+        run.progress.start_loader(source)
         trainer.num_training_batches = run.record.limits = None
         run.loaded = run.loaded and run.loaded._replace(padded_rows=None)
-        hooks = set_up(trainer, run.hooks)
+        hooks = run_setup_hooks(trainer, run.hooks)
 
         feed = Feed(trainer, source, hooks)
-        begin(trainer, feed)
+        compile_first_batch(trainer, feed)
 
-        steps = take(trainer, feed.epoch(), hooks)
+        steps = run_steps(trainer, feed.epoch(), hooks)
         while True:
-            with run.interrupts:  # not while the caller's code runs
+            with run.interrupts:  # not around the caller's code
                 metrics = next(steps, None)
             if metrics is None:
                 break
@@ -430,29 +459,33 @@ def _own_loop(
     run.progress.next_epoch()
 
 
-def begin(trainer: "Trainer", feed: Feed) -> None:
-    """Reads the first batch and compiles the step for it."""
+def compile_first_batch(trainer: "Trainer", feed: Feed) -> None:
+    """Reads the first batch and compiles the step for its shapes."""
     run = trainer.run
     if (first := feed.first()) is None:
-        return  # all of the epoch is done, but for its end
+        return  # only the end of the epoch remains
     try:
-        engine = run.recipe.decide_loss(run.engine, first.windows[0][0])
+        engine = run.config.decide_loss(run.engine, first.windows[0][0])
         feed.prepared = engine.prepare_training(first)
     except Exception as wrong:
         blame(run, wrong)
         raise
 
 
-def take(
+def run_steps(
     trainer: "Trainer",
     dispatches: Iterable[Dispatch],
     hooks: Hooks,
-    settle: Callable[[], None] | None = None,
+    after_dispatch: Callable[[], None] | None = None,
 ) -> Generator[Metrics, None, None]:
-    """Takes the steps of each dispatch, calls their hooks, and never waits for one.
+    """Runs the steps of each dispatch and calls their hooks, without waiting for them.
 
-    `settle` is called after each dispatch, before its boundary: state, counters and
-    loaders agree there.
+    Args:
+        trainer: the trainer, whose state is trained.
+        dispatches: packed batches, for one or more steps each.
+        hooks: the hooks to call.
+        after_dispatch: called after each dispatch, where state, counters and loaders
+            agree, before `on_boundary`.
     """
     run, record = trainer.run, trainer.record
     engine, progress = run.engine, run.progress
@@ -460,8 +493,9 @@ def take(
     if engine.begins_epoch:
         progress.begin_epoch()
 
-    # A small step takes as long as a few calls of Python, so here are no idle ones.
-    micro_batches = run.recipe.accumulate_grad_batches
+    # A small step takes as long as a few Python calls, so hooks that no callback has
+    # are skipped.
+    micro_batches = run.config.accumulate_grad_batches
     shows_batches = hooks.has("on_train_batch_start")
     has_end, has_boundary = map(hooks.has, ("on_train_batch_end", "on_boundary"))
     for dispatch in dispatches:
@@ -471,7 +505,9 @@ def take(
                 batch_idx = -(-progress.done // micro_batches)
                 if shows_batches:
                     record.begin_step()
-                    hooks.on_train_batch_start(trainer, _shown(run, window), batch_idx)
+                    hooks.on_train_batch_start(
+                        trainer, _make_hook_batch(run, window), batch_idx
+                    )
 
                 if number == 0:
                     try:
@@ -479,7 +515,7 @@ def take(
                     except Exception as wrong:
                         blame(run, wrong, last + 1)
                         raise
-                progress.count(window, dispatch.rows[number])
+                progress.count_step(window, dispatch.rows[number])
                 progress.ahead = last - number
 
                 metrics = next(results)
@@ -487,30 +523,30 @@ def take(
                 if has_end:
                     hooks.on_train_batch_end(trainer, metrics, batch_idx)
                 if number == last:
-                    if settle is not None:
-                        settle()
+                    if after_dispatch is not None:
+                        after_dispatch()
                     if has_boundary:
                         hooks.on_boundary(trainer)
                     run.interrupts.check()
                 yield metrics
         finally:
             if progress.ahead:
-                _catch_up(run, dispatch)
+                _count_remaining_steps(run, dispatch)
 
 
-def _catch_up(run: "Run", dispatch: Dispatch) -> None:
-    """Counts the steps of a dispatch that was left before its last hook.
+def _count_remaining_steps(run: "Run", dispatch: Dispatch) -> None:
+    """Counts the steps of a dispatch that ended before its last hook.
 
-    The state has them, and a fit that goes on must not take them again.
+    The state includes them, and a resumed fit must not repeat them.
     """
     progress = run.progress
     rest = list(zip(dispatch.windows, dispatch.rows, strict=True))[-progress.ahead :]
     progress.ahead = 0
     for window, rows in rest:
-        progress.count(window, rows)
+        progress.count_step(window, rows)
 
 
-def _shown(run: "Run", window: Window) -> Any:
-    """What batch hooks are given: the rows that are here."""
+def _make_hook_batch(run: "Run", window: Window) -> Any:
+    """Returns the batch for hooks: the rows of this process, read-only."""
     batches = [read_only(own_of(batch)) for batch in window]
-    return batches[0] if run.recipe.accumulate_grad_batches == 1 else batches
+    return batches[0] if run.config.accumulate_grad_batches == 1 else batches

@@ -1,4 +1,4 @@
-"""Metrics of a whole pass, such as AUROC, from all of its predictions and targets."""
+"""Metrics over a complete pass, such as AUROC, from all predictions and targets."""
 
 import functools
 import inspect
@@ -52,8 +52,8 @@ class PassMetric:
         self._wants_targets_first = first == "y_true"
 
     def __call__(self, name: str, predictions: PyTree, targets: PyTree) -> Any:
-        """The value of the metric called `name`, or several by their names."""
-        given = jax.tree.map(_widened, (predictions, targets))
+        """Returns the value of the metric `name`, or several values by name."""
+        given = jax.tree.map(_widen, (predictions, targets))
         shapes = [
             ", ".join(str(leaf.shape) for leaf in jax.tree.leaves(tree))
             for tree in given
@@ -82,13 +82,13 @@ class PassMetric:
 
 
 Metric = losses.Criterion | PassMetric
-"""What `Trainer(metrics=...)` may have by a name."""
+"""A metric in `Trainer(metrics=...)`."""
 
 
 def split_metrics(
     metrics: Any,
 ) -> tuple[dict[str, losses.Criterion], dict[str, PassMetric]]:
-    """`Trainer(metrics=...)` as metrics of rows, and metrics of passes, by name."""
+    """Splits `Trainer(metrics=...)` into metrics of rows and of passes, by name."""
     if isinstance(metrics, PassMetric):
         metrics = [metrics]
     if not isinstance(metrics, Iterable) or isinstance(metrics, str):
@@ -115,13 +115,12 @@ def add_pass_values(
     outputs: PyTree,
     measure: Callable[..., Mapping[str, float]],
 ) -> None:
-    """Adds what metrics of passes are to the means of a pass, by name.
+    """Adds the values of `PassMetric`s to the means of a pass.
 
     Args:
-        means: which they are added to.
-        metrics: by name.
-        outputs: the predictions and targets of all rows of the pass; of parts, by the
-            part's name.
+        means: the means by name, which are updated.
+        metrics: the metrics by name.
+        outputs: the predictions and targets of all rows; with parts, by part name.
         measure: `Steps.measure_outputs`, which calls a metric.
     """
     of_parts = outputs if isinstance(outputs, dict) else {"": outputs}
@@ -129,7 +128,7 @@ def add_pass_values(
         of_parts.items(), metrics.items()
     ):
         name = f"{part}_{name}" if part else name
-        values = measure(functools.partial(_call, metric, name), given)
+        values = measure(functools.partial(_call_metric, metric, name), given)
         if clash := {*values} & {*means}:
             raise ValueError(
                 f"`metrics`: there are two values named {sorted(clash)}, one of them of"
@@ -138,10 +137,10 @@ def add_pass_values(
         means |= values
 
 
-def _call(metric: PassMetric, name: str, outputs: PyTree) -> Mapping[str, float]:
+def _call_metric(metric: PassMetric, name: str, outputs: PyTree) -> Mapping[str, float]:
     return metric(name, *outputs)
 
 
-def _widened(leaf: np.ndarray) -> np.ndarray:
-    """Numbers that NumPy has arithmetic for: no bfloat16."""
+def _widen(leaf: np.ndarray) -> np.ndarray:
+    """Converts bfloat16, for which NumPy has no arithmetic, to float32."""
     return leaf.astype(np.float32) if leaf.dtype.name == "bfloat16" else leaf

@@ -1,4 +1,4 @@
-"""How far a run is, over fits, kills and resumes, and how far a fit goes."""
+"""The progress of a run over fits and resumes, and the limits of a fit."""
 
 import sys
 import time
@@ -11,27 +11,27 @@ from ..basics.arguments import check_count, parse_duration
 from ..data import NO_LOADER, Position, Share, Source, Window, checksum
 
 _ONLY: Final = "val"
-"""The name of a validation's loader that is the only one."""
+"""The name of the validation loader, if there is only one."""
 
 
 class Progress:
-    """What is done of a run, and which batch comes next.
+    """The completed steps and batches of a run, and the position of the next batch.
 
-    The training data is passed anew to every fit.
+    Each fit passes its own training loader.
 
     Attributes:
-        global_step: optimizer steps.
-        ahead: how many more the state has, in the middle of a dispatch of several.
-        epoch: the present one, counted from 0.
-        done: its batches that are done with.
-        seen: batches of all epochs that are.
-        examples: its real rows.
-        epoch_ended: whether it is in the history. One that was cut short goes on.
-        is_finished: whether no batch of it is left, while it is being ended.
-        end: how many batches it has, once the last one was read ahead; else None.
-        val_metrics: its last validation's.
+        global_step: completed optimizer steps.
+        ahead: steps that the state has beyond these, within a dispatch of several.
+        epoch: the current epoch, counted from 0.
+        done: its completed batches.
+        seen: completed batches of all epochs.
+        examples: its real rows so far.
+        epoch_ended: whether it is in the history; one that was cut short continues.
+        is_finished: whether it has no more batches, while it is being ended.
+        end: its number of batches once the last one was read ahead, else None.
+        val_metrics: the values of its last validation.
         logged: the last values that callbacks have logged in it.
-        validated_at: after which of its batches that was.
+        validated_at: the number of its batches before its last validation.
     """
 
     def __init__(self) -> None:
@@ -42,51 +42,51 @@ class Progress:
         self.val_metrics: dict[str, float] = {}
         self.logged: dict[str, float] = {}
         self.validated_at = 0
-        self._source: Source | None = None  # of the batches that are trained on
-        self._at = Position()  # where its next pass begins
+        self._source: Source | None = None  # of the training batches
+        self._position = Position()  # the start of its next pass
         self._vals: dict[str, Source] = {}
-        self._val_states: dict[str, Any] = {}  # in a checkpoint
+        self._val_states: dict[str, Any] = {}  # from a checkpoint
 
-    def go_on_with(self, source: Source, vals: Mapping[str, Source]) -> None:
-        """The next batch is one of `source`, after those of the epoch that are done."""
+    def resume_loaders(self, source: Source, vals: Mapping[str, Source]) -> None:
+        """Continues with `source`, after the completed batches of the epoch."""
         last = self._source
         if last is not None and (begun := last.begun) is not None:
-            goes_on = last.loader is source.loader or self.done
+            continues = last.loader is source.loader or self.done
             marked = last.mark(begun, self.epoch, self.done)
-            self._at = marked if goes_on else Position()
-        self._keep(source)
+            self._position = marked if continues else Position()
+        self._set_source(source)
         for name, val in vals.items():
             val.restore(self._val_states.get(name))
         self._vals = {**vals}
         self._val_states = {} if vals else self._val_states
 
-    def start_with(self, source: Source) -> None:
-        """The next batch is the first of `source`."""
-        self.done, self._at = 0, Position()
-        self._keep(source)
+    def start_loader(self, source: Source) -> None:
+        """Starts a pass at the first batch of `source`."""
+        self.done, self._position = 0, Position()
+        self._set_source(source)
 
     def position(self) -> Position:
-        """Returns where the next pass over the training data begins, for once."""
-        at, self._at, self.end = self._at, Position(), None
-        return at._replace(epoch=self.epoch, batches=self.done)
+        """Returns the start of the next pass over the training data, and resets it."""
+        position, self._position, self.end = self._position, Position(), None
+        return position._replace(epoch=self.epoch, batches=self.done)
 
     def begin_epoch(self) -> None:
-        """Its first step is about to be taken."""
+        """Resets the values of the epoch, before its first step."""
         self.examples = self.validated_at = 0
         self.val_metrics = {}
 
     def next_epoch(self) -> None:
-        """The present epoch is over; the next batch is the first of the next one."""
+        """Moves to the first batch of the next epoch."""
         self.epoch, self.done = self.epoch + 1, 0
         self.validated_at, self.val_metrics, self.logged = 0, {}, {}
 
-    def leave_epoch(self) -> None:
-        """What is left of the present epoch is given up."""
+    def abandon_epoch(self) -> None:
+        """Skips the remaining batches of the epoch."""
         self.next_epoch()
-        self._at = Position(given=self._at.given)
+        self._position = Position(given=self._position.given)
 
-    def count(self, window: Window, rows: int) -> None:
-        """A step over these batches, which have so many real rows, was taken."""
+    def count_step(self, window: Window, rows: int) -> None:
+        """Counts a step over these batches, which have `rows` real rows."""
         self.global_step += 1
         self.examples += rows
         self.epoch_ended = False
@@ -95,39 +95,39 @@ class Progress:
         if self._source is not None:
             self._source.trained_on(window)
 
-    def drop(self, batches: int) -> None:
-        """So many batches are no good: an iterator does not give them again."""
+    def discard_batches(self, batches: int) -> None:
+        """Discards the next batches, which an iterator cannot yield again."""
         if self._source is not None:
             self._source.drop(batches)
 
     def state_dict(self, share: Share) -> dict[str, Any]:
-        """For `load_state_dict`; JSON."""
-        # An epoch that is over counts as the next one, not begun.
-        of_epoch = Progress() if self.is_finished else self
-        epoch, at = self.epoch + self.is_finished, self._at
+        """Returns JSON for `load_state_dict`."""
+        # A finished epoch is saved as the start of the next one.
+        current = Progress() if self.is_finished else self
+        epoch, position = self.epoch + self.is_finished, self._position
         source = self._source
         if source is not None and source.begun is not None:
-            at = source.mark(source.begun, epoch, of_epoch.done)
-            if at.state is None:
-                at = at._replace(state=source.present_state())
+            position = source.mark(source.begun, epoch, current.done)
+            if position.state is None:
+                position = position._replace(state=source.present_state())
 
         states = dict(self._val_states)
         states |= {name: val.state_now() for name, val in self._vals.items()}
-        several = {name: share.states(states[name]) for name in sorted(states)}
+        vals = {name: share.states(states[name]) for name in sorted(states)}
         return {
             "global_step": self.global_step,
             "current_epoch": epoch,
             "batches_seen": self.seen,
             "examples_seen": self.examples,
-            "source": share.states(at.state),
-            "place": share.states(at.place),
-            "validation": several.get(_ONLY) if set(several) <= {_ONLY} else several,
-            "after": checksum(at.last),
-            "batches_done": of_epoch.done,
-            "epoch_ended": of_epoch.epoch_ended,
-            "val_metrics": of_epoch.val_metrics,
-            "logged": of_epoch.logged,
-            "validated_at": of_epoch.validated_at,
+            "source": share.states(position.state),
+            "place": share.states(position.place),
+            "validation": vals.get(_ONLY) if set(vals) <= {_ONLY} else vals,
+            "after": checksum(position.last),
+            "batches_done": current.done,
+            "epoch_ended": current.epoch_ended,
+            "val_metrics": current.val_metrics,
+            "logged": current.logged,
+            "validated_at": current.validated_at,
         }
 
     def load_state_dict(self, state: dict[str, Any], share: Share) -> None:
@@ -139,31 +139,31 @@ class Progress:
         self.logged = state.get("logged", {})  # checkpoints of 0.2 have none
         self.validated_at = state["validated_at"]
         self._source = None
-        self._at = Position(
+        self._position = Position(
             state=share.state(state["source"]),
             place=share.state(state["place"]),
             given=self.seen,
             last=state["after"],
         )
-        saved = _by_name(state["validation"])
+        saved = _split_by_name(state["validation"])
         self._vals, self._val_states = {}, {n: share.state(s) for n, s in saved.items()}
 
-    def _keep(self, source: Source) -> None:
+    def _set_source(self, source: Source) -> None:
         source.begin_training()
         if self._source is not None and self._source.loader is source.loader:
             source.go_on_from(self._source)
         self._source = source
 
 
-def _by_name(told: Any) -> dict[str, Any]:
-    """What a checkpoint has of the validations' loaders."""
-    is_of_each = isinstance(told, dict) and told
-    is_of_each = is_of_each and all(n.startswith(f"{_ONLY}_") for n in told)
-    return told if is_of_each else {_ONLY: told}
+def _split_by_name(saved: Any) -> dict[str, Any]:
+    """Returns the saved states of validation loaders, by name."""
+    is_named = isinstance(saved, dict) and saved
+    is_named = is_named and all(name.startswith(f"{_ONLY}_") for name in saved)
+    return saved if is_named else {_ONLY: saved}
 
 
-class Wanted(NamedTuple):
-    """What `Trainer.fit` was asked for: its arguments of the same names."""
+class FitArguments(NamedTuple):
+    """The arguments of `Trainer.fit` that say how far and how often, by their names."""
 
     max_epochs: int | None = None
     max_steps: int | None = None
@@ -177,34 +177,50 @@ class Wanted(NamedTuple):
     fast_dev_run: bool | int = False
     overfit_batches: int | float | None = None
 
-    def of_fast_dev_run(self, epoch: int) -> "Wanted":
-        """One epoch of as many batches as `fast_dev_run` says, and a validation."""
+    def for_fast_dev_run(self, epoch: int) -> "FitArguments":
+        """Returns those for one epoch of as many batches as `fast_dev_run` says."""
         batches = int(self.fast_dev_run)
-        return Wanted(
+        names = "max_time", "fast_dev_run", "overfit_batches"
+        return FitArguments(
             max_epochs=epoch + 1,
-            max_time=self.max_time,
             limit_train_batches=batches,
             limit_val_batches=batches,
-            fast_dev_run=self.fast_dev_run,
-            overfit_batches=self.overfit_batches,
+            **{name: getattr(self, name) for name in names},
         )
 
 
 class Limits:
-    """The resolved limits of one fit, whose steps `accumulate` so many batches."""
+    """The limits of one fit, resolved for its loaders.
+
+    Args:
+        train: the training batches.
+        vals: the validation batches, by name.
+        arguments: those of `Trainer.fit`.
+        accumulate: micro-batches per step.
+
+    Attributes:
+        sure_batches: batches per epoch, if neither more nor fewer can come; else None.
+        batches_per_epoch, steps_per_epoch: expected ones; None if unknown.
+        val_limits: batches per validation by name; None for all.
+        val_batches: batches per validation, if known.
+    """
 
     def __init__(
-        self, train: Source, vals: Mapping[str, Source], wanted: Wanted, accumulate: int
+        self,
+        train: Source,
+        vals: Mapping[str, Source],
+        arguments: FitArguments,
+        accumulate: int,
     ):
-        max_epochs, max_steps, max_time, min_epochs, min_steps = wanted[:5]
-        ends = max_steps, max_time, wanted.limit_train_batches
+        max_epochs, max_steps, max_time, min_epochs, min_steps = arguments[:5]
+        ends = max_steps, max_time, arguments.limit_train_batches
         if train.loader is NO_LOADER and ends == (None, None, None):
             raise ValueError(
                 "`fit` was given no `train_loader`, so that an epoch has no end; pass"
                 " `max_steps`, `max_time`, or as `limit_train_batches` the number of"
                 " steps of an epoch."
             )
-        every_n_epoch = wanted.check_val_every_n_epoch
+        every_n_epoch = arguments.check_val_every_n_epoch
         if max_epochs is None and max_steps is None and max_time is None:
             max_epochs = 1
         for name, value in (("max_epochs", max_epochs), ("max_steps", max_steps)):
@@ -223,7 +239,7 @@ class Limits:
                 )
         check_count("check_val_every_n_epoch", every_n_epoch)
 
-        # Totals of a run; -1 is none.
+        # Totals of a run; -1 means no limit.
         self.max_epochs = None if max_epochs == -1 else max_epochs
         self.max_steps = None if max_steps == -1 else max_steps
         self.min_epochs, self.min_steps = min_epochs or 0, min_steps or 0
@@ -232,63 +248,67 @@ class Limits:
             self.seconds = parse_duration(max_time, "max_time")
         self.deadline: float | None = None
 
-        # When to validate, and on how much.
+        # Validation.
         self.check_val_every_n_epoch = every_n_epoch
-        limit = wanted.limit_val_batches
+        limit = arguments.limit_val_batches
         self.val_limits = {
-            name: capped("limit_val_batches", limit, val.num_batches)
+            name: resolve_limit("limit_val_batches", limit, val.num_batches)
             for name, val in vals.items()
         }
-        counts = [_least(v.sure_batches, self.val_limits[n]) for n, v in vals.items()]
+        counts = [
+            _min_known(v.sure_batches, self.val_limits[n]) for n, v in vals.items()
+        ]
         known = [count for count in counts if count is not None]
         self.val_batches = sum(known) if len(known) == len(vals) > 0 else None
         self.skips_validation = 0 in self.val_limits.values()
 
-        # How long an epoch is, where that is known.
-        self.train_batches = capped(
-            "limit_train_batches", wanted.limit_train_batches, train.num_batches
+        # The length of an epoch, if known.
+        self.train_batches = resolve_limit(
+            "limit_train_batches", arguments.limit_train_batches, train.num_batches
         )
-        per_epoch = _least(train.num_batches, self.train_batches)
+        per_epoch = _min_known(train.num_batches, self.train_batches)
         self._is_sized = train.num_batches is not None
-        # Where no more and no fewer batches can come.
-        self.whole = _least(train.sure_batches, self.train_batches)
-        self.val_interval = self._interval(wanted.val_check_interval, per_epoch)
+        self.sure_batches = _min_known(train.sure_batches, self.train_batches)
+        self.val_interval = self._resolve_interval(
+            arguments.val_check_interval, per_epoch
+        )
         self.accumulate = accumulate
         self.batches_per_epoch = per_epoch
-        self.steps_per_epoch = self.steps_by(accumulate)
+        self.steps_per_epoch = self.count_steps(accumulate)
 
-    def check_minimum(self, step: int, epoch: int, batches_done: int) -> None:
-        """Raises for a minimum of steps that the epochs left can't reach."""
-        if self.max_epochs is None or self.whole is None:
+    def check_minimum(self, progress: Progress) -> None:
+        """Raises for a `min_steps` that the remaining epochs can't reach."""
+        batches, epochs = self.sure_batches, self.max_epochs
+        if epochs is None or batches is None or progress.epoch >= epochs:
             return
-        here, of_each = (
-            -(-batches // self.accumulate)
-            for batches in (max(0, self.whole - batches_done), self.whole)
-        )
-        most = step + here + (self.max_epochs - epoch - 1) * of_each
-        if epoch < self.max_epochs and most < self.min_steps:
+        remaining = -(-max(0, batches - progress.done) // self.accumulate)
+        per_epoch = -(-batches // self.accumulate)
+        maximum = progress.global_step + remaining
+        maximum += (epochs - progress.epoch - 1) * per_epoch
+        if maximum < self.min_steps:
             raise ValueError(
-                f"`min_steps`={self.min_steps} is more than the {most} steps that"
+                f"`min_steps`={self.min_steps} is more than the {maximum} steps that"
                 f" `max_epochs`={self.max_epochs} allows; raise `max_epochs`, or pass"
                 " -1 for no limit."
             )
 
     def check_iterators(
-        self, train: Source, vals: Mapping[str, Source], step: int, epoch: int
+        self, train: Source, vals: Mapping[str, Source], progress: Progress
     ) -> None:
-        """Raises for validation loaders whose batches will have been used up before."""
-        left = [] if self.max_epochs is None else [self.max_epochs - epoch]
+        """Raises for validation loaders that would be exhausted before the last
+        validation."""
+        epochs = [] if self.max_epochs is None else [self.max_epochs - progress.epoch]
         if self.max_steps is not None:
             per_epoch = self.steps_per_epoch or max(1, self.max_steps)
-            left.append(-(-(self.max_steps - step) // per_epoch))
-        of_ends = min(left, default=1) / self.check_val_every_n_epoch
+            epochs.append(-(-(self.max_steps - progress.global_step) // per_epoch))
+        num_validations = min(epochs, default=1) / self.check_val_every_n_epoch
         for name, val in vals.items():
             if val.is_iterator and val.loader is train.loader:
                 raise ValueError(
                     f"`{val.argument}` is the iterator that `train_loader` is, so that"
                     " each would take batches from the other; pass two of them."
                 )
-            is_read_again = self.val_interval is not None or of_ends > 1
+            is_read_again = self.val_interval is not None or num_validations > 1
             if is_read_again and val.is_used_up and self.val_limits[name] is None:
                 raise ValueError(
                     f"`{val.argument}` is a {type(val.loader).__name__}, which can be"
@@ -297,73 +317,70 @@ class Limits:
                     " over."
                 )
 
-    def steps_by(self, accumulate: int) -> int | None:
-        """Optimizer steps of an epoch, of so many batches each."""
+    def count_steps(self, accumulate: int) -> int | None:
+        """Returns the steps of an epoch with `accumulate` micro-batches each."""
         batches = self.batches_per_epoch
         return None if batches is None else -(-batches // accumulate)
 
     def is_short(self, batches_done: int) -> bool:
-        """Whether an epoch of unknown length was to have more batches than these."""
+        """Returns True if an epoch of unknown length has ended before its limit."""
         limit = self.train_batches
         return not self._is_sized and limit is not None and batches_done < limit
 
     def start_clock(self) -> None:
-        """From now on `max_time` counts."""
+        """Starts the time of `max_time`."""
         if self.seconds is not None:
             self.deadline = time.monotonic() + self.seconds
 
     def is_finished(self, batches_done: int) -> bool:
-        """Whether so many batches are known to be a whole epoch."""
-        return self.whole is not None and batches_done >= self.whole
+        """Returns True if so many batches are known to complete an epoch."""
+        return self.sure_batches is not None and batches_done >= self.sure_batches
 
-    def time_is_up(self) -> bool:
-        """Whether `max_time` is over, by this process's clock."""
+    def is_time_over(self) -> bool:
+        """Returns True if `max_time` is over, by the clock of this process."""
         return self.deadline is not None and time.monotonic() >= self.deadline
 
-    def done(self, step: int, epoch: int) -> bool:
-        """Whether the fit is over, so many steps and epochs done, but for its time."""
+    def is_reached(self, step: int, epoch: int) -> bool:
+        """Returns True if `max_steps` or `max_epochs` is reached."""
         if self.max_steps is not None and step >= self.max_steps:
             return True
         return self.max_epochs is not None and epoch >= self.max_epochs
 
     def may_stop(self, step: int, epoch: int) -> bool:
-        """Whether so many steps and epochs are enough to end the fit early."""
+        """Returns True if `min_steps` and `min_epochs` are reached."""
         return step >= self.min_steps and epoch >= self.min_epochs
 
     def steps_until_stop(self, step: int, batches_done: int) -> int | None:
-        """Steps until `min_steps`, `max_steps` or a validation inside the epoch; None:
-        no such."""
+        """Returns the steps until `min_steps`, `max_steps` or a validation within the
+        epoch; None if there is none of these."""
         stops = [] if self.max_steps is None else [self.max_steps - step]
         stops += [self.min_steps - step] if step < self.min_steps else []
         if self.val_interval is not None:
-            left = self.val_interval - batches_done % self.val_interval
-            stops.append(-(-left // self.accumulate))
+            batches = self.val_interval - batches_done % self.val_interval
+            stops.append(-(-batches // self.accumulate))
         return min(stops, default=None)
 
-    def interval_is_up(self, epoch: int, batches_done: int, validated_at: int) -> bool:
-        """Whether `val_check_interval` asks for a validation at this place, the last
-        one having been after so many batches of the epoch."""
+    def is_interval_due(self, epoch: int, batches_done: int, validated_at: int) -> bool:
+        """Returns True if `val_check_interval` requires a validation after
+        `batches_done` batches of the epoch, the last one having been at
+        `validated_at`."""
         every = self.val_interval
         if every is None or (epoch + 1) % self.check_val_every_n_epoch:
             return False
         return batches_done // every > validated_at // every
 
     def validates_before_end(self) -> bool:
-        """Whether the fit may validate before it ends, which it does once anyway."""
-        every, most, of_each = (
-            self.check_val_every_n_epoch,
-            self.max_epochs,
-            self.steps_per_epoch,
-        )
-        if self.max_steps is not None and of_each:
-            most = _least(most, -(-self.max_steps // of_each))
-        return every == 1 or most is None or every <= most
+        """Returns True if the fit may validate before its last epoch ends."""
+        every, epochs = self.check_val_every_n_epoch, self.max_epochs
+        if self.max_steps is not None and self.steps_per_epoch:
+            epochs = _min_known(epochs, -(-self.max_steps // self.steps_per_epoch))
+        return every == 1 or epochs is None or every <= epochs
 
-    def epoch_is_due(self, epoch: int) -> bool:
-        """Whether epoch number `epoch` ends with a validation."""
+    def is_epoch_due(self, epoch: int) -> bool:
+        """Returns True if this epoch ends with a validation."""
         return (epoch + 1) % self.check_val_every_n_epoch == 0
 
-    def _interval(self, interval: Any, per_epoch: int | None) -> int | None:
+    def _resolve_interval(self, interval: Any, per_epoch: int | None) -> int | None:
         if interval is None:
             return None
         if isinstance(interval, float | np.floating):
@@ -371,7 +388,7 @@ class Limits:
             if interval == 0:
                 raise ValueError("`val_check_interval`=0.0: it must be more than 0.")
             if per_epoch is None and interval == 1:
-                return None  # at the end of an epoch validation comes anyway
+                return None  # an epoch ends with a validation anyway
             if per_epoch is None:
                 raise ValueError(
                     f"`val_check_interval`={interval} is a share of an epoch, and the"
@@ -388,12 +405,12 @@ class Limits:
         return int(interval)
 
 
-def _least(*counts: int | None) -> int | None:
+def _min_known(*counts: int | None) -> int | None:
     return min((count for count in counts if count is not None), default=None)
 
 
 def check_limit(name: str, limit: Any) -> None:
-    """Raises unless `limit` is None, a number of batches or a share of them."""
+    """Raises unless `limit` is None, a number of batches or a fraction of them."""
     if limit is None:
         return
     is_whole = isinstance(limit, int | np.integer) and not isinstance(limit, bool)
@@ -408,11 +425,13 @@ def check_limit(name: str, limit: Any) -> None:
         raise ValueError(f"`{name}` as a share must be from 0.0 to 1.0; got {limit}.")
 
 
-def capped(name: str, limit: int | float | None, available: int | None) -> int | None:
-    """`limit` in batches: a float is a share of the `available` ones."""
+def resolve_limit(
+    name: str, limit: int | float | None, available: int | None
+) -> int | None:
+    """Returns `limit` in batches, None for all; a float is a part of `available`."""
     check_limit(name, limit)
     if limit is None or (isinstance(limit, float | np.floating) and limit == 1.0):
-        return None  # all of them, however many come
+        return None
     if not isinstance(limit, float | np.floating):
         return int(limit)
     if available is None:

@@ -1,4 +1,4 @@
-"""Which checkpoint is meant by `fit(..., ckpt_path=...)`, and by that of `test`."""
+"""Finds and loads the checkpoint that `ckpt_path` of `fit`, `test`, ... names."""
 
 import os
 from collections.abc import Callable
@@ -15,20 +15,20 @@ from ..checkpoint import CheckpointCorrupt
 if TYPE_CHECKING:
     from jaxdp import Trainer
 
-WORDS: Final = ("last", "best", "auto")
+CHECKPOINT_NAMES: Final = ("last", "best", "auto")
 
 
 def resume(trainer: "Trainer", where: str | os.PathLike[str]) -> None:
-    """Loads the checkpoint that `where` means into `trainer`, or raises as `taken`.
+    """Loads the checkpoint that `where` names; "auto" is the last one if there is any.
 
-    It may be `"auto"`, too: the last one if there is any.
+    Raises the errors of `load_by_name`.
     """
-    resumed = taken(trainer, where, trainer.load, WORDS)
-    if resumed is None:
+    loaded = load_by_name(trainer, where, trainer.load, CHECKPOINT_NAMES)
+    if loaded is None:
         return
-    path, _ = resumed
+    path, _ = loaded
     step, epoch = trainer.global_step, trainer.current_epoch
-    if where in WORDS and os.path.basename(path) != str(step):
+    if where in CHECKPOINT_NAMES and os.path.basename(path) != str(step):
         warn(
             f"`ckpt_path`={where!r}: {path} is the checkpoint of step {step}, under"
             " another name."
@@ -36,26 +36,27 @@ def resume(trainer: "Trainer", where: str | os.PathLike[str]) -> None:
     log_info(f"resumed step {step} (epoch {epoch}) from {path}")
 
 
-def taken(
+def load_by_name(
     trainer: "Trainer",
     where: Any,
-    take: Callable[[str], Any],
+    load: Callable[[str], Any],
     words: tuple[str, ...] = ("last", "best"),
 ) -> tuple[str, Any] | None:
-    """What `take` makes of the checkpoint that `where` means, and its path.
+    """Returns the path of the checkpoint that `where` names, and the result of `load`.
 
     Args:
-        where: a checkpoint's folder, or a word for some of those that the
+        where: the folder of a checkpoint, or a word for those that the
             `ModelCheckpoint` callbacks of the trainer have saved: `"last"`, or
-            `"best"` by the first that has a `monitor`. Damaged ones are passed over,
+            `"best"` by the first that has a `monitor`. Damaged checkpoints are skipped
             with a warning.
-        words: those that may be used.
+        load: called with paths, until it does not raise.
+        words: the allowed words.
 
     Raises:
-        FileNotFoundError: if there is none (but for `"auto"`, which gives None).
-        CheckpointCorrupt: if there are some, and none is whole.
-        ValueError: for a word that asks for what there can't be; or if a checkpoint
-            is of another model or optimizer.
+        FileNotFoundError: if there is no checkpoint (for "auto", None is returned).
+        CheckpointCorrupt: if there are some, and all are damaged.
+        ValueError: for a word without a callback that saves such checkpoints; or if a
+            checkpoint is of another model or optimizer.
     """
     if isinstance(where, bool) or not isinstance(where, str | os.PathLike):
         raise TypeError(
@@ -70,10 +71,10 @@ def taken(
                 f"`ckpt_path`={os.fspath(where)!r} is none of {words}, and there is"
                 f" nothing at {path}."
             )
-        return path, take(path)
+        return path, load(path)
 
-    # A word: what the callbacks have saved.
-    savers = savers_of(trainer)
+    # A word: one of those that the callbacks have saved.
+    savers = find_savers(trainer)
     if not savers:
         raise ValueError(
             f"`ckpt_path`={where!r} looks where the ModelCheckpoint callback saves, and"
@@ -87,22 +88,22 @@ def taken(
                 " by; use 'last', or ModelCheckpoint(monitor='val_loss')."
             )
 
-    # One process looks, and all try the same ones.
+    # One process looks for them, and all try the same ones.
     paths, faults = trainer.run.processes.run_on_rank_zero(
         "which checkpoint is meant",
-        lambda: _paths(trainer, where, savers),
+        lambda: _find_paths(trainer, where, savers),
         CheckpointCorrupt,
     )
     if not paths and not faults:
         return None
-    return _first_whole(where, take, paths, faults)
+    return _load_first_valid(where, load, paths, faults)
 
 
-def how_to_go_on(trainer: "Trainer") -> str:
-    """What to say of a fit that Ctrl-C has stopped, between two steps."""
+def format_resume_hint(trainer: "Trainer") -> str:
+    """Returns how to resume a fit that Ctrl-C has stopped between two steps."""
     step = trainer.global_step
     text = f"stopped after step {step}"
-    paths = [saver.last_model_path for saver in savers_of(trainer)]
+    paths = [saver.last_model_path for saver in find_savers(trainer)]
     saved = [path for path in paths if os.path.basename(path) == str(step)]
     if saved:
         return (
@@ -114,21 +115,21 @@ def how_to_go_on(trainer: "Trainer") -> str:
     )
 
 
-def savers_of(trainer: "Trainer") -> list[ModelCheckpoint]:
-    """The callbacks of a trainer that save checkpoints."""
+def find_savers(trainer: "Trainer") -> list[ModelCheckpoint]:
+    """Returns the callbacks of a trainer that save checkpoints."""
     return [made for made in trainer.callbacks if isinstance(made, ModelCheckpoint)]
 
 
-def _paths(
+def _find_paths(
     trainer: "Trainer", where: str, savers: list[ModelCheckpoint]
 ) -> list[list[str]]:
-    """The checkpoints that a word means, those to be tried first coming first.
+    """Returns the checkpoints that a word names, in the order to try them; and faults.
 
-    And what stands among them that is no checkpoint.
+    Faults name what lies among them and is no checkpoint.
     """
     folders = [saver.find_folder(trainer) for saver in savers]
 
-    # Of equal steps first the last saver's: it knows of those before it.
+    # Of equal steps the last saver's comes first: it was saved after the others.
     steps = sorted(
         ((step, folder) for folder in reversed(folders) for step in folder.steps()),
         key=lambda pair: -pair[0],
@@ -136,10 +137,10 @@ def _paths(
 
     looked = " and ".join(folder.path for folder in folders)
     faults = [
-        f"{folder.path_of(step)} is a symbolic link or a file, but a checkpoint is"
+        f"{folder.get_path(step)} is a symbolic link or a file, but a checkpoint is"
         " a folder."
         for folder in folders
-        for step in folder.impostors()
+        for step in folder.find_non_folders()
     ]
 
     if not steps and not faults:
@@ -152,18 +153,18 @@ def _paths(
         )
 
     if where == "best":
-        steps = _best_first(trainer, savers[0], steps)
+        steps = _sort_best_first(trainer, savers[0], steps)
     for fault in faults:
         warn(f"`ckpt_path`={where!r}: {fault} Skipped.")
-    return [[folder.path_of(step) for step, folder in steps], faults]
+    return [[folder.get_path(step) for step, folder in steps], faults]
 
 
-def _first_whole(
-    where: str, take: Callable[[str], Any], paths: list[str], faults: list[str]
+def _load_first_valid(
+    where: str, load: Callable[[str], Any], paths: list[str], faults: list[str]
 ) -> tuple[str, Any]:
     for path in paths:
         try:
-            return path, take(path)
+            return path, load(path)
         except (CheckpointCorrupt, FileNotFoundError) as error:
             text = str(error).removeprefix("`path`: ")
             faults.append(text)
@@ -176,16 +177,17 @@ def _first_whole(
     )
 
 
-def _best_first(
-    trainer: "Trainer", saver: ModelCheckpoint, found: list[Any]
+def _sort_best_first(
+    trainer: "Trainer", saver: ModelCheckpoint, newest_first: list[Any]
 ) -> list[Any]:
-    """Steps with a score: by the link to the best, then as the newest whole one says.
+    """Sorts the steps that have a score: the best first.
 
-    The newest may have been measured after it was saved.
+    The link `best` comes first, because the newest checkpoint may have been measured
+    after it was saved; then the order in the newest valid checkpoint.
     """
     who, ranked = f"the callback {find_name(trainer, saver)}", None
-    for step, folder in found:
-        path = folder.path_of(step)
+    for step, folder in newest_first:
+        path = folder.get_path(step)
         try:
             state = match_state(trainer, checkpoint.read_meta(path), saver)
             if state is None:
@@ -198,11 +200,11 @@ def _best_first(
         except (CheckpointCorrupt, FileNotFoundError) as error:
             warn(f"`ckpt_path`='best': {error} Skipped.")
     if ranked is None:
-        return found
-    there = dict(found)
-    linked = saver.find_folder(trainer).linked("best")
+        return newest_first
+    folders = dict(newest_first)
+    linked = saver.find_folder(trainer).read_link("best")
     ranked = [linked, *(step for step in ranked if step != linked)]
-    best_first = [(step, there[step]) for step in ranked if step in there]
+    best_first = [(step, folders[step]) for step in ranked if step in folders]
     if not best_first:
         raise ValueError(
             f"`ckpt_path`='best': of no checkpoint in"

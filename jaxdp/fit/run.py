@@ -1,4 +1,4 @@
-"""What a trainer works with: what its arguments decide, and what it is doing now."""
+"""The resolved arguments of a trainer, and the objects that it works with."""
 
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -46,22 +46,22 @@ from ..step import (
 )
 from ..strategies import DataParallel
 from . import checks
+from .checkpointing import CheckpointInfo, describe_arguments, read_state
 from .pass_metrics import split_metrics
 from .progress import Progress
-from .snapshot import Loaded, described, read_placed
 
 
-class Recipe:
-    """What the arguments of a trainer decide: model, loss, optimizer, and engines.
+class TrainerConfig:
+    """The arguments of a trainer, resolved: model, loss, optimizer; makes engines.
 
     Args:
-        arguments: checked, by name.
+        arguments: the validated arguments, by name.
 
     Attributes:
-        arguments: as given.
-        parts: the model as (trained leaves, other arrays, the rest), as it was given.
-        several: the parts in the place of the optimizer, if there are some.
-        pass_metrics: metrics over whole passes, by name.
+        arguments: as passed.
+        parts: the initial model as (trained leaves, other arrays, the rest).
+        optimizer_parts: the resolved `Part`s; empty for a single optimizer.
+        pass_metrics: the `PassMetric`s, by name.
     """
 
     def __init__(self, arguments: Mapping[str, Any]):
@@ -76,12 +76,12 @@ class Recipe:
         self.accumulate_grad_batches = int(arguments["accumulate_grad_batches"])
         self.steps_per_execution = arguments["steps_per_execution"]
 
-        several = self.several = checks.parts_of(arguments)
+        several = self.optimizer_parts = checks.find_trainer_parts(arguments)
         trained = union_masks(several) if several else arguments["filter_spec"]
         self.parts = checks.split_model(self.model, trained)
         if self.ensemble is not None:
-            self.ensemble.check_values(self._own_optimizer(), self.parts[0])
-        self._after_update = self._checked_after_update()
+            self.ensemble.check_values(self._make_optimizer(), self.parts[0])
+        self._after_update = self._make_after_update()
         self._criteria, self.pass_metrics = split_metrics(arguments["metrics"])
         choose = checks.choose_objective
         self._objective = several[0].objective if several else choose(arguments)
@@ -89,22 +89,22 @@ class Recipe:
         self._recomputed = checks.find_recomputed_in(self.model, arguments["remat"])
         self._description: dict[str, str] | None = None
 
-    def new_engine(
+    def make_engine(
         self, strategy: DataParallel, hooks: Hooks, *, abstract: bool = False
     ) -> Engine:
-        """Another engine, with the state of a trainer that has not been trained."""
+        """Makes an engine with the initial state."""
         objectives = self._objectives()
-        steps = (MultiPartSteps if self.several else Steps)(
+        steps = (MultiPartSteps if self.optimizer_parts else Steps)(
             self.parts[2],
             self._objective,
-            self.optimizer_for(strategy, hooks),
+            self.wrap_optimizer(strategy, hooks),
             hooks.inside_step(),
             remat=self._recomputed,
             precision=self._precision,
             conjugate_complex=self.arguments["conjugate_complex"],
             after_update=self._after_update,
             after_step=hooks.after_step(),
-            parts=self.several,
+            parts=self.optimizer_parts,
             has_state=self.model_state is not None,
             losses_per_example=all(one.is_per_example for one in objectives),
         )
@@ -125,21 +125,21 @@ class Recipe:
             abstract=abstract,
         )
 
-    def optimizer_for(
+    def wrap_optimizer(
         self, strategy: DataParallel, hooks: Hooks
     ) -> optax.GradientTransformationExtraArgs:
-        """The optimizer with what the strategy, and then callbacks, add to it."""
-        optimizer = strategy.wrap_optimizer(self._own_optimizer())
+        """Returns the optimizer, wrapped by the strategy and then by callbacks."""
+        optimizer = strategy.wrap_optimizer(self._make_optimizer())
         return optax.with_extra_args_support(hooks.wrap_optimizer(optimizer))
 
     def decide_loss(self, engine: Engine, batch: Batch) -> Engine:
-        """`engine`, whose loss the first batch decides if nobody else has."""
+        """Returns `engine`, whose loss the first batch decides if no argument does."""
         if engine.pure.objective is None:
-            engine.infer(self.objective_for(batch))
+            engine.infer(self.make_objective(batch))
         return engine
 
-    def objective_for(self, batch: Batch) -> Objective:
-        """The loss and metrics of steps over batches such as this."""
+    def make_objective(self, batch: Batch) -> Objective:
+        """Returns the loss and metrics of steps over batches such as this."""
         if self._objective is not None:
             return self._objective
         name, reason = losses.infer_loss(split_batch(own_of(batch))[1])
@@ -149,26 +149,26 @@ class Recipe:
         return CriterionObjective(loss, self._criteria, keeps_outputs=keeps)
 
     def _objectives(self) -> list[Objective]:
-        """The objectives of all parts; before a loss is inferred, one of its kind."""
-        if self.several:
-            return [part.objective for part in self.several]
+        """Returns the objectives of all parts; a placeholder for an inferred loss."""
+        if self.optimizer_parts:
+            return [part.objective for part in self.optimizer_parts]
         return [self._objective or CriterionObjective(losses.mse, self._criteria)]
 
     def description(self, callbacks: Sequence[Callback]) -> dict[str, str]:
-        """What decides the numbers, in words, to compare later."""
+        """Returns the arguments that decide the numbers as texts, to compare later."""
         if self._description is None:
-            self._description = described(self, callbacks)
+            self._description = describe_arguments(self, callbacks)
         return self._description
 
-    def _own_optimizer(self) -> optax.GradientTransformation:
-        """The optimizer as the arguments describe it."""
-        if self.several:
-            return combine_optimizers(self.several)
-        given = self.arguments
-        return add_clipping(given["optimizer"], given["gradient_clip_val"])
+    def _make_optimizer(self) -> optax.GradientTransformation:
+        """Makes the optimizer from the arguments."""
+        if self.optimizer_parts:
+            return combine_optimizers(self.optimizer_parts)
+        arguments = self.arguments
+        return add_clipping(arguments["optimizer"], arguments["gradient_clip_val"])
 
-    def _checked_after_update(self) -> AfterUpdate | None:
-        """What changes weights after each update, if it keeps shapes and dtypes."""
+    def _make_after_update(self) -> AfterUpdate | None:
+        """Returns `after_update`; raises if it changes shapes or dtypes."""
         if (function := self.arguments["after_update"]) is None:
             return None
         *arrays, static = self.parts
@@ -180,30 +180,29 @@ class Recipe:
 
 
 class Run:
-    """What a trainer works with, made when it is first needed.
+    """The objects that a trainer works with. The engine is made when first needed.
 
     Args:
-        arguments: what the trainer was made from, checked, by name.
+        arguments: the validated arguments of the trainer, by name.
         callbacks: those that may have a part in the compiled step.
 
     Attributes:
-        arguments: as given.
-        recipe: what they decide.
-        processes: all of them.
-        interrupts: what signals wait in until a fit can answer them.
-        hooks: those of the callbacks.
-        progress: how far the run is.
-        record: what it logs.
-        has_looped: whether a caller's own loop was begun before.
-        doing: what callbacks were set up for and that still goes on, such as "a fit";
-            "" if nothing.
-        loaded: what the next fit is to know of the checkpoint that it goes on from.
+        arguments: as passed.
+        config: the resolved arguments.
+        processes: the processes that train together.
+        interrupts: holds signals back until a fit can answer them.
+        hooks: the hooks of the callbacks.
+        progress: the completed steps and epochs of the run.
+        record: the logged values of the run.
+        has_looped: whether `Trainer.steps` was called before.
+        doing: the activity that callbacks are set up for, such as "a fit"; "" for none.
+        loaded: facts of a loaded checkpoint for the next fit.
     """
 
     def __init__(self, arguments: Mapping[str, Any], callbacks: Sequence[Callback]):
         enable_compilation_cache()
         self.arguments, self.hooks = arguments, Hooks(callbacks)
-        self.recipe = recipe = Recipe(arguments)
+        self.config = config = TrainerConfig(arguments)
         self.processes = get_process_group()
         new_id = self.processes.run_on_rank_zero(
             "a new trainer", lambda: uuid.uuid4().hex
@@ -211,48 +210,48 @@ class Run:
         self._trainer_id = new_id  # which no checkpoint changes
         self.interrupts = SignalHandler(self.processes)
         self.progress = Progress()
-        every = recipe.accumulate_grad_batches
+        every = config.accumulate_grad_batches
         self.record = Record(new_id, self.processes, self.progress, every)
         self.has_looped = False
         self.doing = ""
-        self.loaded: Loaded | None = None
+        self.loaded: CheckpointInfo | None = None
         self._engine: Engine | None = None
 
     @property
     def optimizer(self) -> optax.GradientTransformationExtraArgs:
         """The optimizer with what the strategy and callbacks have put around it."""
-        return self.recipe.optimizer_for(self.recipe.strategy, self.hooks)
+        return self.config.wrap_optimizer(self.config.strategy, self.hooks)
 
     @property
     def has_engine(self) -> bool:
-        """Whether the state was placed already."""
+        """Whether the engine was made."""
         return self._engine is not None
 
     @property
     def engine(self) -> Engine:
         """The engine, its state placed."""
         if self._engine is None:
-            recipe = self.recipe
-            checks.check_has_arrays(recipe.model)
+            config = self.config
+            checks.check_has_arrays(config.model)
             if jax.default_backend() == "cpu":
                 keep_freed_memory()
-            # Where a function of the user's is traced, values are computed all the
-            # same. Only there: what an optimizer starts from, zeros as large as the
-            # model, would be computed before it is part of the compiled `init`.
+            # If a function of the user is being traced, compute values anyway. Only
+            # then: otherwise the initial state of an optimizer, zeros as large as the
+            # model, would be computed outside of the compiled `init`.
             is_traced = isinstance(jax.device_put(0), Tracer)
             eagerly = jax.ensure_compile_time_eval() if is_traced else nullcontext()
             with eagerly:
-                strategy = recipe.strategy
-                self._engine = recipe.new_engine(strategy, self.hooks)
+                strategy = config.strategy
+                self._engine = config.make_engine(strategy, self.hooks)
         return self._engine
 
     def checked_engine(self) -> Engine:
-        """The engine; raises where code has written into a state it was handed."""
+        """Returns the engine; raises if code has written into `trainer.state`."""
         self.engine.held.check_handed_out()
         return self.engine
 
-    def check_is_settled(self, what: str) -> None:
-        """Raises between steps that run as one: the counters are not the state's."""
+    def check_between_dispatches(self, what: str) -> None:
+        """Raises within a dispatch of several steps: the state is ahead of counters."""
         step, ahead = self.progress.global_step, self.progress.ahead
         if ahead:
             raise RuntimeError(
@@ -261,44 +260,44 @@ class Run:
                 f" (`steps_per_execution`): do it there, as `on_boundary` does."
             )
 
-    def open(self, loader: Any, argument: str, kind: Kind) -> Source:
-        """What a user passed as `argument`, shared out to the processes.
+    def open_source(self, loader: Any, argument: str, kind: Kind) -> Source:
+        """Opens the loader that a user passed as `argument`.
 
         None trains a `loss_fn` that takes no batch.
         """
         if self._engine is not None and self.doing != "a fit":
             self._engine.follow_settings()
-        recipe = self.recipe
-        has_own_loss = self.arguments["loss_fn"] is not None or recipe.several
+        config = self.config
+        has_own_loss = self.arguments["loss_fn"] is not None or config.optimizer_parts
         if loader is None and kind == "train" and has_own_loss:
             loader = NO_LOADER
         source = open_loader(
             loader,
             argument,
-            recipe.seed,
+            config.seed,
             self.share(kind),
             in_order=kind != "train",
         )
         if kind != "predict":
-            checks.check_first(loader, argument, needs_pairs=not has_own_loss)
+            checks.check_first_batch(loader, argument, needs_pairs=not has_own_loss)
         return source
 
     def share(self, kind: Kind) -> Share:
-        """What of all batches comes to this process."""
+        """Returns the partition of the rows over the processes."""
         if self.processes.count == 1:
             return ALL
-        if self.recipe.data == "local":
+        if self.config.data == "local":
             return LocalShare(self.processes)
         return GlobalShare(self.processes, lambda: self.engine.steps[kind].packer)
 
     def renew_hooks(
         self, callbacks: Sequence[Callback], *, to_train: bool = False
     ) -> None:
-        """Callbacks may have been added since the last time, or taken out.
+        """Updates the hooks; callbacks may have been added or removed.
 
         Args:
-            callbacks: those of now.
-            to_train: whether their state is this trainer's from now on.
+            callbacks: the present ones.
+            to_train: whether this trainer takes their state over.
         """
         checks.check_callbacks(callbacks, self.hooks.callbacks)
         self.hooks = self.hooks.with_callbacks(callbacks)
@@ -308,18 +307,18 @@ class Run:
     # For callbacks: see docs/reference/record.md.
 
     def stop_on(self, *signals: str, returns: bool = False) -> None:
-        """Which signals end a fit at the next boundary, saved; for `Callback.setup`.
+        """Sets the signals that end a fit at the next boundary; for `Callback.setup`.
 
         Args:
-            signals: their names; `"SIGTERM"` and `"SIGHUP"` by default.
+            signals: their names, such as `"SIGTERM"`.
             returns: whether `fit` returns then, instead of exiting with code 143.
         """
         self.interrupts.set_signals(signals)
         self.interrupts.returns = returns
 
     def compiled_facts(self) -> tuple[dict[str, int], tuple[str, ...]]:
-        """The rows that batches of each kind are padded to, and digests of the programs
-        compiled so far, in a job of several processes."""
+        """Returns the rows that batches of each kind are padded to, and, in a job of
+        several processes, digests of the programs compiled so far."""
         if self._engine is None:
             return {}, ()
         steps = self._engine.steps.items()
@@ -327,41 +326,41 @@ class Run:
         return sizes, tuple(digest for _, step in steps for digest in step.digests)
 
     def flops_per_example(self, batch: Batch) -> float:
-        """Matrix operations per row of a training step: products and convolutions.
+        """Counts the matrix operations (products, convolutions) of a step per row.
 
-        Of the forward and backward pass, without what `remat` computes again and
-        without what is element by element. Traces the step once more.
+        Includes the forward and backward pass; excludes recomputation by `remat` and
+        elementwise operations. Traces the step again.
 
         Args:
-            batch: as `on_train_batch_start` has it.
+            batch: as `on_train_batch_start` gets it.
         """
-        given = [batch] if self.recipe.accumulate_grad_batches == 1 else batch
-        window = [to_host(one) for one in given]
-        return self.recipe.decide_loss(self.engine, window[0]).flops_per_row(window)
+        batches = [batch] if self.config.accumulate_grad_batches == 1 else batch
+        window = [to_host(batch) for batch in batches]
+        return self.config.decide_loss(self.engine, window[0]).flops_per_row(window)
 
     def model_of(self, state: Any) -> Any:
-        """The model with the weights of a placed `state`, as `trainer.model` gives it.
+        """Returns the model with the weights of a placed `state`, like `trainer.model`.
 
-        `trainer.state` has the weights that are trained, which with `WeightAveraging`
-        are not those of `trainer.model`.
+        `trainer.state` has the trained weights. With `WeightAveraging`, `trainer.model`
+        has others.
         """
         return self.engine.held.model_of(state)[0]
 
     def shapes(self) -> Any:
-        """The state as shapes with shardings, also between steps that run as one."""
+        """Returns the state as shapes with shardings, also within a dispatch."""
         return self.engine.held.shapes()
 
     def put_back(self, names: Iterable[str], source: Mapping[str, Any] | str) -> None:
-        """Puts parts of an earlier state, by their names, into this.
+        """Restores fields of an earlier state into the current one.
 
         Args:
-            names: of fields of the state: "params".
-            source: has them by name, as `gather_arrays` gave them; or the path of a
+            names: of fields of the state, such as "params".
+            source: their values by name, from `gather_arrays`; or the path of a
                 checkpoint.
         """
         engine = self.engine
         if isinstance(source, str):
-            earlier, _ = read_placed(self, source)
+            earlier, _ = read_state(self, source)
             parts = {name: getattr(earlier, name) for name in names}
             engine.state = engine.state._replace(**parts)
         else:
@@ -369,19 +368,19 @@ class Run:
             engine.state = engine.place(engine.state._replace(**parts))
 
 
-def begin_anew(run: Run, wanted: str) -> Callable[[PyTree, Any], None]:
-    """Lets others set the weights that a trainer begins with.
+def make_weight_setter(run: Run, wanted: str) -> Callable[[PyTree, Any], None]:
+    """Returns a function that sets the initial weights of a trainer.
 
     Args:
-        run: of the trainer.
-        wanted: by whom, for messages: "`load_weights`".
+        run: the run of the trainer.
+        wanted: the caller, for messages: "`load_weights`".
 
     Returns:
-        What takes a model and its `eqx.nn.State`, or None, of the structure that they
-        have, wherever their arrays lie.
+        A function of a model and its `eqx.nn.State` (or None), of the same structure;
+        their arrays may be anywhere.
 
     Raises:
-        RuntimeError: where training has begun.
+        RuntimeError: if training has begun.
     """
     if run.doing or run.progress.global_step:
         steps = run.progress.global_step
@@ -391,28 +390,27 @@ def begin_anew(run: Run, wanted: str) -> Callable[[PyTree, Any], None]:
             f" {when}. Call it before, or make a new Trainer."
         )
 
-    def begin(model: PyTree, model_state: Any) -> None:
+    def set_weights(model: PyTree, model_state: Any) -> None:
         run.arguments = {**run.arguments, "model": model, "state": model_state}
-        run.recipe, run._engine = Recipe(run.arguments), None
+        run.config, run._engine = TrainerConfig(run.arguments), None
 
-    return begin
+    return set_weights
 
 
-def with_defaults(
+def add_default_callbacks(
     callbacks: Iterable[Callback], *, progress_bar: bool
 ) -> list[Callback]:
-    """The user's callbacks, and what they lack, with several processes too."""
-    complete, in_lockstep = list(callbacks), jax.process_count() > 1
-    if not in_lockstep and (warning := find_missing_initialize()):
+    """Returns the callbacks with a `ProgressBar`, and a `Lockstep` if there are several
+    processes."""
+    complete, has_peers = list(callbacks), jax.process_count() > 1
+    if not has_peers and (warning := find_missing_initialize()):
         warn(warning)
-    if progress_bar and not any(isinstance(own, ProgressBar) for own in complete):
+    if progress_bar and not any(isinstance(one, ProgressBar) for one in complete):
         # First, so that it has cleared its line before the others print.
         complete.insert(0, ProgressBar())
-    if in_lockstep:
-        # Before the others, so that processes meet before anything happens at a hook.
-        guards = [callback for callback in complete if isinstance(callback, Lockstep)]
-        others = [
-            callback for callback in complete if not isinstance(callback, Lockstep)
-        ]
-        complete = (guards or [Lockstep()]) + others
+    if has_peers:
+        # First, so that processes wait for each other before other hooks run.
+        if not any(isinstance(one, Lockstep) for one in complete):
+            complete.append(Lockstep())
+        complete.sort(key=lambda one: not isinstance(one, Lockstep))
     return complete

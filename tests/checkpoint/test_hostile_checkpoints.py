@@ -158,13 +158,13 @@ def test_a_mistake_in_a_users_callback_passes_over_no_checkpoint(run):
 )
 def test_processes_pass_over_a_checkpoint_together_or_not_at_all(here, there, kind):
     class Two(ProcessGroup):
-        def any(self, what, error):
+        def gather_errors(self, what, error):
             is_over = what.startswith("passing over") and there is CheckpointCorrupt
             found = [error, None if is_over else there("that")]
             return "; ".join(map(str, filter(None, found))) or None
 
     with pytest.raises(Exception, match="th") as raised:  # noqa: PT011, PT012
-        with restoring.all_or_none(Two(), "some"):
+        with restoring.load_together(Two(), "some"):
             if here is not None:
                 raise here("this")
     assert raised.type is kind

@@ -399,13 +399,13 @@ def test_the_wait_for_the_disk_is_inside_of_what_the_caller_gives(tmp_path):
     meta = checkpoints.read_meta(trainer.save(tmp_path / "first"))
 
     @contextlib.contextmanager
-    def waiting():
+    def wait_context():
         done.append(saving.is_done)
         yield
         done.append(saving.is_done)
 
     saving = checkpoints.start_saving(
-        tmp_path / "second", trainer.state, meta, waiting=waiting
+        tmp_path / "second", trainer.state, meta, wait_context=wait_context
     )
     assert done == []
     saving.finish()

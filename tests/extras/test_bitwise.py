@@ -382,7 +382,7 @@ def test_a_run_that_is_to_repeat_itself_is_compiled_so():
         enable_progress_bar=False,
     )
     trainer.fit(batches(8))
-    assert trainer.run.recipe.compiler_options == {
+    assert trainer.run.config.compiler_options == {
         "xla_gpu_deterministic_ops": True,
         "xla_gpu_autotune_level": 0,
     }

@@ -266,7 +266,7 @@ def test_a_trainer_is_filled_where_its_arrays_are(tmp_path, made_of):
         if fill:
             jaxdp.load_weights(path, trainer, LLAMA_NAMES)
             assert not placed
-            weight = trainer.run.recipe.model.blocks.stacked.attn.key.weight
+            weight = trainer.run.config.model.blocks.stacked.attn.key.weight
             assert weight.addressable_shards[0].data.size == weight.size // 8
         (tokens,) = np.random.default_rng(0).integers(0, 32, (1, 8, 6))
         trainer.fit([tokens.astype(np.int32)] * 2)

@@ -13,7 +13,7 @@ from toys import Mlp, batches
 from jaxdp import LocalSGD, Part, Sharded, SingleDevice, Trainer
 from jaxdp.callbacks import LearningRateMonitor, WeightAveraging
 from jaxdp.callbacks.run_metadata import describe_optimizer
-from jaxdp.checkpoint.restoring import changed_arguments
+from jaxdp.checkpoint.restoring import list_changed_arguments
 
 DATA = batches(16, 16)
 INJECTED = optax.inject_hyperparams(optax.adam)
@@ -137,7 +137,7 @@ def test_a_schedule_that_has_run_is_no_other_one(schedule):
     fresh = {"optimizer": describe_optimizer(optimizer)}
     schedule(3)  # optax's cosine keeps its steps as a float from then on
     used = {"arguments": {"optimizer": describe_optimizer(optimizer)}}
-    assert changed_arguments(used, fresh) == []
+    assert list_changed_arguments(used, fresh) == []
 
 
 @pytest.mark.parametrize("then, now, is_same", [
@@ -147,7 +147,9 @@ def test_a_schedule_that_has_run_is_no_other_one(schedule):
     ("{'ab', 'c'}", "{'ba', 'c'}", False),
 ])  # fmt: skip
 def test_a_set_has_no_order(then, now, is_same):
-    changed = changed_arguments({"arguments": {"Net.kind": then}}, {"Net.kind": now})
+    changed = list_changed_arguments(
+        {"arguments": {"Net.kind": then}}, {"Net.kind": now}
+    )
     assert (not changed) == is_same
 
 
@@ -181,9 +183,9 @@ def test_nothing_is_said_of_what_is_the_same_or_changes_no_number(saved, caplog)
 
 def test_a_description_has_no_addresses():
     gelu = functools.partial(jax.nn.gelu, approximate=False)
-    run = make(model=model(activation=gelu)).run.recipe
+    run = make(model=model(activation=gelu)).run.config
     assert "approximate=False" in run.description(())["model"]
     run = make(
         model=model(activation=lambda x: x), loss=lambda p, y: p[:, 0]
-    ).run.recipe
+    ).run.config
     assert "0x" not in str(run.description(()))

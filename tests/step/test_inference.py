@@ -79,7 +79,7 @@ def test_it_predicts_as_predict_does_before_and_after_a_fit(kind, tmp_path):
         )
         jitted = eqx.filter_jit(lambda infer, x: jax.vmap(infer)(x))
         np.testing.assert_allclose(jitted(infer, x), wanted, rtol=1e-5, atol=1e-6)
-        if trainer.run.recipe.ensemble is not None:
+        if trainer.run.config.ensemble is not None:
             one = jax.vmap(trainer.inference_model(member=1))(x)
             np.testing.assert_allclose(one, wanted[:, 1], rtol=1e-5, atol=1e-6)
         trainer.fit(batches(8, 8, 8), max_epochs=trainer.current_epoch + 1)

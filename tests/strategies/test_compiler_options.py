@@ -45,8 +45,8 @@ def test_they_come_before_our_own_and_leave_those_that_keep_bits(compiled_with):
 
 
 def test_no_options_are_none_of_ours():
-    assert make_small().run.recipe.compiler_options == {}
-    assert make_small(compiler_options={}).run.recipe.compiler_options == {}
+    assert make_small().run.config.compiler_options == {}
+    assert make_small(compiler_options={}).run.config.compiler_options == {}
 
 
 def test_levels_are_spelled_as_this_version_has_them():
@@ -75,7 +75,7 @@ def test_what_xla_does_not_know_is_refused_at_once(options, error, text):
 
 def test_options_for_tpus_are_left_to_their_compiler():
     options = {"xla_tpu_scoped_vmem_limit_kib": 98304}
-    assert make_small(compiler_options=options).run.recipe.compiler_options == options
+    assert make_small(compiler_options=options).run.config.compiler_options == options
 
 
 def test_a_resume_with_other_options_is_told(tmp_path, caplog):

@@ -11,7 +11,7 @@ from ...basics.arguments import check_count
 from ...basics.tracebacks import TracebackFilter
 from ...data import NO_LOADER, open_loader, rows_of
 from ...engine import Engine
-from ...fit import Recipe
+from ...fit import TrainerConfig
 from ...strategies import DataParallel
 from .plan import Plan
 from .planner import Planner, of_running
@@ -40,27 +40,29 @@ def plan_step(
                     f" topology has its own {name}."
                 )
 
-    run, recipe = trainer.run, trainer.run.recipe
+    run, config = trainer.run, trainer.run.config
     source = open_loader(
         NO_LOADER if loader is None else loader,
         "loader",
-        recipe.seed,
+        config.seed,
     )
     with contextlib.closing(source):
         batch = source.peek()
     run.renew_hooks(trainer.callbacks)
     options = run.hooks.step_options()
     known = run.engine.pure.objective if run.has_engine else None
-    objective = known or recipe.objective_for(batch)
+    objective = known or config.make_objective(batch)
 
-    def compile_plan(recipe: Recipe, strategy: DataParallel, rows: int | None) -> Plan:
+    def compile_plan(
+        config: TrainerConfig, strategy: DataParallel, rows: int | None
+    ) -> Plan:
         def engine_on(strategy: DataParallel) -> Engine:
-            engine = recipe.new_engine(strategy, run.hooks, abstract=True)
+            engine = config.make_engine(strategy, run.hooks, abstract=True)
             engine.set(objective=objective)
             engine.set_options(options)
             return engine
 
-        window = [batch] * recipe.accumulate_grad_batches
+        window = [batch] * config.accumulate_grad_batches
         planner = Planner(engine_on, strategy, window, topology, hardware)
         if hosts is not None:
             planner.spread(devices, hosts)
@@ -68,11 +70,11 @@ def plan_step(
 
     with TracebackFilter():
         rows = None
-        if recipe.data == "local" and run.processes.count > 1:
+        if config.data == "local" and run.processes.count > 1:
             rows = rows_of(batch) * run.processes.count  # each has other ones
-        plan = compile_plan(recipe, recipe.strategy, rows)
+        plan = compile_plan(config, config.strategy, rows)
         if plan.fits is False:
-            remedies = find_remedies(recipe, rows or rows_of(batch), compile_plan)
+            remedies = find_remedies(config, rows or rows_of(batch), compile_plan)
             plan = dataclasses.replace(plan, remedies=remedies)
         return plan
 

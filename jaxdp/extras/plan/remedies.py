@@ -7,7 +7,7 @@ from typing import Any, Final
 import equinox as eqx
 import jax
 
-from ...fit import Recipe
+from ...fit import TrainerConfig
 from ...strategies import FSDP, Pmap, Sharded
 from ..fuse_attention import fuse_attention
 from .parts import Remedy
@@ -15,22 +15,22 @@ from .plan import Plan
 
 _MAX_REMEDIES: Final = 3
 
-Compile = Callable[[Recipe, Any, int | None], Plan]
-"""Plans a recipe under a strategy; None stands for the rows of the loader's batches."""
+Compile = Callable[[TrainerConfig, Any, int | None], Plan]
+"""Plans a config under a strategy; None stands for the rows of the loader's batches."""
 
 
 def find_remedies(
-    recipe: Recipe, rows: int, compile_plan: Compile
+    config: TrainerConfig, rows: int, compile_plan: Compile
 ) -> tuple[Remedy, ...]:
     """Returns up to three changes of a trainer, those with the lowest peaks first.
 
     Args:
-        recipe: of the trainer whose step does not fit.
+        config: of the trainer whose step does not fit.
         rows: of each of its batches.
         compile_plan: makes the plan of a change.
     """
     remedies = []
-    for change, other, strategy, other_rows in _list_changes(recipe, rows):
+    for change, other, strategy, other_rows in _list_changes(config, rows):
         try:
             plan = compile_plan(other, strategy, other_rows)
         except (ValueError, jax.errors.JaxRuntimeError):
@@ -40,24 +40,24 @@ def find_remedies(
 
 
 def _list_changes(
-    recipe: Recipe, rows: int
-) -> Iterator[tuple[str, Recipe, Any, int | None]]:
-    """Yields what can be changed: in words, as a recipe, a strategy and rows."""
-    arguments, strategy = recipe.arguments, recipe.strategy
+    config: TrainerConfig, rows: int
+) -> Iterator[tuple[str, TrainerConfig, Any, int | None]]:
+    """Yields what can be changed: in words, as a config, a strategy and rows."""
+    arguments, strategy = config.arguments, config.strategy
     if not arguments["remat"]:
         with contextlib.suppress(ValueError):  # of a model without a `Stack`
-            other = Recipe({**arguments, "remat": True})
+            other = TrainerConfig({**arguments, "remat": True})
             yield "`Trainer(remat=True)`", other, strategy, None
-    nodes = jax.tree.leaves(recipe.model, is_leaf=_is_attention)
+    nodes = jax.tree.leaves(config.model, is_leaf=_is_attention)
     spec = arguments["filter_spec"]  # a pytree of bools would not fit other classes
     if any(map(_is_attention, nodes)) and (spec is None or callable(spec)):
-        other = Recipe({**arguments, "model": fuse_attention(recipe.model)})
+        other = TrainerConfig({**arguments, "model": fuse_attention(config.model)})
         yield "`fuse_attention(model)`", other, strategy, None
-    if type(strategy) in (Sharded, Pmap) and recipe.ensemble is None:
-        yield "`strategy=FSDP()`", recipe, FSDP(mesh=strategy.mesh), None
+    if type(strategy) in (Sharded, Pmap) and config.ensemble is None:
+        yield "`strategy=FSDP()`", config, FSDP(mesh=strategy.mesh), None
     if rows > 1:
-        count = 2 * recipe.accumulate_grad_batches
-        other = Recipe({**arguments, "accumulate_grad_batches": count})
+        count = 2 * config.accumulate_grad_batches
+        other = TrainerConfig({**arguments, "accumulate_grad_batches": count})
         change = f"batches of {rows // 2} rows, and `accumulate_grad_batches={count}`"
         yield change, other, strategy, rows // 2
 

@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 from ...basics.console import format_columns
 from ...basics.tree import get_node, leaf_path, nbytes
 from ...basics.units import format_bytes
-from ...fit import shapes_of
+from ...fit import get_shapes
 
 if TYPE_CHECKING:
     from jaxdp import Trainer
@@ -123,10 +123,12 @@ class Summary:
 @jax.disable_jit(False)
 def summarize(trainer: "Trainer") -> Summary:
     """`Trainer.summary`, of shapes alone: nothing is placed, and nothing waited for."""
-    recipe = trainer.run.recipe
-    model, state = recipe.model, shapes_of(trainer.run)
+    config = trainer.run.config
+    model, state = config.model, get_shapes(trainer.run)
     shapes = _by_path(state[:2])
-    by = [(part.name, eqx.filter(state[0], part.mask)) for part in recipe.several]
+    by = [
+        (part.name, eqx.filter(state[0], part.mask)) for part in config.optimizer_parts
+    ]
     trained = {
         path: name
         for name, leaves in by or [("", state[0])]
@@ -164,8 +166,8 @@ def summarize(trainer: "Trainer") -> Summary:
         type(model).__name__,
         tuple(layers.values()),
         (sum(math.prod(leaf.shape) for leaf in beside), sum(map(nbytes, beside))),
-        recipe.ensemble and recipe.ensemble.size,
-        repr(recipe.strategy),
+        config.ensemble and config.ensemble.size,
+        repr(config.strategy),
         devices,
     )
 

@@ -21,18 +21,18 @@ pytestmark = [
 ]
 
 
-def new_engine(trainer, strategy):
+def make_engine(trainer, strategy):
     run = trainer.run
-    return run.recipe.new_engine(strategy, run.hooks, abstract=True)
+    return run.config.make_engine(strategy, run.hooks, abstract=True)
 
 
 def compiled_for_h100(trainer, data, folder):
     """The machine code, as PTX, of the three kinds of steps."""
-    trainer.run.recipe.compiler_options |= {"xla_dump_to": str(folder)}
+    trainer.run.config.compiler_options |= {"xla_dump_to": str(folder)}
     there = SingleDevice().on(topology("h100x1").devices)
-    engine = new_engine(trainer, there)
+    engine = make_engine(trainer, there)
     if engine.pure.objective is None:
-        engine.infer(trainer.run.recipe.objective_for(data))
+        engine.infer(trainer.run.config.make_objective(data))
     dispatch = engine.steps["train"].packer.pack([[data]])
     engine.compiled_for("train", dispatch)
     engine.prepare("evaluate", data)
@@ -89,6 +89,6 @@ def test_repeatable_runs_add_nothing_atomically(reproducible, tmp_path):
     )
     code = compiled_for_h100(trainer, data, tmp_path)["train"]
     assert ("atom." in code) == (reproducible is None)
-    assert DETERMINISTIC.items() <= trainer.run.recipe.compiler_options.items() or (
+    assert DETERMINISTIC.items() <= trainer.run.config.compiler_options.items() or (
         reproducible is None
     )

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of a trainer, and how it is taken up."""
+"""Saves a trainer to a checkpoint, and restores it."""
 
 import contextlib
 import inspect
@@ -30,9 +30,9 @@ from ..strategies.base import adds_state
 if TYPE_CHECKING:
     from jaxdp import Trainer
 
-    from .run import Recipe, Run
+    from .run import Run, TrainerConfig
 
-_AS_THEY_ARE: Final = (
+_RECORDED_ARGUMENTS: Final = (
     "seed",
     "loss",
     "loss_fn",
@@ -44,17 +44,17 @@ _AS_THEY_ARE: Final = (
 )
 
 
-class Loaded(NamedTuple):
-    """What a checkpoint tells the fit that goes on from it."""
+class CheckpointInfo(NamedTuple):
+    """The facts of a loaded checkpoint that the next fit needs."""
 
     padded_rows: Any
-    """How batches were padded: the steps of an epoch, sizes, batches of a step."""
-    left_behind: str
-    """The callbacks that it has, but the trainer has not."""
+    """The padding of batches: steps per epoch, sizes, micro-batches per step."""
+    unmatched_callbacks: str
+    """The callbacks in the checkpoint that the trainer lacks."""
 
 
 def start_saving(trainer: "Trainer", path: str | os.PathLike[str]) -> checkpoint.Saving:
-    """Begins to write the state of now, which the next step may overwrite."""
+    """Starts to write the current state, which the next step may then overwrite."""
     run = trainer.run
 
     def saved(path: str) -> None:
@@ -62,44 +62,46 @@ def start_saving(trainer: "Trainer", path: str | os.PathLike[str]) -> checkpoint
 
     with run.interrupts.defer_signals():
         run.renew_hooks(trainer.callbacks, to_train=True)
-        run.check_is_settled("`save`")
+        run.check_between_dispatches("`save`")
         held = run.checked_engine().held
         state = held.tree
         run.record.flush()
-        meta = all_but_arrays(trainer)
-        with _waiting(run):
+        meta = make_metadata(trainer)
+        with _time_save(run):
             return checkpoint.start_saving(
                 path,
                 state,
                 meta,
                 saved,
-                lambda: _waiting(run),
+                lambda: _time_save(run),
                 held.evaluated,
-                _beside_adapters(run, state),
+                _fingerprint_frozen(run, state),
             )
 
 
-def _beside_adapters(run: "Run", state: Any) -> dict[str, str]:
-    """Fingerprints of the weights that stay as they are, so that no checkpoint need
-    have them. Waits for the device."""
-    recipe = run.recipe
-    if trained_alone(recipe.model) is None or recipe.arguments["after_update"]:
+def _fingerprint_frozen(run: "Run", state: Any) -> dict[str, str]:
+    """Returns fingerprints of the weights beside adapters, which checkpoints omit.
+
+    Empty for a model without adapters. Waits for the device.
+    """
+    config = run.config
+    if trained_alone(config.model) is None or config.arguments["after_update"]:
         return {}
-    return compute_fingerprints(checkpoint.frozen_leaves(state))
+    return compute_fingerprints(checkpoint.get_frozen_leaves(state))
 
 
-def _check_left_out(
+def _check_frozen(
     path: str | os.PathLike[str], meta: dict[str, Any], state: Any
 ) -> None:
-    """Raises where adapters were trained beside other weights than these."""
+    """Raises if the adapters were trained beside other weights than these."""
     if meta.get("beside_adapters"):
-        now = compute_fingerprints(checkpoint.frozen_leaves(state))
-        checkpoint.check_left_out(os.fspath(path), meta, now)
+        now = compute_fingerprints(checkpoint.get_frozen_leaves(state))
+        checkpoint.check_omitted_leaves(os.fspath(path), meta, now)
 
 
-def all_but_arrays(trainer: "Trainer") -> dict[str, Any]:
-    """What a checkpoint has beside the state: JSON values."""
-    run, recipe = trainer.run, trainer.run.recipe
+def make_metadata(trainer: "Trainer") -> dict[str, Any]:
+    """Returns the metadata of a checkpoint, JSON values beside the state."""
+    run, config = trainer.run, trainer.run.config
     return {
         "run_id": run.record.run_id,
         **run.progress.state_dict(run.share("train")),
@@ -113,53 +115,52 @@ def all_but_arrays(trainer: "Trainer") -> dict[str, Any]:
         or [
             run.record.limits and run.record.limits.steps_per_epoch,
             run.engine.padding,
-            recipe.accumulate_grad_batches,
+            config.accumulate_grad_batches,
         ],
-        "arguments": recipe.description(run.hooks.callbacks),
+        "arguments": config.description(run.hooks.callbacks),
     }
 
 
 @contextlib.contextmanager
-def _waiting(run: "Run") -> Iterator[None]:
-    """Where a fit waits for a disk."""
+def _time_save(run: "Run") -> Iterator[None]:
+    """Times how long the fit blocks on checkpoint writes."""
     with run.record.stopwatch.measure("checkpoints"):
         yield
 
 
-def weights_at(
+def load_weights_at(
     trainer: "Trainer", path: str | os.PathLike[str]
 ) -> tuple[int, list[Any]]:
-    """The step of a checkpoint, and the weights that were evaluated, an average say.
+    """Returns the step of a checkpoint, and its evaluated weights, such as an average.
 
-    The trainer's own state stays, and all else of the trainer. Its optimizer and
-    callbacks may be others.
+    The trainer does not change. Its optimizer and callbacks may be others.
     """
     held = trainer.run.engine.held
     with trainer.run.interrupts.defer_signals():
         state, meta = checkpoint.restore(path, lambda _: held.tree, evaluated=True)
-        _check_left_out(path, meta, held.tree)
+        _check_frozen(path, meta, held.tree)
         return meta["global_step"], jax.tree.leaves(state.weights)
 
 
 def load(trainer: "Trainer", path: str | os.PathLike[str]) -> None:
-    """Takes up what `start_saving` has written; if that fails, the state stays."""
+    """Restores what `start_saving` has written; if it fails, the state stays."""
     run = trainer.run
-    run.check_is_settled("`load`")
+    run.check_between_dispatches("`load`")
     with run.interrupts.defer_signals():
-        state, meta = read_placed(run, path)
-        # Users' callbacks alone may fail to take something up: they are first.
+        state, meta = read_state(run, path)
+        # Only callbacks may fail to restore their state, so they come first.
         run.renew_hooks(trainer.callbacks, to_train=True)
-        with checkpoint.all_or_none(run.processes, os.fspath(path)):
+        with checkpoint.load_together(run.processes, os.fspath(path)):
             _load_callbacks(trainer, path, meta)
-        without, left_behind = find_unmatched(trainer, meta)
+        without, unmatched_callbacks = find_unmatched(trainer, meta)
 
         run.engine.state = state
-        run.engine.pad_as({})  # larger batches since then are none of that run's
+        run.engine.pad_as({})  # forgets larger batches that came since then
         run.progress.load_state_dict(meta, run.share("train"))
         trainer.history.load_state_dict(meta["history"])
         run.record.rewind(meta["run_id"], meta["global_step"])
-        run.loaded = Loaded(meta["padded_rows"], left_behind)
-        _tell_differences(trainer, path, meta)
+        run.loaded = CheckpointInfo(meta["padded_rows"], unmatched_callbacks)
+        _log_differences(trainer, path, meta)
         if without:
             warn(
                 f"`load`: {path} has no state for the callback {without}, so nothing is"
@@ -167,17 +168,16 @@ def load(trainer: "Trainer", path: str | os.PathLike[str]) -> None:
             )
 
 
-def read_placed(run: "Run", path: str | os.PathLike[str]) -> tuple[Any, dict[str, Any]]:
-    """The state in a checkpoint, laid out as the trainer's, and its metadata.
+def read_state(run: "Run", path: str | os.PathLike[str]) -> tuple[Any, dict[str, Any]]:
+    """Returns the state in a checkpoint, placed like the trainer's, and the metadata.
 
-    The trainer's own state stays.
+    The trainer does not change.
     """
-
-    arguments = run.recipe.description(run.hooks.callbacks)
+    arguments = run.config.description(run.hooks.callbacks)
     state, meta = checkpoint.restore(
         path, lambda _: run.engine.state, arguments=arguments
     )
-    _check_left_out(path, meta, run.engine.state)
+    _check_frozen(path, meta, run.engine.state)
     return run.engine.place(state), meta
 
 
@@ -198,13 +198,13 @@ def _load_callbacks(
             raise
 
 
-def _tell_differences(
+def _log_differences(
     trainer: "Trainer", path: str | os.PathLike[str], meta: dict[str, Any]
 ) -> None:
-    """Says what decides the numbers, or their last bits, and is another one now."""
-    recipe = trainer.run.recipe
-    described = recipe.description(trainer.run.hooks.callbacks)
-    if changed := checkpoint.changed_arguments(meta, described):
+    """Logs the arguments that affect numbers, if only in the last bits, and differ."""
+    config = trainer.run.config
+    described = config.description(trainer.run.hooks.callbacks)
+    if changed := checkpoint.list_changed_arguments(meta, described):
         lines = "\n".join(changed)
         if "inject_hyperparams(" in lines:
             lines += (
@@ -215,7 +215,7 @@ def _tell_differences(
 
 
 def _check_json(callback_name: str, state: Any) -> Any:
-    """Returns what a callback's `state_dict` gave, if a checkpoint can keep it."""
+    """Returns the state of a callback, or raises if it is not JSON."""
     try:
         json.dumps(state)
     except (TypeError, ValueError, RecursionError) as error:
@@ -226,33 +226,35 @@ def _check_json(callback_name: str, state: Any) -> Any:
     return state
 
 
-def described(recipe: "Recipe", callbacks: Iterable[Callback]) -> dict[str, str]:
-    """Returns the texts of the arguments that decide numbers, by name, for comparison
-    with those of another process."""
-    _, buffers, rest = recipe.parts
-    texts = {name: _text(recipe.arguments[name]) for name in _AS_THEY_ARE}
-    options = {name: str(value) for name, value in recipe.compiler_options.items()}
+def describe_arguments(
+    config: "TrainerConfig", callbacks: Iterable[Callback]
+) -> dict[str, str]:
+    """Returns the arguments that decide numbers as texts, by name, for comparison with
+    those of another process."""
+    _, buffers, rest = config.parts
+    texts = {name: _describe(config.arguments[name]) for name in _RECORDED_ARGUMENTS}
+    options = {name: str(value) for name, value in config.compiler_options.items()}
     texts["compiler_options"] = str(options or None)
-    texts["optimizer"] = _optimizer(recipe)
-    texts["filter_spec"] = _frozen(buffers)
-    parts = map(_text_of, filter(_is_part, callbacks))
+    texts["optimizer"] = _describe_optimizer(config)
+    texts["filter_spec"] = _describe_frozen(buffers)
+    parts = map(_describe_callback, filter(_changes_training, callbacks))
     texts["callbacks"] = ", ".join(parts) or "none that adds state"
-    adds = adds_state(recipe.strategy)
-    texts["strategy"] = repr(recipe.strategy) if adds else "one that adds no state"
-    texts["model"] = _text(eqx.tree_pformat(rest))
+    adds = adds_state(config.strategy)
+    texts["strategy"] = repr(config.strategy) if adds else "one that adds no state"
+    texts["model"] = _describe(eqx.tree_pformat(rest))
     return {name: text for name, text in texts.items() if text not in ("", "None")}
 
 
-def _optimizer(recipe: "Recipe") -> str:
-    parts = recipe.several or ()
+def _describe_optimizer(config: "TrainerConfig") -> str:
+    parts = config.optimizer_parts or ()
     if not parts:
-        return describe_optimizer(recipe.arguments["optimizer"])
+        return describe_optimizer(config.arguments["optimizer"])
     return "; ".join(
         f"{p.name}, every={p.every}: {describe_optimizer(p.optimizer)}" for p in parts
     )
 
 
-def _frozen(buffers: Any) -> str:
+def _describe_frozen(buffers: Any) -> str:
     leaves = jax.tree_util.tree_leaves_with_path(buffers)
     names = [leaf_path(path) for path, leaf in leaves if eqx.is_inexact_array(leaf)]
     return (
@@ -260,18 +262,18 @@ def _frozen(buffers: Any) -> str:
     )
 
 
-def _is_part(callback: Callback) -> bool:
+def _changes_training(callback: Callback) -> bool:
     return any(overrides(callback, n) for n in ("wrap_optimizer", "evaluated_state"))
 
 
-def _text_of(callback: Callback) -> str:
+def _describe_callback(callback: Callback) -> str:
     public = {n: v for n, v in vars(callback).items() if not n.startswith("_")}
     simple = (int, float, str, type(None))
     shown = [f"{name}={v!r}" for name, v in public.items() if isinstance(v, simple)]
     return f"{type(callback).__name__}({', '.join(shown)})"
 
 
-def _text(value: Any) -> str:
-    """Without addresses, which differ in every process."""
+def _describe(value: Any) -> str:
+    """Describes a value without addresses, which differ in every process."""
     text = describe_function(value) if inspect.isfunction(value) else str(plain(value))
     return re.sub(r" at 0x[0-9a-f]+", "", text)

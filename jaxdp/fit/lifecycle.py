@@ -1,7 +1,4 @@
-"""What stands around a fit: what may keep it from starting, and what comes last.
-
-Whatever happens inside, callbacks hear of it, and tidy up.
-"""
+"""The checks before a fit, and the teardown of callbacks after it."""
 
 import contextlib
 from collections import Counter
@@ -21,42 +18,44 @@ from ..step import InferenceModel
 if TYPE_CHECKING:
     from jaxdp import Trainer
 
-Instead = Callable[[Any, Any], NoReturn]
-"""Given the trainer and its `train_loader`; it leaves by an exception."""
+Replacement = Callable[[Any, Any], NoReturn]
+"""Called with the trainer and its `train_loader`; it raises."""
 
-_ASKED: Final[ContextVar[Instead | None]] = ContextVar("instead", default=None)
+_REPLACEMENT: Final[ContextVar[Replacement | None]] = ContextVar(
+    "instead", default=None
+)
 
 
 @contextlib.contextmanager
-def instead_of_training(function: Instead) -> Iterator[None]:
-    """Inside, `Trainer.fit` and `Trainer.steps` call `function` before all else.
+def replace_training(function: Replacement) -> Iterator[None]:
+    """Has `Trainer.fit` and `Trainer.steps` call `function` first, within the block.
 
-    So `python -m jaxdp plan` stops a script where it would train.
+    With it `python -m jaxdp plan` stops a script where it would train.
     """
-    token = _ASKED.set(function)
+    token = _REPLACEMENT.set(function)
     try:
         yield
     finally:
-        _ASKED.reset(token)
+        _REPLACEMENT.reset(token)
 
 
 def check_may_train(trainer: "Trainer", method: str, train_loader: Any) -> None:
-    """What `fit` and `steps` begin with: whether they are to train, and may."""
+    """Raises if `fit` or `steps` may not train now."""
     refuse_to_train_in_a_worker()  # before it can open the run's own files
-    if (function := _ASKED.get()) is not None:
+    if (function := _REPLACEMENT.get()) is not None:
         function(trainer, train_loader)
     if trainer.run.doing == "a fit":
         raise RuntimeError(
             f"`{method}` was called while a fit of the same trainer is running, from a"
             " callback perhaps; use a Trainer of its own."
         )
-    trainer.run.check_is_settled(f"`{method}`")
+    trainer.run.check_between_dispatches(f"`{method}`")
     if trainer.run.progress.global_step == 0:
-        _tell_of_inference(trainer.run.recipe.model)
+        _log_inference_layers(trainer.run.config.model)
 
 
-def _tell_of_inference(model: Any) -> None:
-    """Says which layers of a model that is to be trained are in inference mode."""
+def _log_inference_layers(model: Any) -> None:
+    """Logs which layers of a model to be trained are in inference mode."""
     layers: Counter[str] = Counter()
 
     def count(node: Any) -> bool:
@@ -66,7 +65,7 @@ def _tell_of_inference(model: Any) -> None:
             layers[type(node).__name__] += 1
         return False
 
-    jax.tree.leaves(model, is_leaf=count)  # it is asked of every node
+    jax.tree.leaves(model, is_leaf=count)  # calls `count` for every node
     if not layers:
         return
     listed = ", ".join(f"{number} {name}" for name, number in sorted(layers.items()))
@@ -83,13 +82,13 @@ def _tell_of_inference(model: Any) -> None:
 
 
 @contextlib.contextmanager
-def doing(trainer: "Trainer", what: str, hooks: Hooks) -> Iterator[None]:
-    """Around what callbacks are `setup` for; ends with their `teardown`."""
+def run_with_teardown(trainer: "Trainer", what: str, hooks: Hooks) -> Iterator[None]:
+    """Sets `run.doing` to `what`; calls `teardown` of callbacks after the block."""
     outer, trainer.run.doing = trainer.run.doing, what
     try:
         yield
     except BaseException as exception:
-        with noting(exception):
+        with attach_second_error(exception):
             hooks.teardown(trainer)
         raise
     else:
@@ -99,12 +98,12 @@ def doing(trainer: "Trainer", what: str, hooks: Hooks) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def noting(exception: BaseException) -> Iterator[None]:
-    """Keeps a second exception from hiding the first."""
+def attach_second_error(exception: BaseException) -> Iterator[None]:
+    """Adds a second exception as a note to the first, which it would hide."""
     try:
         yield
     except Exception as second:
         text = f"{type(second).__name__}: {second}"
         exception.add_note(f"and after that: {text}")
-        if isinstance(exception, Preempted):  # whose notes nobody gets to see
+        if isinstance(exception, Preempted):  # Python prints no notes of it
             log_info(f"{exception.signal}: {text}")

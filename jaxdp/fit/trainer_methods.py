@@ -1,5 +1,4 @@
-"""What a trainer says of arguments that belong elsewhere, and hands out: the model, its
-shapes, hyperparameters."""
+"""Methods of `Trainer` that read it: attributes, model, shapes, hyperparameters."""
 
 from collections.abc import Container, Mapping
 from typing import TYPE_CHECKING, Any, Final
@@ -17,13 +16,13 @@ if TYPE_CHECKING:
     from .run import Run
 
 
-_LIVE: Final = "callbacks", "log_every_n_steps", "default_root_dir"
-"""Arguments of a trainer that are looked at anew by every fit."""
+_SETTABLE: Final = "callbacks", "log_every_n_steps", "default_root_dir"
+"""Arguments of a trainer that every fit reads again."""
 
 
 def check_may_be_set(arguments: Container[str], name: str) -> None:
-    """Raises for an argument of the trainer that nothing would look at again."""
-    if name in arguments and name not in _LIVE:
+    """Raises for an argument of the trainer that nothing would read again."""
+    if name in arguments and name not in _SETTABLE:
         raise AttributeError(
             f"`trainer.{name}` can't be set: it is an argument of `Trainer`, and"
             " steps are made of it. For another value make another Trainer, which"
@@ -32,7 +31,7 @@ def check_may_be_set(arguments: Container[str], name: str) -> None:
 
 
 def check_attribute(trainer: "Trainer", name: str) -> None:
-    """Raises for an attribute that a trainer has under another name, or misspelt."""
+    """Raises for the name of another library, or a misspelt one; names ours."""
     if hasattr(type(trainer), name) or name in vars(trainer) or name.startswith("_"):
         return
     instead = INSTEAD["trainer"].get(name)
@@ -44,27 +43,27 @@ def check_attribute(trainer: "Trainer", name: str) -> None:
         raise AttributeError(f"`trainer` has no attribute {name!r}; use {instead}.")
 
 
-def whole_model(run: "Run") -> tuple[Any, Any]:
-    """The model as trained so far, and its `eqx.nn.State`: live copies."""
+def gather_model(run: "Run") -> tuple[Any, Any]:
+    """Gathers copies of the model as trained so far and of its `eqx.nn.State`."""
     if not run.has_engine:
-        return run.recipe.model, run.recipe.model_state
+        return run.config.model, run.config.model_state
     return run.checked_engine().held.gather()
 
 
 def inference_model(run: "Run", member: int | None) -> InferenceModel:
-    """`Trainer.inference_model`."""
-    check_callable(run, "inference_model")
-    model_and_state = whole_model(run)
+    """Implements `Trainer.inference_model`."""
+    check_is_callable(run, "inference_model")
+    model_and_state = gather_model(run)
     if member is not None:
-        return InferenceModel(*member_of(run, model_and_state, member))
-    if run.recipe.ensemble is not None:
-        return run.recipe.ensemble.make_inference_model(*model_and_state)
+        return InferenceModel(*get_member(run, model_and_state, member))
+    if run.config.ensemble is not None:
+        return run.config.ensemble.make_inference_model(*model_and_state)
     return InferenceModel(*model_and_state)
 
 
-def check_callable(run: "Run", method: str) -> None:
+def check_is_callable(run: "Run", method: str) -> None:
     """Raises if the model can't be called on one example, as `method` does."""
-    model = run.recipe.model
+    model = run.config.model
     if not callable(model):
         name, part = type(model).__name__, ".generator"
         if isinstance(model, dict | list | tuple):
@@ -76,53 +75,53 @@ def check_callable(run: "Run", method: str) -> None:
         )
 
 
-def member_of(run: "Run", model: Any, index: int) -> Any:
-    """One model of those that `model` holds."""
-    if run.recipe.ensemble is None:
+def get_member(run: "Run", model: Any, index: int) -> Any:
+    """Returns one model of an ensemble."""
+    if run.config.ensemble is None:
         raise ValueError("`member` needs a Trainer with `ensemble`; use `model`.")
-    return run.recipe.ensemble.select_member(model, index)
+    return run.config.ensemble.select_member(model, index)
 
 
-def shapes_of(run: "Run") -> tuple[Any, Any, Any]:
-    """Trained leaves, other arrays and the model's state, as shapes.
+def get_shapes(run: "Run") -> tuple[Any, Any, Any]:
+    """Returns trained leaves, other arrays and the model's state as shapes.
 
-    With their shardings, before they are placed too, where the strategy tells.
+    They have shardings, also before they are placed, if the strategy has a mesh.
     """
-    recipe = run.recipe
+    config = run.config
     try:
         if run.has_engine:
             state = run.engine.held.shapes()
         else:
-            strategy = recipe.strategy
-            state = recipe.new_engine(strategy, run.hooks, abstract=True).state
+            strategy = config.strategy
+            state = config.make_engine(strategy, run.hooks, abstract=True).state
     except NotImplementedError:  # a user's strategy without a `mesh`
-        return *recipe.parts[:2], recipe.model_state
+        return *config.parts[:2], config.model_state
     return state.params, state.buffers, state.model_state
 
 
-def values(run: "Run") -> Mapping[str, Any]:
-    """`Trainer.hyperparams`."""
+def get_hyperparams(run: "Run") -> Mapping[str, Any]:
+    """Implements `Trainer.hyperparams`."""
     return hyperparam_values(run.checked_engine().state)
 
 
-def set_values(run: "Run", values: Mapping[str, Any]) -> None:
-    """`Trainer.set_hyperparams`."""
+def set_hyperparams(run: "Run", values: Mapping[str, Any]) -> None:
+    """Implements `Trainer.set_hyperparams`."""
     engine = run.checked_engine()
     run.processes.check_equal("values in `set_hyperparams`", values)
     engine.write(leaves_to_set(engine.state, values))
 
 
 def compiled_train_step(run: "Run") -> jax.stages.Compiled | None:
-    """`Trainer.compiled_train_step`."""
+    """Implements `Trainer.compiled_train_step`."""
     program = run.engine.train_program() if run.has_engine else None
     return None if program is None else program.compiled
 
 
-def in_a_line(trainer: "Trainer") -> str:
-    """What `repr` says of a trainer."""
-    recipe = trainer.run.recipe
-    count = sum(leaf.size for leaf in jax.tree.leaves(recipe.parts[:2]))
+def format_repr(trainer: "Trainer") -> str:
+    """Formats a trainer as one line, for `repr`."""
+    config = trainer.run.config
+    count = sum(leaf.size for leaf in jax.tree.leaves(config.parts[:2]))
     return (
-        f"Trainer({plain(recipe.model)}, {count:,} parameters, {recipe.strategy!r},"
+        f"Trainer({plain(config.model)}, {count:,} parameters, {config.strategy!r},"
         f" step {trainer.global_step}, epoch {trainer.current_epoch})"
     )
