@@ -182,6 +182,13 @@ class Trainer(Generic[Model]):
             trainer_methods.check_attribute(self, name)
         return super().__getattribute__(name)  # raises, as a property of ours did
 
+    def __reduce__(self) -> Any:  # for `copy` and `pickle`
+        raise TypeError(
+            "a Trainer can't be copied or pickled: it has compiled programs, and arrays"
+            " on devices. For joblib or Ray, send settings to a function that makes the"
+            " Trainer, fits it and returns numbers, or the folder of trainer.save()."
+        )
+
     @checks_arguments
     def fit(
         self,

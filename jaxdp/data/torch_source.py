@@ -81,8 +81,12 @@ class _OfTorch(Source):
         return [*self._samplers, self.loader.dataset, self.loader]
 
     def _explain(self, exception: Exception) -> None:
-        if "exited unexpectedly" in str(exception):
-            exception.add_note(WORKER_RULES)
+        # A worker that dies may have sent tensors which the next reader asks it for.
+        is_broken = isinstance(exception, ConnectionError | EOFError)
+        if "exited unexpectedly" in str(exception) or (
+            is_broken and self.loader.num_workers
+        ):
+            exception.add_note(f"a worker of `{self.argument}` ended. {WORKER_RULES}")
         if "jaxdp.step.whole" in str(exception):  # torch's collation met it
             exception.add_note(
                 "A Whole is a part of a batch, not of one of its rows: leave it"

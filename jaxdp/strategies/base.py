@@ -1,6 +1,5 @@
 """The contract between the training loop and the devices."""
 
-import copy
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -59,6 +58,15 @@ class DataParallel:
 
     row_axes: tuple[str, ...] = (DATA,)
     """The axes of the mesh that rows are split over."""
+
+    def __copy__(self: Strategy) -> Strategy:
+        return replace_attributes(self)
+
+    def __reduce__(self) -> Any:  # for `copy.deepcopy` and `pickle`
+        raise TypeError(
+            f"a strategy such as {self!r} can't be pickled: its devices belong to this"
+            " process. Send the name of its class and its arguments, and make it there."
+        )
 
     def param_spec(self, path: str, leaf: Array) -> PartitionSpec:
         """Returns the split of a leaf of the model; its optimizer state follows.
@@ -340,8 +348,8 @@ def check_offload(strategy: DataParallel) -> None:
 
 def replace_attributes(strategy: Strategy, **attributes: Any) -> Strategy:
     """Returns a copy of a strategy with some attributes replaced."""
-    other = copy.copy(strategy)
-    vars(other).update(attributes)
+    other = object.__new__(type(strategy))
+    vars(other).update(vars(strategy) | attributes)
     return other
 
 

@@ -226,3 +226,19 @@ def test_workers_that_end_when_they_are_started_are_explained():
         RuntimeError, match='`train_loader`.* under `if __name__ == "__m'
     ):
         Trainer(linear(), loss="mse").fit(loader)
+
+
+class Dying(Squares):
+    def __getitem__(self, index):
+        if index == 6:
+            os._exit(3)
+        return super().__getitem__(index)
+
+
+def test_workers_that_end_later_are_explained():
+    # What the next batches are sent by ends with them, so the error varies.
+    loader = DataLoader(Dying(), 4, num_workers=1)
+    with pytest.raises((RuntimeError, ConnectionError, EOFError)) as raised:
+        Trainer(linear(), loss="mse").fit(loader)
+    notes = " ".join(raised.value.__notes__)
+    assert "a worker of `train_loader` ended" in notes and '"__main__":`' in notes

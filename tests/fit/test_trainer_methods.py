@@ -1,6 +1,8 @@
 """What users of Lightning and Keras type first."""
 
+import copy
 import inspect
+import pickle
 import pkgutil
 import re
 
@@ -16,7 +18,7 @@ from torch.utils.data import (  # noqa: E402
 )
 from toys import batches, linear_trainer, make_small, mlp_trainer, rows  # noqa: E402
 
-from jaxdp import Arrays, Callback, Trainer  # noqa: E402
+from jaxdp import FSDP, Arrays, Callback, Sharded, Trainer  # noqa: E402
 from jaxdp.basics.other_libraries import INSTEAD  # noqa: E402
 from jaxdp.callbacks import EarlyStopping, ModelCheckpoint  # noqa: E402
 
@@ -279,3 +281,13 @@ def test_own_attributes_may_be_set():
     with pytest.raises(AttributeError, match="object has no attribute 'yours'"):
         trainer.yours  # noqa: B018
     assert not hasattr(trainer, "__deepcopy__")
+
+
+@pytest.mark.parametrize("take", [copy.deepcopy, pickle.dumps])
+def test_trainers_and_strategies_are_made_where_they_are_needed(take):
+    with pytest.raises(TypeError, match="joblib or Ray, send settings to a function"):
+        take(make_small())
+    for strategy in (Sharded(), FSDP()):
+        with pytest.raises(TypeError, match="the name of its class and its arguments"):
+            take(strategy)
+    assert vars(copy.copy(strategy)) == vars(strategy)
