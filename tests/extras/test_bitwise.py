@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toys import Mlp, NormNet, Recorder, batches, cross_entropy
+from toys import Mlp, NormNet, Recorder, batches
 
 from jaxdp import Bitwise, Pmap, Sharded, SingleDevice, Stack, Trainer, per_example
 from jaxdp.extras.bitwise import _compiler_options_for
@@ -317,11 +317,6 @@ def test_the_step_is_traced_once():
     trainer, _ = make(Mlp(jax.random.key(0)), Sharded(), loss_fn=loss_fn)
     trainer.fit(batches(16, 16, 5), max_epochs=2)
     assert len(traces) == 1
-
-
-def test_a_loss_of_a_batch_is_refused():
-    with pytest.raises(ValueError, match="Bitwise works on.*loss_fn=jaxdp.per_example"):
-        make(Mlp(jax.random.key(0)), Sharded(), loss_fn=cross_entropy)
 
 
 def test_gradients_are_summed_by_shares_of_them():

@@ -34,28 +34,6 @@ def single():
     return train(SingleDevice(), val=DATA, epochs=10)
 
 
-@pytest.mark.slow_cases("two devices")
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        lambda: Pipeline(4, 4),
-        lambda: Pipeline(2, 5, devices=2),
-        lambda: Pipeline(2, 4, fsdp=True),
-    ],
-    ids=["four stages", "two devices", "fsdp"],
-)
-def test_the_numbers_are_those_of_one_device(single, strategy):
-    expected, losses = single
-    trainer, found = train(strategy(), val=DATA, epochs=10)
-    np.testing.assert_allclose(found, losses, rtol=1e-5)
-    np.testing.assert_allclose(
-        trainer.history["val_loss"], expected.history["val_loss"], rtol=1e-5
-    )
-    np.testing.assert_allclose(
-        trainer.predict(DATA), expected.predict(DATA), rtol=1e-4, atol=1e-5
-    )
-
-
 @pytest.mark.parametrize(
     "options",
     [

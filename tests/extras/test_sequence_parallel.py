@@ -25,7 +25,6 @@ from jaxdp import (
 )
 from jaxdp.losses import token_cross_entropy
 from jaxdp.strategies.base import count_shards
-from jaxdp.testing import check_strategy
 
 slow = pytest.mark.slow
 TOKENS, VOCABULARY = 16, 16
@@ -179,12 +178,6 @@ def test_numbers_are_those_of_one_device(case, split):
     np.testing.assert_allclose(predictions, predicted, rtol=100 * rtol, atol=10 * rtol)
     is_split = held.blocks.stacked.mlp.layers[0].weight == P(None, ("data", "seq"))
     assert is_split == ("fsdp" in split)
-
-
-@slow
-@pytest.mark.parametrize("fsdp", [False, True])
-def test_it_keeps_the_promises_of_strategies(fsdp):
-    check_strategy(SequenceParallel({"data": 4, "seq": 2}, fsdp))
 
 
 def test_leaves_of_the_longest_length_are_split_and_others_by_rows_only():

@@ -97,7 +97,13 @@ CONFORMING = {
     "tensors": plain(TensorParallel, {"data": 4, "model": 2}, RULES),
     "grid": plain(TensorParallel, {"data": 2, "fsdp": 2, "model": 2}, RULES),
     "tokens": plain(SequenceParallel, {"data": 4, "seq": 2}),
+    "tokens of blocks": lambda: (
+        SequenceParallel({"data": 4, "seq": 2}, True),
+        {"model": Deep()},
+    ),
     "pipeline": lambda: (Pipeline(2, 3, devices=2), {"model": Deep()}),
+    "stages": lambda: (Pipeline(4, 4), {"model": Deep()}),
+    "stages of fsdp": lambda: (Pipeline(2, 4, fsdp=True), {"model": Deep()}),
     "members": lambda: (Members(2), eight_models()),
     "bitwise": lambda: (Bitwise(Sharded()), {}),
     # With more devices or steps it is another algorithm.
@@ -105,7 +111,7 @@ CONFORMING = {
 }
 
 
-@pytest.mark.slow_but("3")
+@pytest.mark.slow_but("3", "stages")
 @pytest.mark.parametrize("strategy", CONFORMING.values(), ids=CONFORMING)
 def test_strategy_conforms(strategy):
     instance, arguments = strategy()
@@ -243,50 +249,6 @@ def test_pmap_equals_jax_pmap():
         enable_progress_bar=False,
     ).fit(data, max_epochs=3)  # fmt: skip
     np.testing.assert_allclose(recorder.losses, expected, rtol=1e-5)
-
-
-def test_pmap_shows_a_criterion_the_whole_batch():
-    def shapes(loss):
-        seen = []
-
-        def criterion(prediction, target):
-            seen.append(prediction.shape)
-            return loss(prediction, target)
-
-        Trainer(
-            eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0)), loss=criterion,
-            strategy=Pmap(), enable_progress_bar=False,
-        ).fit(batches(32))  # fmt: skip
-        return set(seen)
-
-    by_row = optax.softmax_cross_entropy_with_integer_labels
-    assert shapes(by_row) == {(32, 3)}
-    assert (32, 3) in shapes(lambda prediction, y: by_row(prediction, y).mean())
-
-
-def test_pmap_gives_a_loss_that_reduces_over_the_devices_the_numbers_of_all_rows():
-    def loss_fn(model, x, y):
-        centre = jax.lax.pmean(x.mean(axis=0, keepdims=True), "data")
-        logits = jax.vmap(model)(x - centre)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
-
-    model = eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0))
-    recorder = Recorder()
-    Trainer(
-        model, loss_fn=loss_fn, strategy=Pmap(), callbacks=[recorder],
-        enable_progress_bar=False,
-    ).fit(batches(32))  # fmt: skip
-
-    def whole(model, x, y):
-        logits = jax.vmap(model)(x - x.mean(axis=0, keepdims=True))
-        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
-
-    expected = Recorder()
-    Trainer(
-        model, loss_fn=whole, strategy=Sharded(), callbacks=[expected],
-        enable_progress_bar=False,
-    ).fit(batches(32))  # fmt: skip
-    np.testing.assert_allclose(recorder.losses, expected.losses, rtol=1e-5)
 
 
 @pytest.mark.slow_but("Sharded")
