@@ -56,9 +56,9 @@ def check_strategy(
     """
     model = _Dropped(jax.random.key(0)) if model is None else model
     batches = _toy_batches() if batches is None else batches
-    given = model, arguments
-    expected = _train(SingleDevice(), given, batches)
-    ours = _train(strategy, given, batches)
+    task = model, arguments
+    expected = _train(SingleDevice(), task, batches)
+    tested = _train(strategy, task, batches)
 
     for leaf in jax.tree.leaves(model):
         assert not (isinstance(leaf, jax.Array) and leaf.is_deleted()), (
@@ -67,29 +67,29 @@ def check_strategy(
         )
 
     # The same numbers, by one program.
-    _assert_close("the loss of step", ours.losses, expected.losses)
-    assert ours.traces == expected.traces, (
-        f"one compile: the step was traced {ours.traces} times, and"
+    _assert_close("the loss of step", tested.losses, expected.losses)
+    assert tested.traces == expected.traces, (
+        f"one compile: the step was traced {tested.traces} times, and"
         f" {expected.traces} on one device"
     )
 
     # Several micro-batches, and a loss that is written for a batch.
-    accumulated = (_train(s, given, batches, 2) for s in (strategy, SingleDevice()))
+    accumulated = (_train(s, task, batches, 2) for s in (strategy, SingleDevice()))
     losses = (run.losses for run in accumulated)
     _assert_close("with two micro-batches a step, the loss of step", *losses)
-    _check_batch_as_written(strategy, given, batches)
+    _check_batch_as_written(strategy, task, batches)
 
     # Validation and prediction.
-    metrics = [run.trainer.validate(batches) for run in (ours, expected)]
+    metrics = [run.trainer.validate(batches) for run in (tested, expected)]
     for name in metrics[1]:
         _assert_close(f"every row once: {name}", [metrics[0][name]], [metrics[1][name]])
-    predictions = [run.trainer.predict(batches) for run in (ours, expected)]
+    predictions = [run.trainer.predict(batches) for run in (tested, expected)]
     assert predictions[0].shape == predictions[1].shape, (
         f"every row once: `predict` gave {predictions[0].shape} for"
         f" {predictions[1].shape[0]} rows"
     )
     np.testing.assert_allclose(*predictions, rtol=1e-3, atol=1e-4)
-    _check_checkpoints(strategy, given, ours.trainer)
+    _check_checkpoints(strategy, task, tested.trainer)
 
 
 class _TraceCounter(Callback):
@@ -110,19 +110,19 @@ class _TraceCounter(Callback):
         self.losses.append(np.asarray(metrics["loss"]))  # waits for the device
 
 
-_Given = tuple[PyTree, Mapping[str, Any]]
+_Task = tuple[PyTree, Mapping[str, Any]]
 """The model, and other arguments of `Trainer`."""
 
 
 def _trainer(
     strategy: DataParallel,
-    given: _Given,
+    task: _Task,
     loss: Any,
     *,
     accumulate: int = 1,
     callbacks: Sequence[Callback] = (),
 ) -> Trainer:
-    model, arguments = given
+    model, arguments = task
     return Trainer(
         model,
         loss=loss,
@@ -135,7 +135,7 @@ def _trainer(
 
 
 def _check_batch_as_written(
-    strategy: DataParallel, given: _Given, batches: Sequence[tuple[Any, Any]]
+    strategy: DataParallel, task: _Task, batches: Sequence[tuple[Any, Any]]
 ) -> None:
     def by_the_mean(prediction: Any, target: Any) -> Any:
         values = _cross_entropy(prediction, target)
@@ -145,7 +145,7 @@ def _check_batch_as_written(
     losses = []
     for one in (strategy, SingleDevice()):
         run = _TraceCounter()
-        trainer = _trainer(one, given, by_the_mean, callbacks=[run])
+        trainer = _trainer(one, task, by_the_mean, callbacks=[run])
         trainer.fit([largest, smallest], max_epochs=1)
         losses.append(run.losses)
     _assert_close(
@@ -156,31 +156,32 @@ def _check_batch_as_written(
 
 
 def _train(
-    strategy: DataParallel, given: _Given, batches: Any, accumulate: int = 1
+    strategy: DataParallel, task: _Task, batches: Any, accumulate: int = 1
 ) -> _TraceCounter:
     run = _TraceCounter()
     run.trainer = _trainer(
-        strategy, given, "cross_entropy", accumulate=accumulate, callbacks=[run]
+        strategy, task, "cross_entropy", accumulate=accumulate, callbacks=[run]
     )
     run.trainer.fit(batches, max_epochs=10)
     return run
 
 
-def _assert_close(what: str, found: Sequence[Any], expected: Sequence[Any]) -> None:
-    assert len(found) == len(expected), f"{what}: {len(found)} values, {len(expected)}"
-    for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
-        assert np.all(np.abs(ours - theirs) <= TOLERANCE * np.abs(theirs)), (
-            f"same numbers anywhere: {what} number {step} is {ours}, and on one"
-            f" device {theirs}; {TOLERANCE} relative is allowed"
+def _assert_close(what: str, losses: Sequence[Any], expected: Sequence[Any]) -> None:
+    counts = len(losses), len(expected)
+    assert counts[0] == counts[1], f"{what}: {counts[0]} values, {counts[1]}"
+    for step, (loss, reference) in enumerate(zip(losses, expected, strict=True)):
+        assert np.all(np.abs(loss - reference) <= TOLERANCE * np.abs(reference)), (
+            f"same numbers anywhere: {what} number {step} is {loss}, and on one"
+            f" device {reference}; {TOLERANCE} relative is allowed"
         )
 
 
-def _check_checkpoints(strategy: DataParallel, given: _Given, trainer: Trainer) -> None:
+def _check_checkpoints(strategy: DataParallel, task: _Task, trainer: Trainer) -> None:
     trained = eqx.filter(trainer.model, eqx.is_array)
     with tempfile.TemporaryDirectory() as folder:
         path = trainer.save(f"{folder}/saved")
         for other in (strategy, *[SingleDevice()] * (not adds_state(strategy))):
-            fresh = _trainer(other, given, "cross_entropy", callbacks=[_TraceCounter()])
+            fresh = _trainer(other, task, "cross_entropy", callbacks=[_TraceCounter()])
             fresh.load(path)
             restored = eqx.filter(fresh.model, eqx.is_array)
             assert eqx.tree_equal(trained, restored), (

@@ -23,7 +23,7 @@ class LossOutput(NamedTuple):
     values: Array
     """`(rows, ...)` or `()`; with weights `(rows,)`, multiplied by them."""
     weights: Array | None = None
-    own: Array | None = None
+    pair_weights: Array | None = None
     """The weights as they were returned beside the values."""
 
 
@@ -150,7 +150,7 @@ def make_notes(
         f"{'the loss' if name == 'loss' else f'metric {name!r}'} is a pair (values,"
         " weights): the second is the weight of the first"
         for name, result in by_name.items()
-        if result.own is not None
+        if result.pair_weights is not None
     )
     means = (
         f"{argument} {name!r} is a scalar: over an epoch or a data set it is the"
@@ -169,8 +169,8 @@ def zero_ignored_rows(weight: Array, *trees: PyTree) -> tuple[PyTree, ...]:
     counts = (weight != 0).reshape(len(weight), -1).any(axis=1)
 
     def zero_rows(leaf: Array) -> Array:
-        there = counts.reshape(-1, *[1] * (leaf.ndim - 1))
-        return jnp.where(there, leaf, jnp.zeros_like(leaf))
+        mask = counts.reshape(-1, *[1] * (leaf.ndim - 1))
+        return jnp.where(mask, leaf, jnp.zeros_like(leaf))
 
     return jax.tree.map(zero_rows, trees)
 

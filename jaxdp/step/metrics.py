@@ -184,14 +184,14 @@ def count_rows(groups: Sequence[Group]) -> Float[Array, ""]:
     return total.astype(sum_dtype())
 
 
-def sum_values(found: ObjectiveOutput, mask: Array) -> Sums:
+def sum_values(output: ObjectiveOutput, mask: Array) -> Sums:
     """Sums the loss and each metric over the real rows of a micro-batch."""
     sums, weights = {}, {}
-    for name, one in found.by_name.items():
+    for name, one in output.by_name.items():
         sums[name] = _sum_over_rows(one.values, mask)
         if one.weights is not None:
             weights[name] = _sum_over_rows(one.weights, mask)
-    facts = Facts(tuple(sums), found.num_classes, found.notes, tuple(weights))
+    facts = Facts(tuple(sums), output.num_classes, output.notes, tuple(weights))
     check_num_values(facts.names + facts.weighted)
     return Sums(sums, weights, facts)
 
@@ -205,12 +205,12 @@ def _sum_over_rows(value: Array, mask: Array) -> Array:
 
 
 def run_step_hooks(
-    hooks: Sequence[Callable[..., Any]], given: tuple[Any, ...], facts: Facts
+    hooks: Sequence[Callable[..., Any]], arguments: tuple[Any, ...], facts: Facts
 ) -> dict[str, Array]:
     """Calls the `inside_step` hooks of callbacks, and merges their values by name."""
     inside: dict[str, Array] = {}
     for hook in hooks:
-        values = hook(*given)
+        values = hook(*arguments)
         if not isinstance(values, dict):
             owner = type(getattr(hook, "__self__", hook)).__name__
             raise TypeError(

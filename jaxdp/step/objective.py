@@ -80,8 +80,8 @@ class CriterionObjective:
         batch: PyTree,
         rows: MaskAndKeys,
     ) -> ObjectiveOutput:
-        x, given, weight = split_batch(batch)
-        target = unwrap_whole(given)
+        x, y, weight = split_batch(batch)
+        target = unwrap_whole(y)
         prediction, model_state = call_model(model, model_state, x, rows)
 
         by_name = {
@@ -102,7 +102,7 @@ class CriterionObjective:
         num_classes = losses.num_classes(self.criteria, prediction, target)
         outputs = None
         if self.keeps_outputs:
-            outputs = _check_outputs((prediction, given), len(rows.mask))
+            outputs = _check_outputs((prediction, y), len(rows.mask))
         return ObjectiveOutput(by_name, model_state, num_classes, notes, outputs)
 
 
@@ -228,11 +228,11 @@ def split_batch(batch: PyTree) -> tuple[PyTree, PyTree, PyTree]:
         if isinstance(batch, Mapping):
             x, y, *_ = *map(repr, batch), "Y", "Y"
             instead = f"Pass [(b[{x}], b[{y}]) for b in loader], x before y"
-        given = "*batch" if isinstance(batch, tuple) else "batch"
+        argument = "*batch" if isinstance(batch, tuple) else "batch"
         raise TypeError(
             "`loss` and `metrics` need batches (x, y), or (x, y, weight); got"
             f" {describe(to_user_batch(batch))}. {instead}; or, instead of `loss`, pass"
-            f" `loss_fn(model, {given})`, which is given the whole batch."
+            f" `loss_fn(model, {argument})`, which is given the whole batch."
         )
 
     x, y, weight = batch if len(batch) == 3 else (*batch, None)

@@ -105,7 +105,7 @@ def find_parts(
     Raises:
         ValueError: if one has no leaves, or two have the same; or for their names.
     """
-    known: list[ResolvedPart] = []
+    resolved: list[ResolvedPart] = []
     owners: dict[str, str] = {}
     for part in parts:
         # Its name.
@@ -120,24 +120,24 @@ def find_parts(
                 " metrics, as in critic_loss; pass `name`, of letters, digits and _."
             )
         losses.check_metric_name("`Part`: `name`", f"{name}_loss")
-        if any(name == other.name for other in known):
+        if any(name == other.name for other in resolved):
             raise ValueError(f"`Part`: two are named {name!r}; pass another `name`.")
 
         # Its leaves.
         leaves = jax.tree_util.tree_leaves_with_path(eqx.filter(model, mask))
-        mine = [leaf_path(path) for path, leaf in leaves if _is_trainable(leaf)]
-        if not mine:
+        own_paths = [leaf_path(path) for path, leaf in leaves if _is_trainable(leaf)]
+        if not own_paths:
             raise ValueError(
                 f"`Part` {name!r}: `params` selects no floating-point array of the"
                 " model."
             )
-        for path in mine:
+        for path in own_paths:
             if path in owners:
                 raise ValueError(
                     f"`Part`: {path} is in {owners[path]!r} and in {name!r}; a leaf has"
                     " one optimizer, so take it out of one of them."
                 )
-        owners |= dict.fromkeys(mine, name)
+        owners |= dict.fromkeys(own_paths, name)
 
         # What it does.
         objective = LossFnObjective(
@@ -145,8 +145,8 @@ def find_parts(
         )
         optimizer = add_clipping(part.optimizer, part.gradient_clip_val)
         optimizer = optax.with_extra_args_support(optimizer)
-        known.append(ResolvedPart(name, mask, int(part.every), objective, optimizer))
-    return tuple(known)
+        resolved.append(ResolvedPart(name, mask, int(part.every), objective, optimizer))
+    return tuple(resolved)
 
 
 def _is_trainable(leaf: Any) -> bool:
@@ -180,12 +180,12 @@ def make_leaf_mask(params: PyTree, model: PyTree, argument: str) -> PyTree:
         return (leaf_path(path[: end + 1]) for end in range(len(path)))
 
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(model)]
-    there = dict.fromkeys(name for path in paths for name in names_of(path))
+    names = dict.fromkeys(name for path in paths for name in names_of(path))
     for pattern in patterns:
-        if not any(matches(name, pattern) for name in there):
+        if not any(matches(name, pattern) for name in names):
             raise ValueError(
                 f"{argument}: {pattern!r} matches no submodule and no leaf; there are"
-                f" {', '.join(there)}."
+                f" {', '.join(names)}."
             )
     return jax.tree_util.tree_map_with_path(
         lambda path, _: any(matches(n, p) for n in names_of(path) for p in patterns),
@@ -253,14 +253,14 @@ class MultiPartSteps(Steps):
             for part in self.parts:
                 # The same step, in which the other parts are frozen.
                 trained, others = part.split(params)
-                seen = state._replace(
+                part_state = state._replace(
                     params=trained,
                     buffers=eqx.combine(others, state.buffers),
                     model_state=model_state,
                     opt_state=states[part.name],
                 )
                 update = functools.partial(self._update_part, part, collectives, groups)
-                due, result = _run_if_due(update, seen, part.every)
+                due, result = _run_if_due(update, part_state, part.every)
                 old = collectives.like_gradients(trained)
                 params = eqx.combine(eqx.apply_updates(old, result.updates), others)
                 model_state, states[part.name] = result.model_state, result.opt_state
@@ -390,8 +390,10 @@ def _run_if_due(
 
     def skip(state: TrainState) -> list[Array]:
         zeros = treedef.unflatten(jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves)
-        kept = zeros._replace(opt_state=state.opt_state, model_state=state.model_state)
-        return jax.tree.leaves(kept)
+        unchanged = zeros._replace(
+            opt_state=state.opt_state, model_state=state.model_state
+        )
+        return jax.tree.leaves(unchanged)
 
     def run(state: TrainState) -> list[Array]:
         return jaxpr_as_fun(traced)(*jax.tree.leaves(state))

@@ -63,9 +63,9 @@ def resolve_remat(remat: Any, model: PyTree, blocks: Sequence[str]) -> Recompute
             )
         return Recomputed(tuple(blocks), None if remat is True else remat)
     if isinstance(remat, Sequence) and all(isinstance(part, str) for part in remat):
-        found = Recomputed(tuple(remat))
-        find_outermost_modules(model, found.patterns, "remat")
-        return found
+        recomputed = Recomputed(tuple(remat))
+        find_outermost_modules(model, recomputed.patterns, "remat")
+        return recomputed
     raise TypeError(
         "`remat` must be a bool, a policy of jax.checkpoint_policies, or path patterns"
         f" of submodules; got {remat!r} of type {type(remat).__name__}."

@@ -121,9 +121,9 @@ def mask_and_keys(
     A row's key depends on `key` and its place among the real rows of the global
     batch, and so on no padding, device or process.
     """
-    seen = jax.tree.leaves(micro.batch)[0].shape[0]
-    ids = collectives.row_ids(seen)
-    block_rows = seen * collectives.num_shards // len(micro.counts)
+    num_rows = jax.tree.leaves(micro.batch)[0].shape[0]
+    ids = collectives.row_ids(num_rows)
+    block_rows = num_rows * collectives.num_shards // len(micro.counts)
     block, place = ids // block_rows, ids % block_rows
     before = jnp.cumsum(micro.counts) - micro.counts
     places = micro.rows_before + before[block] + place
@@ -221,17 +221,17 @@ def keep_old_if_nonfinite(
 
     Both get the next loss scale, where there is one. Returns the values to log, too.
     """
-    kept, named = old._replace(step=new.step), {}
+    skipped, named = old._replace(step=new.step), {}
     if old.loss_scale is not None:
         # An overflow in the gradients alone leaves a loss that counts.
         is_loss = jnp.isfinite(means).all()
         totals = jnp.where(is_loss, new.totals, old.totals)
         scale = update_loss_scale(old.loss_scale, finite)
-        new, kept = (
-            state._replace(totals=totals, loss_scale=scale) for state in (new, kept)
+        new, skipped = (
+            state._replace(totals=totals, loss_scale=scale) for state in (new, skipped)
         )
         named["loss_scale"] = old.loss_scale.scale
-    new = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, kept)
+    new = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, skipped)
     return new, named | {"skipped": ~finite}
 
 

@@ -217,8 +217,8 @@ class Steps(NamedTuple):
         with jax.named_scope("update"):
             new = self._change_weights(collectives, state, new)
 
-        seen = collectives.mean_gradients(grads)
-        inside = run_step_hooks(self.inside, (seen, updates, new), summed.facts)
+        mean_grads = collectives.mean_gradients(grads)
+        inside = run_step_hooks(self.inside, (mean_grads, updates, new), summed.facts)
 
         if self.skip_nonfinite or state.loss_scale is not None:
             finite = all_finite((means[0], grads))
@@ -268,10 +268,10 @@ class Steps(NamedTuple):
         group: Group,
     ) -> tuple[Sums, PyTree]:
         """Returns the sums of one batch in inference mode, and its outputs if kept."""
-        given = (weights, batch_idx), [group]
+        arguments = (weights, batch_idx), [group]
         with self.precision.set_product_precision():
             return collectives.over_rows(
-                self._evaluate_rows, *given, ("replicated", "rows")
+                self._evaluate_rows, *arguments, ("replicated", "rows")
             )
 
     def predict(
@@ -332,9 +332,9 @@ class Steps(NamedTuple):
                     collectives, step_key, micro, weights.step, training=True
                 )
                 result = objective(model, model_state, batch, rows)
-                returned = result.by_name["loss"]
-                check_depends(returned.values, params)
-                check_constant(returned.own, params)
+                loss_output = result.by_name["loss"]
+                check_depends(loss_output.values, params)
+                check_constant(loss_output.pair_weights, params)
                 if self.conjugate_complex:
                     notes = *result.notes, *make_complex_notes(params)
                     result = result._replace(notes=notes)
@@ -392,9 +392,9 @@ class Steps(NamedTuple):
         key = key_outside_training(weights)
         rows = mask_and_keys(collectives, key, micro, weights.step, training=False)
         x = to_user_batch(merge_leaves(micro.batch, micro.whole))
-        given = self._inference(model), weights.model_state, x, rows
+        arguments = self._inference(model), weights.model_state, x, rows
         with note_dict_input(x):
-            return call_model(*given)[0]
+            return call_model(*arguments)[0]
 
     def _batch(self, model: PyTree, micro: MicroBatch) -> PyTree:
         """Returns what the objective is called with."""
@@ -445,13 +445,13 @@ def _accumulate_gradients(
             grads, model_state, summed = gradients(model_state, micro)
         else:
             zeros = promote_to_float32(jax.tree.map(jnp.zeros_like, params))
-            given = (zeros, model_state), micros
+            arguments = (zeros, model_state), micros
             with jax.named_scope(OWN_LOOP):
                 loop = functools.partial(jax.lax.scan, body)
                 # JAX keeps what a body is traced to: it is traced once.
-                unrolled = unroll and has_convolutions(jax.make_jaxpr(loop)(*given))
+                unrolled = unroll and has_convolutions(jax.make_jaxpr(loop)(*arguments))
                 (grads, model_state), parts = loop(
-                    *given, unroll=len(group.counts) if unrolled else 1
+                    *arguments, unroll=len(group.counts) if unrolled else 1
                 )
             summed = jax.tree.map(lambda x: x.sum(axis=0), parts)
 

@@ -73,14 +73,14 @@ def run_optimizer(
 
     to_ascent = conjugate_leaves if conjugate else lambda grads: grads
     uphill = to_ascent(grads)
-    known = {"value": loss, "value_fn": value_fn, "grad": uphill, "grad_fn": grad_fn}
+    offered = {"value": loss, "value_fn": value_fn, "grad": uphill, "grad_fn": grad_fn}
     if _has_backtracking_search(state.opt_state):
         # It takes the slope from JAX's gradient, unlike optax's zoom search, which
         # takes it from the conjugate.
-        known["grad"] = grads
-    given = uphill, state.opt_state, state.params
+        offered["grad"] = grads
+    arguments = uphill, state.opt_state, state.params
     try:
-        return call_update(optimizer.update, *given, known)
+        return call_update(optimizer.update, *arguments, offered)
     except (AttributeError, TypeError) as error:
         error.add_note(
             "in `optimizer.update`, which is given gradients, the model's trained"
@@ -97,24 +97,24 @@ def call_update(
     grads: PyTree,
     state: PyTree,
     params: PyTree,
-    known: Mapping[str, Any],
+    offered: Mapping[str, Any],
 ) -> tuple[PyTree, PyTree]:
-    """Calls an optimizer's `update` with the names of `known` that it takes."""
+    """Calls an optimizer's `update` with the names of `offered` that it takes."""
     parameters = inspect.signature(update).parameters.values()
-    named = {p.name: known[p.name] for p in parameters if p.name in known}
+    named = {p.name: offered[p.name] for p in parameters if p.name in offered}
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         return update(grads, state, params, **named)
 
     # What nobody takes is an error to some: grad_fn to optax's line searches, and all
     # else to optax.contrib.sam.
-    for names in (known, ("value", "grad", "value_fn")):
-        extra = named | {name: known[name] for name in names}
+    for names in (offered, ("value", "grad", "value_fn")):
+        extra = named | {name: offered[name] for name in names}
         try:
             return update(grads, state, params, **extra)
         except TypeError as error:
             if "keyword" not in str(error):
                 raise
-    return update(grads, state, params, **named | {"grad_fn": known["grad_fn"]})
+    return update(grads, state, params, **named | {"grad_fn": offered["grad_fn"]})
 
 
 def _has_backtracking_search(opt_state: PyTree) -> bool:

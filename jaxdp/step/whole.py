@@ -54,14 +54,14 @@ def to_user_batch(batch: PyTree) -> PyTree:
     def is_ours(node: Any) -> bool:
         return isinstance(node, KeyData | SingleRowBatch)
 
-    def given(node: Any) -> Any:
+    def unwrap(node: Any) -> Any:
         if isinstance(node, SingleRowBatch):
             return to_user_batch(node.batch)
         if isinstance(node, KeyData):
             return jax.random.wrap_key_data(node.data, impl=node.impl)
         return node
 
-    return jax.tree.map(given, batch, is_leaf=is_ours)
+    return jax.tree.map(unwrap, batch, is_leaf=is_ours)
 
 
 def is_whole(node: Any) -> bool:

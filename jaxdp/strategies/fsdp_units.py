@@ -109,13 +109,13 @@ class FSDPUnits(NamedTuple):
         It gathers over `axes` of the mesh; over other axes the array stays split.
         """
         owner = self.owner(name)
-        ours = [[axis in axes for axis in get_axis_names(names)] for names in spec]
+        splits = [[axis in axes for axis in get_axis_names(names)] for names in spec]
         # An array axis split by `axes` and by others is not gathered: a gathered part
         # would be no part of the others' shards.
-        if owner is None or any(any(axis) and not all(axis) for axis in ours):
+        if owner is None or any(any(axis) and not all(axis) for axis in splits):
             return False
         stacked = self.stacked[owner]
-        return any(map(any, ours[stacked:])) and not any(map(any, ours[:stacked]))
+        return any(map(any, splits[stacked:])) and not any(map(any, splits[:stacked]))
 
     def wrap_modules(
         self,
@@ -203,12 +203,10 @@ class _GatherCall(NamedTuple):
             spec = specs.get(leaf_path(path))
             if spec is None:
                 return leaf
-            ours, others = keep_axes(self.axes, spec), drop_axes(self.axes, spec)
+            own, others = keep_axes(self.axes, spec), drop_axes(self.axes, spec)
             if self.mesh is None:
                 leaf, is_all = _row_independent.bind(leaf), not _find_auto_axes()
-                return (_all_gather if is_all else _all_gather_parts)(
-                    ours, others, leaf
-                )
+                return (_all_gather if is_all else _all_gather_parts)(own, others, leaf)
             kept = others if any(others) else PartitionSpec()
             split, whole = (NamedSharding(self.mesh, each) for each in (spec, kept))
             return _gather_by_constraint(leaf, split, whole)
@@ -270,10 +268,14 @@ def map_local_shards(
     gather them over those axes first, and for CPUs it can't reduce bfloat16 where any
     are left: it aborts the process.
     """
-    if not (left := _find_auto_axes()):
+    if not (auto_axes := _find_auto_axes()):
         return function
     return jax.shard_map(
-        function, in_specs=others, out_specs=others, axis_names=left, check_vma=False
+        function,
+        in_specs=others,
+        out_specs=others,
+        axis_names=auto_axes,
+        check_vma=False,
     )
 
 
@@ -284,16 +286,16 @@ def _find_auto_axes() -> set[str]:
     return {name for name, kind in axes if kind == AxisType.Auto}
 
 
-def _gather_parts(ours: PartitionSpec, others: PartitionSpec, leaf: Array) -> Array:
-    return map_local_shards(functools.partial(_all_gather, ours, others), others)(leaf)
+def _gather_parts(own: PartitionSpec, others: PartitionSpec, leaf: Array) -> Array:
+    return map_local_shards(functools.partial(_all_gather, own, others), others)(leaf)
 
 
 # JAX's own derivative would also sum over the axes left to XLA, where arrays are full.
 _all_gather_parts = jax.custom_vjp(_gather_parts, nondiff_argnums=(0, 1))
 _all_gather_parts.defvjp(
-    lambda ours, others, leaf: (_gather_parts(ours, others, leaf), None),
-    lambda ours, others, _, gradient: (
-        map_local_shards(functools.partial(_reduce_scatter, ours), others)(gradient),
+    lambda own, others, leaf: (_gather_parts(own, others, leaf), None),
+    lambda own, others, _, gradient: (
+        map_local_shards(functools.partial(_reduce_scatter, own), others)(gradient),
     ),
 )
 

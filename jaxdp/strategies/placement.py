@@ -24,10 +24,10 @@ def place_copy(tree: PyTree, shardings: PyTree) -> PyTree:
     """
     leaves, treedef = jax.tree.flatten(tree)
     layouts = treedef.flatten_up_to(shardings)
-    here = [i for i, layout in enumerate(layouts) if layout.memory_kind != HOST]
-    copied = _copy_to_devices([leaves[i] for i in here], [layouts[i] for i in here])
+    direct = [i for i, layout in enumerate(layouts) if layout.memory_kind != HOST]
+    copied = _copy_to_devices([leaves[i] for i in direct], [layouts[i] for i in direct])
 
-    placed = dict(zip(here, copied, strict=True))
+    placed = dict(zip(direct, copied, strict=True))
     for i, (leaf, layout) in enumerate(zip(leaves, layouts, strict=True)):
         if i not in placed:  # one by one: all of them may not fit on the devices
             moved = make_global_array(
@@ -73,8 +73,8 @@ def put_rows(
             micros, rows, *others = index
             start, stop, _ = rows.indices(shape.shape[1])
             if blocks.count > 1:
-                here = blocks.local.index(start // size) * size
-                start, stop = here + start % size, here + start % size + stop - start
+                local_start = blocks.local.index(start // size) * size + start % size
+                start, stop = local_start, local_start + stop - start
             return own[(micros, slice(start, stop), *others)]
 
         return jax.make_array_from_callback(shape.shape, sharding, part)

@@ -242,17 +242,17 @@ class ShardMapCollectives(Collectives):
 
     def _reduce_to_shard(self, gradient: Any, target: PartitionSpec) -> Any:
         """Sums over the rows' devices, to this device's shard by `target`."""
-        left = list(self.row_axes)
+        remaining = list(self.row_axes)
         for axis, names in enumerate(target):
-            ours = tuple(
+            row_names = tuple(
                 name for name in get_axis_names(names) if name in self.row_axes
             )
-            if ours:
+            if row_names:
                 gradient = jax.lax.psum_scatter(
-                    gradient, ours, scatter_dimension=axis, tiled=True
+                    gradient, row_names, scatter_dimension=axis, tiled=True
                 )
-                left = [name for name in left if name not in ours]
-        return jax.lax.psum(gradient, tuple(left)) if left else gradient
+                remaining = [name for name in remaining if name not in row_names]
+        return jax.lax.psum(gradient, tuple(remaining)) if remaining else gradient
 
     def _ends_in_row_axes(self, spec: PartitionSpec) -> bool:
         """Returns True if row axes come last wherever they split an array axis.
@@ -260,8 +260,8 @@ class ShardMapCollectives(Collectives):
         Only in this order is a shard of a shard the one that `spec` stands for.
         """
         for names in map(get_axis_names, spec):
-            ours = [name in self.row_axes for name in names]
-            if ours != sorted(ours):
+            row_names = [name in self.row_axes for name in names]
+            if row_names != sorted(row_names):
                 return False
         return True
 
@@ -295,10 +295,10 @@ class _DeviceCollectives(AxisCollectives):
             if (spec := self.shards.get(leaf_path(path))) is None:
                 return leaf
             done = set(itertools.chain(*map(get_axis_names, spec)))
-            left = tuple(name for name in self._axes if name not in done)
-            reduce = functools.partial(jax.lax.psum, axis_name=left)
+            remaining = tuple(name for name in self._axes if name not in done)
+            reduce = functools.partial(jax.lax.psum, axis_name=remaining)
             others = drop_axes(self._axes, spec)
-            return map_local_shards(reduce, others)(leaf) if left else leaf
+            return map_local_shards(reduce, others)(leaf) if remaining else leaf
 
         return jax.tree_util.tree_map_with_path(summed, gradients)
 
