@@ -9,7 +9,7 @@ from .collectives import (
     OnRows,
     Results,
 )
-from .evaluated import evaluated_params, make_weights_view
+from .evaluation_weights import evaluated_params, make_weights_view
 from .jaxprs import (
     BY_DEFAULT,
     OWN_LOOP,

@@ -1,4 +1,4 @@
-"""The weights to evaluate, of optimizers that take gradients at others."""
+"""The weights to evaluate, of optimizers that take gradients at other weights."""
 
 from collections.abc import Callable
 from typing import Any, Final, Protocol, runtime_checkable
@@ -16,7 +16,7 @@ from .state import TrainState
 
 @runtime_checkable
 class KeepsWeights(Protocol):
-    """An optimizer's state, or a node of it, that has the weights to evaluate."""
+    """An optimizer's state, or a node of it, that holds the weights to evaluate."""
 
     def evaluated_params(self, params: PyTree) -> PyTree:
         """Returns the weights to evaluate, in the shapes of the trained `params`."""
@@ -24,7 +24,7 @@ class KeepsWeights(Protocol):
 
 
 def make_weights_view(opt_state: PyTree) -> Callable[[TrainState], TrainState] | None:
-    """Returns what makes a state of the weights to evaluate; None if it trains those.
+    """Returns a function to a state with the weights to evaluate; None for any other.
 
     Args:
         opt_state: arrays, or their shapes.
@@ -46,7 +46,7 @@ def _has_eval_weights(node: Any) -> bool:
 
 
 def _replace_params(state: TrainState) -> TrainState:
-    if not isinstance(jax.tree.leaves(state)[0], jax.Array):  # of a plan: shapes
+    if not isinstance(jax.tree.leaves(state)[0], jax.Array):  # shapes, for a plan
         return state
     layouts = jax.tree.map(lambda leaf: leaf.sharding, state.params)
     evaluate = jax.jit(evaluated_params, out_shardings=layouts)
