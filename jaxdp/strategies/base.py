@@ -277,6 +277,13 @@ def count_shards(strategy: DataParallel) -> int:
     """Returns the number of equal parts that a strategy splits the rows into."""
     if strategy.mesh.empty:
         return 1
+    if missing := {*strategy.row_axes} - {*strategy.mesh.axis_names}:
+        raise ValueError(
+            f"`strategy`: {type(strategy).__name__} has `row_axes`"
+            f" {strategy.row_axes}, and no axis {min(missing)!r} in its mesh, only"
+            f" {strategy.mesh.axis_names}. Set `row_axes` to those that rows are split"
+            " over; () gives every device all rows."
+        )
     return math.prod(strategy.mesh.shape[name] for name in strategy.row_axes)
 
 

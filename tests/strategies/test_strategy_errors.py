@@ -32,6 +32,13 @@ class Own(DataParallel):
         return arguments
 
 
+class Unnamed(Own):
+    """An engine with a mesh, and no name of the axis that rows are split over."""
+
+    def __init__(self):
+        self.mesh = mesh("all")
+
+
 class Splitting(Sharded):
     def __init__(self, axis):
         super().__init__()
@@ -94,6 +101,7 @@ REFUSED = {
         (lambda: fit(Splitting("data"), eqx.nn.Linear(4, 3, key=jax.random.key(0))),
          ValueError, r"weight of shape \(3, 4\): axis 0 of size 3"),
         (lambda: fit(Splitting("model")), ValueError, "no axis 'model'"),
+        (lambda: fit(Unnamed()), ValueError, "Unnamed has `row_axes`.*no axis 'data'"),
         (lambda: fit(Placeless()), TypeError,
          "Placeless.place returned a NoneType; it must return the TrainSta"),
         (lambda: fit(Stepless()), TypeError,
