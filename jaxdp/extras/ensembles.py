@@ -278,7 +278,7 @@ _OF_ALL: Final = "key", "step"
 """Fields of a state that have no axis of members."""
 
 _OF_WEIGHTS: Final = Weights(0, 0, 0, key=0, step=None)
-"""Which fields have an axis of members."""
+"""The axis of members of each field; None for the fields without one."""
 
 
 class InferenceModels(InferenceModel):

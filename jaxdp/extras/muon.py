@@ -20,7 +20,7 @@ from ..basics.tree import get_node, leaf_path, matches
 from ..strategies.stack import Stack
 
 _AXES: Final = MuonDimensionNumbers(reduction_axis=-1, output_axis=-2)
-"""Of a matrix of Equinox's: `eqx.nn.Linear` has `(out_features, in_features)`."""
+"""The axes of a weight of `eqx.nn.Linear`, `(out_features, in_features)`."""
 
 
 def muon(

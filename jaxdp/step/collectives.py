@@ -1,4 +1,4 @@
-"""How a compiled step reaches the rows that other devices work on."""
+"""Collectives: the communication of a compiled step with other devices."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal
@@ -11,7 +11,7 @@ DATA: Final = "data"
 """Name of the axis that a batch's rows are split over."""
 
 ResultKind = Literal["gradients", "rows", "replicated"]
-"""What a result of `Collectives.over_rows` is: gradients like the parameters, values
+"""Kinds of results of `Collectives.over_rows`: gradients like the parameters, values
 per row, or small values that every device holds."""
 
 Results = ResultKind | tuple[ResultKind, ...]

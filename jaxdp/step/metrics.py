@@ -21,7 +21,7 @@ LONG_IN_FLIGHT: Final = 2
 """The same for dispatches of several steps."""
 
 MAX_METRICS: Final = 63
-"""How many metrics an epoch can sum; fixed, so that the state's shape always is."""
+"""The maximum number of metrics; fixed, so that the state always has one shape."""
 
 
 class Facts(NamedTuple):

@@ -164,13 +164,13 @@ def check_training_flags(model: Any, *passes: bool) -> None:
 def find_keywords(model: Any) -> Mapping[str, inspect.Parameter]:
     """Returns the parameters of the model's call that no partial has filled."""
 
-    def as_partial(call: Any) -> Any:
+    def to_partial(call: Any) -> Any:
         call = inspect.unwrap(call, stop=lambda call: hasattr(call, "__signature__"))
         if not isinstance(call, functools.partial | eqx.Partial):
             return call
-        return functools.partial(as_partial(call.func), *call.args, **call.keywords)
+        return functools.partial(to_partial(call.func), *call.args, **call.keywords)
 
-    call = as_partial(model)
+    call = to_partial(model)
     try:
         parameters = inspect.signature(call).parameters
     except (TypeError, ValueError):  # not every builtin shows its own

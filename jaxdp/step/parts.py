@@ -84,7 +84,7 @@ class ResolvedPart:
 
     name: str
     mask: PyTree
-    """Which leaves it trains: bools in the model's structure."""
+    """A mask of the leaves that it trains, in the model's structure."""
     every: int
     objective: LossFnObjective
     optimizer: optax.GradientTransformationExtraArgs

@@ -11,7 +11,7 @@ from ..basics.tree import get_node, leaf_path, matches
 from .call_override import get_call_override, override_call
 
 Remat = bool | Callable[..., Any] | str | Sequence[str]
-"""What users pass: True, for each block of every `Stack`; a policy of
+"""The argument of users: True, for each block of every `Stack`; a policy of
 `jax.checkpoint_policies`, for the same blocks; or path patterns of submodules, such as
 `"layers[*]"`."""
 
@@ -108,7 +108,7 @@ def _modules_in(model: PyTree) -> dict[str, tuple[Any, ...]]:
     for path, _ in jax.tree_util.tree_leaves_with_path(model):
         for length in range(1, len(path)):
             if isinstance(path[length - 1], jax.tree_util.FlattenedIndexKey):
-                break  # inside something that says nothing of its parts
+                break  # inside of a node whose parts have no names
             node = get_node(model, path[:length])
             if isinstance(node, eqx.Module) and callable(node):
                 modules[leaf_path(path[:length])] = path[:length]

@@ -235,6 +235,6 @@ def keep_old_if_nonfinite(
     return new, named | {"skipped": ~finite}
 
 
-def all_finite(tree: PyTree) -> Array:
+def is_finite(tree: PyTree) -> Array:
     leaves = jax.tree.leaves(tree)
     return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves]).all()

@@ -51,7 +51,7 @@ from .state import (
     MicroBatch,
     TrainState,
     Weights,
-    all_finite,
+    is_finite,
     keep_old_if_nonfinite,
     key_after_update,
     key_outside_training,
@@ -148,7 +148,7 @@ class Steps(NamedTuple):
 
     @property
     def keeps_outputs(self) -> bool:
-        """Whether `evaluate` gives predictions and targets."""
+        """Whether `evaluate` returns predictions and targets."""
         return self.objective is not None and self.objective.keeps_outputs
 
     def train(
@@ -221,7 +221,7 @@ class Steps(NamedTuple):
         inside = run_step_hooks(self.inside, (mean_grads, updates, new), summed.facts)
 
         if self.skip_nonfinite or state.loss_scale is not None:
-            finite = all_finite((means[0], grads))
+            finite = is_finite((means[0], grads))
             new, named = keep_old_if_nonfinite(state, new, means, finite)
             inside = add_values(inside, named, summed.facts)
         return new, Metrics(summed.facts, means, inside)

@@ -1,7 +1,7 @@
-"""What of the loss an optimizer asks for: its value, or functions that evaluate it.
+"""The loss for optimizers that ask for it: its value, or functions that evaluate it.
 
-`optax.lbfgs`, line searches and `optax.contrib.sam` in its opaque mode look at the loss
-in other places than where the parameters are.
+`optax.lbfgs`, line searches and `optax.contrib.sam` in its opaque mode evaluate the
+loss at other parameters than the present ones.
 """
 
 import contextlib
@@ -50,9 +50,9 @@ def run_optimizer(
         grads: JAX's gradient of it.
         state: before the step.
         loss: the mean over the batch.
-        evaluate: `(params) -> (loss, JAX's gradient)` elsewhere. What is not called is
-            not traced, and what is not used of it is not computed.
-        conjugate: whether the optimizer is given the conjugates of complex gradients.
+        evaluate: `(params) -> (loss, JAX's gradient)` at other parameters. If it is not
+            called it is not traced, and unused results are not computed.
+        conjugate: whether the optimizer gets the conjugates of complex gradients.
     """
 
     @jax.custom_jvp
@@ -61,8 +61,8 @@ def run_optimizer(
 
     @value_fn.defjvp
     def _(primals: Any, tangents: Any) -> tuple[Array, Array]:  # pyright: ignore
-        # Of the gradient that steps take, not of what came of differentiating through
-        # micro-batches and collectives: it takes no more memory, and rounds alike.
+        # From the gradient of steps, not by differentiation through micro-batches and
+        # collectives: it needs no more memory, and rounds as steps do.
         value, grads = evaluate(*primals)
         products = jax.tree.map(lambda g, t: (g * t).sum().real, grads, *tangents)
         total = sum(jax.tree.leaves(products), start=jnp.zeros_like(value))
@@ -105,8 +105,8 @@ def call_update(
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         return update(grads, state, params, **named)
 
-    # What nobody takes is an error to some: grad_fn to optax's line searches, and all
-    # else to optax.contrib.sam.
+    # Some optimizers raise for arguments that they do not take: optax's line searches
+    # for grad_fn, and optax.contrib.sam for all others.
     for names in (offered, ("value", "grad", "value_fn")):
         extra = named | {name: offered[name] for name in names}
         try:

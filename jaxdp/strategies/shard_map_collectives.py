@@ -291,7 +291,7 @@ class _DeviceCollectives(AxisCollectives):
 
         `ShardMapCollectives` sums the others, into the layout of updates."""
 
-        def summed(path: Any, leaf: Any) -> Any:
+        def sum_leaf(path: Any, leaf: Any) -> Any:
             if (spec := self.shards.get(leaf_path(path))) is None:
                 return leaf
             done = set(itertools.chain(*map(get_axis_names, spec)))
@@ -300,7 +300,7 @@ class _DeviceCollectives(AxisCollectives):
             others = drop_axes(self._axes, spec)
             return map_local_shards(reduce, others)(leaf) if remaining else leaf
 
-        return jax.tree_util.tree_map_with_path(summed, gradients)
+        return jax.tree_util.tree_map_with_path(sum_leaf, gradients)
 
 
 def _stack_gradients(
