@@ -66,7 +66,7 @@ class Sink(Protocol):
         """Makes all rows so far durable; called before a checkpoint."""
 
     def close(self) -> None:
-        """Called after the last row of a fit."""
+        """Closes files; called after the last row of a fit."""
 
 
 class _Reader(NamedTuple):
@@ -214,7 +214,7 @@ class Record:
         queue.append((step + metrics.steps_in_flight, row))
 
     def begin_step(self) -> None:
-        """From now on hooks belong to a step that is still to come."""
+        """Assigns the hooks from now on to a step that is still to come."""
         self._target = _LogTarget(self._before_row, self._before_row)
 
     def log(self, name: str, value: Any) -> None:
@@ -351,12 +351,11 @@ class Record:
 
     def _send(self, row: LogRow, readers: Iterable[_Reader] | None = None) -> None:
         """Sends a row to the readers of its kind, also where one of them fails."""
-        reads = [
-            reader.read
-            for reader in (self._readers if readers is None else readers)
-            if row.kind in reader.kinds
-            and (row.kind != "step" or row.step % reader.every == 0)
-        ]
+        reads = []
+        for reader in self._readers if readers is None else readers:
+            if row.kind in reader.kinds:
+                if row.kind != "step" or row.step % reader.every == 0:
+                    reads.append(reader.read)
         if reads:
             send = self.stopwatch.time_function("callbacks", _call_all)
             send(reads, row, of_callbacks=True)

@@ -343,7 +343,7 @@ def _chain(name: str, bound: tuple[Callable[..., None], ...]) -> Callable[..., N
             raise
 
     def run_all(*arguments: Any) -> None:
-        with contextlib.ExitStack() as stack:  # goes on after one that raises
+        with contextlib.ExitStack() as stack:  # continues after one that raises
             for hook in reversed(bound):
                 stack.callback(_chain(name, (hook,)), *arguments)
 

@@ -224,6 +224,8 @@ class ModelCheckpoint(MetricCallback):
     def on_train_batch_end(
         self, trainer: Trainer, metrics: Any, batch_idx: int
     ) -> None:
+        if not self._saves_by_step:
+            return
         step, every = trainer.global_step, self.every_n_train_steps
         self._last_step = step, metrics
         if every is not None and step % every == 0:
@@ -246,8 +248,11 @@ class ModelCheckpoint(MetricCallback):
             self._is_due |= self.every_n_epochs is None or self._is_epoch_due(trainer)
 
     def on_boundary(self, trainer: Trainer) -> None:
-        self._finish_save()
-        self._save_if_due(trainer)
+        # A step costs few calls where nothing is to be done.
+        if self._saving is not None:
+            self._finish_save()
+        if self._is_due:
+            self._save_if_due(trainer)
 
     def _is_epoch_due(self, trainer: Trainer) -> bool:
         every = self.every_n_epochs

@@ -187,7 +187,7 @@ def announce(trainer: Trainer, callback_name: str, text: str) -> None:
         log_info(f"{callback_name}: {text}")
 
 
-def in_notebook() -> bool:
+def is_in_notebook() -> bool:
     """Returns True if a notebook runs this process, and so can show pictures."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None

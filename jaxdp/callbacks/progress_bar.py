@@ -15,7 +15,7 @@ from ..basics.console import SafeStream, open_bar
 from ..basics.units import format_number, format_seconds
 from ..record import LogRow
 from .base import Callback, Trainer
-from .monitor import in_notebook, is_fitting
+from .monitor import is_fitting, is_in_notebook
 
 # In a file and on a terminal, without and with a known total.
 _FORMATS: Final = {
@@ -68,9 +68,9 @@ class ProgressBar(Callback):
 
     def setup(self, trainer: Trainer) -> None:
         # Notebooks show stderr on red ground, as if something had failed.
-        file = self.file or (sys.stdout if in_notebook() else sys.stderr)
+        file = self.file or (sys.stdout if is_in_notebook() else sys.stderr)
         self._out = out = SafeStream(file) if trainer.is_global_zero else None
-        self._is_live = in_notebook() or out is not None and _can_draw_on(out)
+        self._is_live = is_in_notebook() or out is not None and _can_draw_on(out)
         trainer.record.read_means(functools.partial(self._end_epoch, trainer))
 
     def on_train_epoch_start(self, trainer: Trainer) -> None:

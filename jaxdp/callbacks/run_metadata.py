@@ -85,7 +85,9 @@ def markdown(values: Mapping[str, Any]) -> str:
 def describe_optimizer(optimizer: Any) -> str:
     """Returns the stages of an optax optimizer with their numbers, as far as its
     closures show them: `chain(scale_by_adam(b1=0.9, ...), scale(step_size=-0.001))`."""
-    injected = [f"{name}={_text(value)}" for name, value in _injected(optimizer.init)]
+    injected = [
+        f"{name}={_text(value)}" for name, value in _find_injected(optimizer.init)
+    ]
     return ", ".join([describe_function(optimizer.update), *injected])
 
 
@@ -121,13 +123,13 @@ def _text(value: Any, depth: int = 0) -> str:
     return str(plain(value)) if isinstance(value, int | float | type) else ""
 
 
-def _injected(init: Any) -> Iterator[tuple[str, Any]]:
+def _find_injected(init: Any) -> Iterator[tuple[str, Any]]:
     """Yields the numbers that `optax.inject_hyperparams` was given, which only the
     `init` of the optimizer knows."""
     inside = get_closure(inspect.unwrap(init))
     yield from inside.get("numeric_hps", {}).items()
     for stage in inside.get("init_fns", ()):
-        yield from _injected(stage)
+        yield from _find_injected(stage)
 
 
 def _is_model(value: Any) -> bool:

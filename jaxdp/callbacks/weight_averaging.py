@@ -134,11 +134,11 @@ def _replace_params(state: Any) -> Any:
     nodes = jax.tree.leaves(state.opt_state, is_leaf=is_average)
     average = next(node for node in nodes if is_average(node)).average
 
-    def like(own: Array, mean: Array) -> Array:
+    def cast_mean(own: Array, mean: Array) -> Array:
         mean = move_to_device(mean)
         return mean if mean.dtype == own.dtype else mean.astype(own.dtype)
 
-    return state._replace(params=jax.tree.map(like, state.params, average))
+    return state._replace(params=jax.tree.map(cast_mean, state.params, average))
 
 
 def _round_as_stored(leaf: Array) -> Array:

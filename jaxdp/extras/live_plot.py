@@ -11,7 +11,7 @@ from ..basics.figures import draw, metric_curves, to_png
 from ..basics.files import save_figure
 from ..callbacks.base import Trainer
 from ..callbacks.logger import Logger, check_is_no_folder
-from ..callbacks.monitor import in_notebook
+from ..callbacks.monitor import is_in_notebook
 from ..record import Number
 
 _MAX_SHARE: Final = 0.05
@@ -79,7 +79,7 @@ class LivePlot(Logger):
         }
         figure = draw(charts, "optimizer step", (0.0, float(self._step)))
         save_figure(figure, self._path)
-        if in_notebook():
+        if is_in_notebook():
             self._show(to_png(figure))
         end = time.monotonic()
         self._due = end + max(self.every_n_seconds, (end - start) / _MAX_SHARE)

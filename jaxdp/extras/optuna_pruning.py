@@ -27,7 +27,7 @@ class OptunaPruning(MonitorCallback):
         trial: an `optuna.Trial`. With several processes that of the first one is asked,
             and the others may pass None. With `Trainer(ensemble=n)` a list of n trials,
             one for each member: a pruned member is not reported again, and the fit ends
-            when all are pruned. (A single trial is told the mean over the members.)
+            when all are pruned. (A single trial gets the mean over the members.)
         monitor: name of an epoch's value, such as `"val_loss"`; the study knows in
             which direction it gets better. Members report theirs by number,
             `val_loss[0]`.
