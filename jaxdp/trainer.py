@@ -311,7 +311,7 @@ class Trainer(Generic[Model]):
         hardware: "str | jaxdp.plan.Hardware | None" = None,
         hosts: int | None = None,
     ) -> "jaxdp.plan.Plan":
-        """What a train step will take: memory, communication, operations, time.
+        """Plans a train step: memory, communication, operations, time.
 
             print(trainer.plan(loader))                      # here
             print(trainer.plan(loader, devices=64))          # with 64 devices
@@ -419,7 +419,7 @@ class Trainer(Generic[Model]):
 
     @property
     def hyperparams(self) -> Mapping[str, Any]:
-        """What `optax.inject_hyperparams` holds, by name. Waits for the device."""
+        """The values in `optax.inject_hyperparams`, by name. Waits for the device."""
         return trainer_methods.get_hyperparams(self.run)
 
     def set_hyperparams(self, **values: Any) -> None:
@@ -461,7 +461,7 @@ class Trainer(Generic[Model]):
 
     @property
     def global_step(self) -> int:
-        """How many optimizer steps were taken."""
+        """The number of completed optimizer steps."""
         return self.run.progress.global_step
 
     @property

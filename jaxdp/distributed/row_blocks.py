@@ -31,7 +31,7 @@ class RowBlocks(NamedTuple):
         ]
 
     def make_global_shapes(self, group: Any) -> Any:
-        """The shapes of a group with all blocks' rows, of one with the own ones'."""
+        """Returns the shapes of a group on all processes, from its local arrays."""
         return group._replace(batch=jax.tree.map(self._make_global_shape, group.batch))
 
     def _make_global_shape(self, leaf: Any) -> jax.ShapeDtypeStruct:
