@@ -31,8 +31,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdp import FSDP, Pmap, Sharded, SingleDevice, Trainer, ZeRO
 from jaxdp.extras.plan import hlo
-from jaxdp.extras.plan.hlo_text import Module
-from jaxdp.extras.plan.planner import topology
+from jaxdp.extras.plan.hlo_text import HloModule
+from jaxdp.extras.plan.planner import make_topology_devices
 from jaxdp.strategies import DataParallel
 
 from .models import LeNet, Residual
@@ -368,14 +368,14 @@ def of_trainer(case: Case, layout: Layout, name: str) -> Any:
 # --- counting -----------------------------------------------------------------------
 
 
-def launched(module: Module, computation: str, times: int = 1) -> Iterator[tuple]:
+def launched(module: HloModule, computation: str, times: int = 1) -> Iterator[tuple]:
     """What a computation launches: opcodes, and how often."""
     for each in module[computation].values():
         code = each.opcode
         if code in FREE or code.endswith(("-done", "-update")):
             continue
         if code == "while":
-            turns = hlo.trip_count(module, computation, each) or 1
+            turns = hlo.count_iterations(module, computation, each) or 1
             yield from launched(module, each.body, times * turns)
         elif code in ("call", "conditional", "async-start"):
             for called in each.called:
@@ -386,7 +386,7 @@ def launched(module: Module, computation: str, times: int = 1) -> Iterator[tuple
 
 def count(program: Any) -> Count:
     text = program.as_text()
-    module = Module(text)
+    module = HloModule(text)
     by_code = collections.Counter()
     for code, times in launched(module, module.entry):
         by_code[code] += times
@@ -442,7 +442,7 @@ def main() -> None:
                 begun = time.perf_counter()
                 here = f"{kind}1" if layout.kind is SingleDevice else name
                 ours = count(of_trainer(case, layout, here))
-                devices = list(topology(here).devices)
+                devices = list(make_topology_devices(here).devices)
                 theirs = count(layout.by_hand(case, devices))
                 row = " | ".join(cells(ours, theirs))
                 print(f"| {model} | `{title}` | {row} |", flush=True)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from jaxdp.extras.reports import run_of_history
+from jaxdp.extras.reports import make_run
 from jaxdp.history import History
 
 
@@ -135,7 +135,7 @@ def test_of_equal_epochs_the_older_is_the_best():
         history.append(epoch, {"loss": 1.0})
     best = [line.endswith("<- best") for line in repr(history).splitlines()[2:]]
     assert best == [True, False]
-    run = run_of_history("a", history, {})
+    run = make_run("a", history, {})
     assert run.best("epoch_loss") == (1.0, 0.0)
     for name, best in (("acc", 2.0), ("loss", 1.0)):
         curve = [(1.0, 0.2), (2.0, 0.7), (3.0, 0.7), (4.0, 0.2)]

@@ -165,7 +165,7 @@ def test_a_bare_name_is_of_layers_anywhere():
     model = {"a": eqx.nn.MultiheadAttention(2, 4, key=jax.random.key(0))}
     adapted = jaxdp.lora(model, "query_proj", 1, key=jax.random.key(0))["a"]
     kinds = type(adapted.query_proj), type(adapted.key_proj)
-    assert [kind.__name__ for kind in kinds] == ["Adapted", "Linear"]
+    assert [kind.__name__ for kind in kinds] == ["LoRALinear", "Linear"]
 
 
 @pytest.mark.parametrize(

@@ -19,13 +19,22 @@ from ..fit import replace_training
 from ..trainer import Trainer
 from .doctor import examine
 from .model_files import read_weights, write_arrays
-from .reports import comparison, differences, read_run, write_comparison, write_report
+from .reports import (
+    compare_runs,
+    list_differences,
+    read_run,
+    write_comparison,
+    write_report,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns what the process is to exit with."""
     ignore_flush_errors()  # the reader of the output may have read enough
-    parser, given = _parser(), list(sys.argv[1:] if arguments is None else arguments)
+    parser, given = (
+        _make_parser(),
+        list(sys.argv[1:] if arguments is None else arguments),
+    )
     end = given.index("--") if "--" in given else len(given)
     options, others = parser.parse_known_args(given[:end])
     options.arguments = others + given[end + 1 :]
@@ -45,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="jaxdp",
         description="Train Equinox models on one or many devices.",
@@ -166,8 +175,8 @@ def _compare(options: argparse.Namespace) -> None:
     The best of a row is marked with *.
     """
     runs = [read_run(path) for path in options.runs]
-    print("\n".join(format_columns(comparison(runs))))
-    differing = differences(runs)
+    print("\n".join(format_columns(compare_runs(runs))))
+    differing = list_differences(runs)
     if len(differing) > 1:
         print("\nwhat differs", *format_columns(differing), sep="\n")
     if options.output:

@@ -137,7 +137,7 @@ class Comparison:
         ]
         count = len(self.reference.leaves)
         steps = len(self.reference.losses)
-        text = f"{steps} steps from the same start\n{_table(rows)}\n"
+        text = f"{steps} steps from the same start\n{_format_table(rows)}\n"
         if not names:
             return f"{text}\nall {count} leaves have equal bits after every step"
         names.sort(key=lambda name: -max(run.leaves[name].largest for run in self.runs))
@@ -149,7 +149,9 @@ class Comparison:
         hidden = len(names) - len(rows) + 1
         more = f"\nand {hidden} more that differ less" if hidden else ""
         equal = count - len(names)
-        return f"{text}\n{_table(rows)}{more}\n{equal} of {count} leaves are equal"
+        return (
+            f"{text}\n{_format_table(rows)}{more}\n{equal} of {count} leaves are equal"
+        )
 
     __repr__ = __str__
 
@@ -234,7 +236,7 @@ def compare(reference: Trace, others: Sequence[Trace]) -> Comparison:
     runs = []
     for run, traced in (reference, *others):
         differences = {
-            name: _difference(
+            name: _describe_difference(
                 [values[name] for values in traced],
                 [values[name] for values in expected],
             )
@@ -245,7 +247,7 @@ def compare(reference: Trace, others: Sequence[Trace]) -> Comparison:
     return Comparison(runs[0], runs[1:])
 
 
-def _difference(
+def _describe_difference(
     found: Sequence[np.ndarray], expected: Sequence[np.ndarray]
 ) -> Difference:
     """How far two sequences of equally shaped arrays, one per step, are apart."""
@@ -254,11 +256,11 @@ def _difference(
         if ours.tobytes() == theirs.tobytes():
             continue
         first = step if first is None else first
-        largest = max(largest, _relative(ours, theirs))
+        largest = max(largest, _compute_relative_error(ours, theirs))
     return Difference(largest, first)
 
 
-def _relative(values: np.ndarray, expected: np.ndarray) -> float:
+def _compute_relative_error(values: np.ndarray, expected: np.ndarray) -> float:
     if np.issubdtype(expected.dtype, np.integer) or expected.dtype == np.bool_:
         return float("inf")
     wide = np.complex128 if np.iscomplexobj(expected) else np.float64
@@ -273,7 +275,7 @@ def _relative(values: np.ndarray, expected: np.ndarray) -> float:
     return float(apart / size) if size else float(apart and np.inf)
 
 
-def _table(rows: Sequence[tuple[str, ...]]) -> str:
+def _format_table(rows: Sequence[tuple[str, ...]]) -> str:
     head, *others = format_columns(rows)
     width = max(map(len, (head, *others)))
     return "\n".join([head, "-" * width, *others])

@@ -167,8 +167,8 @@ def lr_find(
     rates = space(min_lr, max_lr, num_training).tolist()
 
     # A copy takes the steps; the trainer stays as it is.
-    twin = _twin(trainer, optimizer)
-    held = _rates_of(twin, only_added=optimizer is not None)
+    twin = _make_twin(trainer, optimizer)
+    held = _make_rate_shapes(twin, only_added=optimizer is not None)
     epochs = (twin.steps(train_loader) for _ in rates)
     steps = itertools.chain.from_iterable(epochs)
     losses: list[float] = []
@@ -203,7 +203,7 @@ class _Unspoilt(Callback):
         return options._replace(skip_nonfinite=True)
 
 
-def _twin(trainer: Trainer, optimizer: Callable[[float], Any] | None) -> Trainer:
+def _make_twin(trainer: Trainer, optimizer: Callable[[float], Any] | None) -> Trainer:
     """A trainer of the same model, which shares nothing that changes."""
     fresh = not trainer.run.has_engine
     model = trainer.model if fresh else trainer.run.model_of(trainer.state)
@@ -220,7 +220,7 @@ def _twin(trainer: Trainer, optimizer: Callable[[float], Any] | None) -> Trainer
     return Trainer(**{**trainer.run.arguments, **changed})
 
 
-def _rates_of(trainer: Trainer, only_added: bool) -> dict[str, np.ndarray]:
+def _make_rate_shapes(trainer: Trainer, only_added: bool) -> dict[str, np.ndarray]:
     """Ones, in the shapes of the rates to be set: all, or the one that was added."""
     hyperparams_by_name = hyperparams_in(trainer.run.engine.state)
     rates = {

@@ -15,7 +15,7 @@ from ..basics.tree import is_key, leaf_path, map_nodes, matches
 Model = TypeVar("Model")
 
 
-class Adapted(eqx.nn.Linear):
+class LoRALinear(eqx.nn.Linear):
     """A linear layer and a product of two thin matrices beside its weight."""
 
     down: Array
@@ -42,7 +42,7 @@ class Adapted(eqx.nn.Linear):
         y = super().__call__(x, key=key)
         return y + (self.scale * (self.up @ (self.down @ x))).astype(y.dtype)
 
-    def merged(self) -> eqx.nn.Linear:
+    def to_linear(self) -> eqx.nn.Linear:
         """An ordinary layer with the product in its weight."""
         dtype = self.down.dtype
         product = jnp.matmul(self.up, self.down, precision="highest")
@@ -116,7 +116,7 @@ def lora(
         chosen |= dict.fromkeys(named)
     for name in chosen:
         layer = layers[name]
-        if isinstance(layer, Adapted):
+        if isinstance(layer, LoRALinear):
             raise ValueError(
                 f"`model`: {name} has an adapter already; use `merge_lora` first."
             )
@@ -124,11 +124,11 @@ def lora(
             raise ValueError(f"`patterns`: {name} has scalar features, and no matrix.")
     keys = dict(zip(chosen, jax.random.split(key, len(chosen)), strict=True))
 
-    def adapted(path: Any, node: Any) -> Any:
+    def add_adapter(path: Any, node: Any) -> Any:
         own_key = keys.get(leaf_path(path))
-        return node if own_key is None else Adapted(node, rank, scale, own_key)
+        return node if own_key is None else LoRALinear(node, rank, scale, own_key)
 
-    return jax.tree_util.tree_map_with_path(adapted, model, is_leaf=is_linear)
+    return jax.tree_util.tree_map_with_path(add_adapter, model, is_leaf=is_linear)
 
 
 @checks_arguments
@@ -143,12 +143,12 @@ def merge_lora(model: Model) -> Model:
     """
     merged = 0
 
-    def merge(layer: Adapted) -> eqx.nn.Linear:
+    def merge(layer: LoRALinear) -> eqx.nn.Linear:
         nonlocal merged
         merged += 1
-        return layer.merged()
+        return layer.to_linear()
 
-    model = map_nodes(Adapted, merge, model)
+    model = map_nodes(LoRALinear, merge, model)
     if not merged:
         raise ValueError(
             "`model` has no adapters of `lora`, so there is none to merge."

@@ -88,7 +88,7 @@ class Samples(Callback):
             for logger in loggers:
                 logger.log_text(name, value)
             return
-        figure = value if hasattr(value, "savefig") else _picture(name, value)
+        figure = value if hasattr(value, "savefig") else _make_picture(name, value)
         save_figure(figure, folder / f"{trainer.global_step}.png")
         for logger in loggers:
             logger.log_figure(name, figure)
@@ -97,7 +97,7 @@ class Samples(Callback):
         return Path(self.dirpath or expand_path(trainer.default_root_dir) + "/samples")
 
 
-def _picture(name: str, value: Any) -> Any:
+def _make_picture(name: str, value: Any) -> Any:
     """A figure of as many pixels as an array has."""
     figure = import_extra("matplotlib.figure", "a picture of `Samples`", "plots")
     pixels = np.asarray(value)  # waits for the device

@@ -63,13 +63,13 @@ def token_cross_entropy(
         ValueError: for shapes that don't fit, and numbers out of range.
         TypeError: for targets that are not integers.
     """
-    _check(hidden, targets, chunk, weights, label_smoothing)
+    _check_arguments(hidden, targets, chunk, weights, label_smoothing)
     is_one = hidden.ndim == 2
     if is_one:
         hidden, targets = hidden[None], targets[None]
         weights = None if weights is None else weights[None]
     batch, tokens, _ = hidden.shape
-    count = _chunks(tokens, math.ceil(batch * tokens / chunk))
+    count = _count_chunks(tokens, math.ceil(batch * tokens / chunk))
     of_tokens = jnp.ones(targets.shape, jnp.float32)
     if weights is not None:
         of_tokens = weights.astype(jnp.float32)
@@ -86,7 +86,7 @@ def token_cross_entropy(
     @jax.checkpoint  # the logits are not kept for the backward pass
     def summed(part: tuple[Array, Array, Array]) -> Array:
         features, labels, weight = part
-        values = _losses(head, features, labels, label_smoothing, z_loss)
+        values = _compute_losses(head, features, labels, label_smoothing, z_loss)
         return (jnp.where(weight == 0, 0, values) * weight).sum(axis=1)
 
     parts = chunked(hidden), chunked(targets), chunked(of_tokens)
@@ -96,7 +96,7 @@ def token_cross_entropy(
     return jax.tree.map(lambda values: values[0], result) if is_one else result
 
 
-def _losses(
+def _compute_losses(
     head: Head, hidden: Array, targets: Array, label_smoothing: float, z_loss: float
 ) -> Array:
     """The loss of each token, in float32."""
@@ -113,14 +113,14 @@ def _losses(
     return denominator - wanted + z_loss * denominator**2
 
 
-def _chunks(tokens: int, least: int) -> int:
+def _count_chunks(tokens: int, least: int) -> int:
     """How many chunks: as many as divide `tokens`, if that is not many more."""
     least = min(least, tokens)
     near = range(least, min(tokens, 2 * least) + 1)
     return next((number for number in near if tokens % number == 0), least)
 
 
-def _check(
+def _check_arguments(
     hidden: Any, targets: Any, chunk: int, weights: Any, label_smoothing: float
 ) -> None:
     what = "`token_cross_entropy`"

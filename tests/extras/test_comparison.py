@@ -90,15 +90,18 @@ def test_a_wrong_strategy_is_found_with_its_leaf_and_its_step():
 
 
 def test_the_largest_difference_is_relative_to_the_arrays_magnitude():
-    from jaxdp.extras.comparison import _difference
+    from jaxdp.extras.comparison import _describe_difference
 
     ones = np.ones(3, np.float32)
-    found = _difference([ones, ones * 2.5], [ones, ones * 2])
+    found = _describe_difference([ones, ones * 2.5], [ones, ones * 2])
     assert found == (0.25, 2)
-    assert _difference([ones], [ones]) == (0.0, None)
-    assert _difference([ones * np.nan], [ones]).largest == np.inf
-    assert _difference([ones.astype(int)], [ones.astype(int) * 2]).largest == np.inf
-    assert _difference([np.float32(-0.0)], [np.float32(0.0)]) == (0.0, 1)
+    assert _describe_difference([ones], [ones]) == (0.0, None)
+    assert _describe_difference([ones * np.nan], [ones]).largest == np.inf
+    assert (
+        _describe_difference([ones.astype(int)], [ones.astype(int) * 2]).largest
+        == np.inf
+    )
+    assert _describe_difference([np.float32(-0.0)], [np.float32(0.0)]) == (0.0, 1)
 
 
 def test_it_follows_the_trainers_options():

@@ -20,7 +20,7 @@ class Hardware(NamedTuple):
     """The same on float32 arrays in JAX's default precision: TF32 on GPUs, bfloat16
     on TPUs."""
     memory: int
-    """Bytes. Of a GPU's JAX takes a share, see `usable_memory`."""
+    """Bytes. Of a GPU's JAX takes a share, see `get_usable_memory`."""
     memory_bandwidth: float
     """Bytes per second."""
     link_bandwidth: float
@@ -149,22 +149,22 @@ def hardware_of(device: Any) -> Hardware | None:
 
     With the memory that the device itself says it has, where it does.
     """
-    profile = profile_of(device.device_kind)
+    profile = find_profile(device.device_kind)
     limit = get_memory_limit(device)
     if profile is None or limit is None:
         return profile
-    memory = limit / gpu_share() if profile.is_gpu else limit
+    memory = limit / get_gpu_share() if profile.is_gpu else limit
     return profile._replace(memory=int(memory))
 
 
 @functools.cache
-def profile_of(kind: str) -> Hardware | None:
+def find_profile(kind: str) -> Hardware | None:
     """The profile of a `device.device_kind`, by its words.
 
     That of all known names whose words are among them, the longest; None for cards that
     only look alike, such as those of laptops, and for slices of a GPU.
     """
-    words = _words(kind)
+    words = _split_words(kind)
     if any(re.fullmatch(r"mig|\d+[abcq]", word) for word in words):
         return None  # a share of a card, by NVIDIA's MIG or vGPU
     names = {name: name for name in HARDWARE if HARDWARE[name].is_gpu} | _TPUS
@@ -182,16 +182,16 @@ def profile_of(kind: str) -> Hardware | None:
     return profile
 
 
-def usable_memory(profile: Hardware) -> int:
+def get_usable_memory(profile: Hardware) -> int:
     """Bytes that JAX gives programs: of a GPU, the share that it sets up for them."""
-    return int(profile.memory * gpu_share()) if profile.is_gpu else profile.memory
+    return int(profile.memory * get_gpu_share()) if profile.is_gpu else profile.memory
 
 
-def gpu_share() -> float:
+def get_gpu_share() -> float:
     """What share of a GPU JAX takes: by its variable, of which one name is older."""
     names = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
     return float(next(filter(None, map(os.environ.get, names)), 0.75))
 
 
-def _words(kind: str) -> list[str]:
+def _split_words(kind: str) -> list[str]:
     return re.findall(r"[a-z0-9]+", kind.lower())

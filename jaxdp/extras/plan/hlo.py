@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from ...step import read_num_runs
-from .hlo_text import Array, Instruction, Module, arrays_in, groups_in
+from .hlo_text import HloArray, HloModule, Instruction, find_groups, parse_arrays
 
 KINDS: Final = (
     "all-reduce",
@@ -87,7 +87,7 @@ class Operand(NamedTuple):
 
     name: str
     """Of the instruction that makes it."""
-    array: Array
+    array: HloArray
     paths: tuple[str, ...]
     """Where in the user's program it is computed, as JAX writes it:
     `"jit(step)/transpose(jvp(eqx.nn.Linear))/dot_general"`. Several places, if the
@@ -134,8 +134,8 @@ class Collective(NamedTuple):
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that one device sends in one execution; see `ring_bytes`."""
-        return ring_bytes(
+        """Bytes that one device sends in one execution; see `count_ring_bytes`."""
+        return count_ring_bytes(
             self.kind, self.group_size, self.operand_bytes, self.result_bytes
         )
 
@@ -164,7 +164,7 @@ class Collective(NamedTuple):
         return tuple(name for name in mesh_shape if name in along)
 
 
-class Program(NamedTuple):
+class HloProgram(NamedTuple):
     """What `read` found."""
 
     collectives: tuple[Collective, ...]
@@ -173,18 +173,18 @@ class Program(NamedTuple):
     which result, as an index path such as `"3"` or `"0,2"`; `""` is the only one."""
 
 
-def read(text: str) -> Program:
+def read(text: str) -> HloProgram:
     """Reads a compiled program, as `compiled.as_text()` prints it.
 
     Raises:
         ValueError: if the text does not come from a compiled program.
     """
-    module = Module(text)
-    collectives = _collectives(module, module.entry, _nothing)
-    return Program(tuple(collectives), module.aliased)
+    module = HloModule(text)
+    collectives = _list_collectives(module, module.entry, _know_nothing)
+    return HloProgram(tuple(collectives), module.aliased)
 
 
-def ring_bytes(
+def count_ring_bytes(
     kind: str, group_size: int, operand_bytes: int, result_bytes: int
 ) -> float:
     """Bytes that each device sends when `group_size` devices form a ring.
@@ -210,36 +210,38 @@ def ring_bytes(
     raise ValueError(f"`kind` must be one of {', '.join(KINDS)}; got {kind!r}.")
 
 
-def _collectives(
-    module: Module, computation: str, given: Given
+def _list_collectives(
+    module: HloModule, computation: str, given: Given
 ) -> Iterator[Collective]:
     """The collectives of a computation and of what it calls, in their order."""
     for instruction in module[computation].values():
-        if _kind(instruction) in KINDS:
+        if _get_kind(instruction) in KINDS:
             if not _is_later_link(module[computation], instruction):
-                yield _collective(module, computation, instruction)
+                yield _make_collective(module, computation, instruction)
         elif instruction.opcode == "while":
-            yield from _in_loop(module, computation, instruction, given)
-        elif scatter := _all_reduce_scatter(module, computation, instruction):
+            yield from _list_in_loop(module, computation, instruction, given)
+        elif scatter := _make_all_reduce_scatter(module, computation, instruction):
             yield scatter
         elif not instruction.opcode.endswith(("-done", "-update")):
-            inputs = _inputs(module, computation, instruction, given)
+            inputs = _find_inputs(module, computation, instruction, given)
             is_branch = instruction.opcode == "conditional"
             for called in instruction.called:
-                for collective in _inside(module, called, inputs):
+                for collective in _list_in_call(module, called, inputs):
                     optional = is_branch or collective.optional
                     yield collective._replace(optional=optional)
 
 
-def _in_loop(
-    module: Module, computation: str, loop: Instruction, given: Given
+def _list_in_loop(
+    module: HloModule, computation: str, loop: Instruction, given: Given
 ) -> Iterator[Collective]:
-    kept = _kept(module, loop, _inputs(module, computation, loop, given))
-    in_body = [*_inside(module, loop.body, kept)]
-    in_test = [*_inside(module, loop.condition, kept)]
+    kept = _find_invariants(
+        module, loop, _find_inputs(module, computation, loop, given)
+    )
+    in_body = [*_list_in_call(module, loop.body, kept)]
+    in_test = [*_list_in_call(module, loop.condition, kept)]
     if not in_body + in_test:
         return
-    turns = trip_count(module, computation, loop, given)
+    turns = count_iterations(module, computation, loop, given)
     # The condition is asked once more than the body runs.
     for collectives, more in (in_body, 0), (in_test, 1):
         for collective in collectives:
@@ -250,18 +252,18 @@ def _in_loop(
                 yield collective._replace(times=times * (turns + more))
 
 
-def _inside(module: Module, called: str, given: Given) -> Iterator[Collective]:
+def _list_in_call(module: HloModule, called: str, given: Given) -> Iterator[Collective]:
     # Most are fusions of plain arithmetic, which need not even be parsed.
     if _NOT_PLAIN.search(module.texts[called]):
-        yield from _collectives(module, called, given)
+        yield from _list_collectives(module, called, given)
 
 
-def _nothing(place: int, element: int | None) -> None:
+def _know_nothing(place: int, element: int | None) -> None:
     """What is known of the arguments of a program."""
 
 
-def trip_count(
-    module: Module, computation: str, loop: Instruction, given: Given = _nothing
+def count_iterations(
+    module: HloModule, computation: str, loop: Instruction, given: Given = _know_nothing
 ) -> int | None:
     """How often a loop turns: as the compiler says, or the name of its scope, or as its
     counter tells; None if nothing does."""
@@ -269,7 +271,7 @@ def trip_count(
         return int(match[1])
     if (named := read_num_runs(loop.path)) is not None:
         return named
-    return _run(module, loop, _inputs(module, computation, loop, given))[0]
+    return _run_loop(module, loop, _find_inputs(module, computation, loop, given))[0]
 
 
 # A counter is a number that each turn makes of the last one, until the condition does
@@ -279,9 +281,11 @@ def trip_count(
 # nothing else of a loop, are computed here as the program does it.
 
 
-def _run(module: Module, loop: Instruction, start: Given) -> tuple[int | None, Given]:
+def _run_loop(
+    module: HloModule, loop: Instruction, start: Given
+) -> tuple[int | None, Given]:
     """How often a loop turns by its counter, and the numbers that it ends with."""
-    kept = _kept(module, loop, start)
+    kept = _find_invariants(module, loop, start)
     numbers: dict[Any, int | None] = {}
 
     def first(*place: Any) -> int | None:
@@ -290,53 +294,59 @@ def _run(module: Module, loop: Instruction, start: Given) -> tuple[int | None, G
     def now(*place: Any) -> int | None:
         return numbers[place] if place in numbers else kept(*place)
 
-    goes_on = _root(module, loop.condition, first)
+    goes_on = _evaluate_root(module, loop.condition, first)
     for turns in range(_MOST_TURNS):
         if not goes_on:
             return (None if goes_on is None else turns), now
-        after = {place: _root(module, loop.body, now, place[1]) for place in numbers}
+        after = {
+            place: _evaluate_root(module, loop.body, now, place[1]) for place in numbers
+        }
         if after == numbers:
             break  # it turns for ever
         numbers.update(after)
-        goes_on = _root(module, loop.condition, now)
+        goes_on = _evaluate_root(module, loop.condition, now)
     return None, kept
 
 
-def _kept(module: Module, loop: Instruction, start: Given) -> Given:
+def _find_invariants(module: HloModule, loop: Instruction, start: Given) -> Given:
     """The numbers that each turn of a loop begins with."""
 
     @functools.cache
     def kept(*place: Any) -> int | None:
         number = start(*place)
         alone = lambda *other: number if other == place else None  # noqa: E731
-        return number if _root(module, loop.body, alone, place[1]) == number else None
+        return (
+            number
+            if _evaluate_root(module, loop.body, alone, place[1]) == number
+            else None
+        )
 
     return kept
 
 
-def _inputs(
-    module: Module, computation: str, caller: Instruction, given: Given
+def _find_inputs(
+    module: HloModule, computation: str, caller: Instruction, given: Given
 ) -> Given:
     """What an instruction calls a computation with; a branch, with nothing known."""
 
     def inputs(place: int, element: int | None) -> int | None:
         if caller.opcode == "conditional":
             return None
-        return _number(module, computation, caller.operands[place], given, element)
+        return _evaluate(module, computation, caller.operands[place], given, element)
 
     return inputs
 
 
-def _root(
-    module: Module, computation: str, given: Given, element: int | None = None
+def _evaluate_root(
+    module: HloModule, computation: str, given: Given, element: int | None = None
 ) -> int | None:
     """What a computation gives."""
     name = module.root(computation).name
-    return _number(module, computation, name, given, element)
+    return _evaluate(module, computation, name, given, element)
 
 
-def _number(
-    module: Module,
+def _evaluate(
+    module: HloModule,
     computation: str,
     name: str,
     given: Given,
@@ -345,7 +355,7 @@ def _number(
     """A number, or that element of a tuple; None if it is not known."""
     maker = module[computation][name]
     opcode, operands = maker.opcode, maker.operands
-    of = functools.partial(_number, module, computation, given=given)
+    of = functools.partial(_evaluate, module, computation, given=given)
     if opcode == "parameter":
         return given(int(maker.literal), element)
     if opcode == "constant":
@@ -358,20 +368,22 @@ def _number(
     if opcode == "tuple" and element is not None:
         return of(operands[element])
     if opcode in ("fusion", "call", "while"):
-        inputs = _inputs(module, computation, maker, given)
+        inputs = _find_inputs(module, computation, maker, given)
         if opcode == "while":
-            return _run(module, maker, inputs)[1](0, element)
-        return _root(module, maker.called[0], inputs, element)
+            return _run_loop(module, maker, inputs)[1](0, element)
+        return _evaluate_root(module, maker.called[0], inputs, element)
     if function := _ARITHMETIC.get(maker.direction or opcode):
         terms = [of(operand) for operand in operands]
         return None if None in terms else function(*terms)
     return None
 
 
-def _collective(module: Module, computation: str, start: Instruction) -> Collective:
-    kind = _kind(start)
-    operands = _operands(module[computation], start)
-    groups = groups_in(start.attributes, module.num_devices)
+def _make_collective(
+    module: HloModule, computation: str, start: Instruction
+) -> Collective:
+    kind = _get_kind(start)
+    operands = _list_operands(module[computation], start)
+    groups = find_groups(start.attributes, module.num_devices)
     size = max(map(len, groups), default=1)
 
     # The result of a start has the operands in it too, and so is no measure.
@@ -403,7 +415,7 @@ def _collective(module: Module, computation: str, start: Instruction) -> Collect
     )
 
 
-def _is_hidden(module: Module, computation: str, start: Instruction) -> bool:
+def _is_hidden(module: HloModule, computation: str, start: Instruction) -> bool:
     """Whether matrix products stand between a collective's start and its end."""
     if not start.opcode.endswith("-start"):
         # Of a TPU, which fuses the links of a chain with the products they run beside.
@@ -420,7 +432,7 @@ def _is_hidden(module: Module, computation: str, start: Instruction) -> bool:
     return False
 
 
-def _multiplies(module: Module, each: Instruction) -> bool:
+def _multiplies(module: HloModule, each: Instruction) -> bool:
     """Whether an instruction, or what it calls, is a matrix product or convolution."""
     if each.opcode in ("dot", "convolution"):
         return True
@@ -433,28 +445,28 @@ def _multiplies(module: Module, each: Instruction) -> bool:
     )
 
 
-def _operands(
+def _list_operands(
     known: Mapping[str, Instruction], each: Instruction
 ) -> tuple[Operand, ...]:
     return tuple(
-        Operand(name, array, _paths(known, name))
+        Operand(name, array, _find_paths(known, name))
         for name in each.operands
         if name in known
-        for array in arrays_in(known[name].shape)
+        for array in parse_arrays(known[name].shape)
     )
 
 
-def _all_reduce_scatter(
-    module: Module, computation: str, fusion: Instruction
+def _make_all_reduce_scatter(
+    module: HloModule, computation: str, fusion: Instruction
 ) -> Collective | None:
     """TPU's reduce-scatter: a fusion of an all-reduce and the slices of it."""
     if fusion.opcode != "fusion" or "%all-reduce-scatter" not in fusion.attributes:
         return None
     (called,) = fusion.called
     inside = [
-        _collective(module, called, instruction)
+        _make_collective(module, called, instruction)
         for instruction in module[called].values()
-        if _kind(instruction) == "all-reduce"
+        if _get_kind(instruction) == "all-reduce"
     ]
     if len(inside) != 1:
         return None
@@ -463,7 +475,7 @@ def _all_reduce_scatter(
         kind="reduce-scatter",
         name=fusion.name,
         computation=computation,
-        operands=_operands(module[computation], fusion) or reduction.operands,
+        operands=_list_operands(module[computation], fusion) or reduction.operands,
         result_bytes=reduction.operand_bytes // reduction.group_size,
         path=fusion.path or reduction.path,
     )
@@ -477,12 +489,12 @@ def _is_later_link(known: Mapping[str, Instruction], each: Instruction) -> bool:
     )
 
 
-def _kind(each: Instruction) -> str:
+def _get_kind(each: Instruction) -> str:
     """One of `KINDS`, if it moves data between devices."""
     return each.opcode.removesuffix("-start")
 
 
-def _paths(known: Mapping[str, Instruction], name: str) -> tuple[str, ...]:
+def _find_paths(known: Mapping[str, Instruction], name: str) -> tuple[str, ...]:
     """Where an array is computed: the nearest instructions of which the text tells."""
     paths, waiting, seen = [], [name], set()
     while waiting:

@@ -34,7 +34,7 @@ _CALLED_LISTS: Final = re.compile(
 )
 
 
-class Array(NamedTuple):
+class HloArray(NamedTuple):
     """An array in the program, as one device holds it."""
 
     dtype: str
@@ -100,7 +100,7 @@ class Instruction(NamedTuple):
         return match[1]
 
 
-class Module:
+class HloModule:
     """A compiled program. Its computations are parsed when they are asked for: few are.
 
     Args:
@@ -144,7 +144,9 @@ class Module:
         if computation not in self._parsed:
             lines = self.texts[computation].split("\n")
             made = [
-                _instruction(match) for match in map(_INSTRUCTION.match, lines) if match
+                _parse_instruction(match)
+                for match in map(_INSTRUCTION.match, lines)
+                if match
             ]
             self._parsed[computation] = {one.name: one for one in made}
         return self._parsed[computation]
@@ -154,43 +156,43 @@ class Module:
         return next(one for one in self[computation].values() if one.is_root)
 
 
-def _instruction(match: re.Match[str]) -> Instruction:
+def _parse_instruction(match: re.Match[str]) -> Instruction:
     root, name, shape, opcode, inside, attributes = match.groups(default="")
     operands = tuple(re.findall(r"%([\w.\-]+)", inside))
     return Instruction(name, shape, opcode, operands, inside, attributes, bool(root))
 
 
-def arrays_in(shape: str) -> tuple[Array, ...]:
+def parse_arrays(shape: str) -> tuple[HloArray, ...]:
     """The arrays of a shape as printed; of a tuple, all that are in it."""
     arrays = []
     # Layouts have brackets of their own: f32[8,128]{1,0:T(8,128)S(1)}.
     for dtype, dims in re.findall(r"\b([a-z]+[a-z0-9]*)\[([^\]]*)\]", shape):
         sizes = [int(size.strip().lstrip("<=")) for size in dims.split(",") if size]
-        arrays.append(_array_of(dtype, tuple(sizes)))
+        arrays.append(_make_array(dtype, tuple(sizes)))
     return tuple(arrays)
 
 
-def ints(text: str) -> tuple[int, ...]:
+def parse_ints(text: str) -> tuple[int, ...]:
     """`"3, 1,2"` as numbers."""
     return tuple(int(number) for number in text.split(",") if number.strip())
 
 
-def _array_of(dtype: str, shape: tuple[int, ...]) -> Array:
+def _make_array(dtype: str, shape: tuple[int, ...]) -> HloArray:
     """From XLA's name of a type: `pred`, `s32`, `bf16`, `f8e4m3fn`, `token`."""
     match = re.fullmatch(r"([a-z]+)(\d*)(\w*)", dtype)
     assert match is not None, dtype
     kind, bits, rest = match.groups()
     if dtype == "pred":
-        return Array("bool", shape, math.prod(shape))
+        return HloArray("bool", shape, math.prod(shape))
     size = (math.prod(shape) * int(bits or 0) + 7) // 8
-    return Array(_NAMES.get(kind, kind) + bits + rest, shape, size)
+    return HloArray(_NAMES.get(kind, kind) + bits + rest, shape, size)
 
 
-def groups_in(attributes: str, num_devices: int) -> Groups:
+def find_groups(attributes: str, num_devices: int) -> Groups:
     """The groups of a collective, from its attributes; by default all in one."""
     _, named, pairs = attributes.partition("source_target_pairs=")
     if named:
-        return _connected(parse_groups(pairs, 1))
+        return _connect_pairs(parse_groups(pairs, 1))
     _, named, groups = attributes.partition("replica_groups=")
     return parse_groups(groups if named else "{}", num_devices)
 
@@ -206,22 +208,22 @@ def parse_groups(text: str, num_devices: int) -> Groups:
         num_devices: what `{}` stands for.
     """
     if listed := re.match(r"\{(?:\{[\d,]*\},?)*\}", text):
-        groups = tuple(map(ints, re.findall(r"\{([\d,]+)\}", listed[0])))
+        groups = tuple(map(parse_ints, re.findall(r"\{([\d,]+)\}", listed[0])))
         return groups or (tuple(range(num_devices)),)
     if text.startswith("["):
-        return tuple(map(tuple, _iota(text).tolist()))
+        return tuple(map(tuple, _parse_iota(text).tolist()))
     if match := _MESH.match(text):
-        return _mesh_groups(*match.groups(default=""))
+        return _parse_mesh_groups(*match.groups(default=""))
     raise ValueError(f"replica_groups of an unknown spelling: {text[:80]!r}")
 
 
-def _mesh_groups(axes: str, device_ids: str, named_axes: str) -> Groups:
+def _parse_mesh_groups(axes: str, device_ids: str, named_axes: str) -> Groups:
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
     ids = np.arange(math.prod(sizes.values()))
     if device_ids.startswith("["):
-        ids = _iota(device_ids).ravel()
+        ids = _parse_iota(device_ids).ravel()
     elif device_ids:
-        ids = np.array(ints(device_ids))  # on the host
+        ids = np.array(parse_ints(device_ids))  # on the host
 
     # A group may lie along a part of an axis, `'a':(before)size`: each axis is taken
     # apart into what is before that part, the part, and what is after it.
@@ -240,17 +242,17 @@ def _mesh_groups(axes: str, device_ids: str, named_axes: str) -> Groups:
     return tuple(map(tuple, table.tolist()))
 
 
-def _iota(text: str) -> np.ndarray:
+def _parse_iota(text: str) -> np.ndarray:
     """`[2,4]<=[8]`, `[4,2]<=[2,4]T(1,0)`, or `[2,4]T(1,0)`."""
     match = re.match(r"\[([\d,]*)\](?:<=\[([\d,]*)\])?(?:T\(([\d,]*)\))?", text)
     assert match is not None
-    shape, source, order = map(ints, (match[1], match[2] or "", match[3] or ""))
+    shape, source, order = map(parse_ints, (match[1], match[2] or "", match[3] or ""))
     array = np.arange(math.prod(shape)).reshape(source or shape)
     array = array.transpose(order) if order else array
     return array.reshape(shape) if source else array
 
 
-def _connected(pairs: Sequence[Sequence[int]]) -> Groups:
+def _connect_pairs(pairs: Sequence[Sequence[int]]) -> Groups:
     """The sets of partitions that a permutation connects."""
     set_of: dict[int, set[int]] = {}
     for source, target in pairs:

@@ -13,7 +13,7 @@ GROUPS: Final = {
 """The groups of leaves, by the fields of `Memory` that have their bytes."""
 
 
-class Leaf(NamedTuple):
+class PlanLeaf(NamedTuple):
     """An array of the state, which is held between steps, or of a batch."""
 
     group: str
@@ -142,7 +142,7 @@ class Remedy(NamedTuple):
     fits: bool
 
 
-class Row(NamedTuple):
+class ScalingRow(NamedTuple):
     """A line of `Plan.scaling`."""
 
     devices: int

@@ -14,7 +14,16 @@ from ...basics.console import format_columns, log_info
 from ...basics.environment import import_extra
 from ...basics.files import save_figure
 from ...basics.units import format_bytes, format_seconds, format_short
-from .parts import GROUPS, Bound, Estimate, Leaf, Memory, Remedy, Row, Traffic
+from .parts import (
+    GROUPS,
+    Bound,
+    Estimate,
+    Memory,
+    PlanLeaf,
+    Remedy,
+    ScalingRow,
+    Traffic,
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -69,7 +78,7 @@ class Plan:
     products: dict[str, float] | None
     bubble: float
     traffic: tuple[Traffic, ...]
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[PlanLeaf, ...]
     bounds: tuple[Bound, ...]
     not_overwritten: tuple[str, ...]
     estimate: Estimate | None
@@ -104,7 +113,7 @@ class Plan:
                 grows with the number of devices) or `"rows"`, the global batch.
         """
         check_choice("keep", keep, ("rows_per_device", "rows"))
-        planner = self._compiling()
+        planner = self._get_planner()
         per_shard = math.ceil(self._batch / planner.num_shards(self.num_devices))
         lines = []
         for count in counts:
@@ -112,7 +121,7 @@ class Plan:
                 self._batch if keep == "rows" else per_shard * planner.num_shards(count)
             )
             plan = planner.plan(count, rows)
-            row = Row(count, plan.rows, plan.memory.peak, plan.wire_bytes)
+            row = ScalingRow(count, plan.rows, plan.memory.peak, plan.wire_bytes)
             if (estimate := plan.estimate) is not None:
                 row = row._replace(
                     step=estimate.worst,
@@ -135,7 +144,7 @@ class Plan:
         Returns:
             The number of rows; 0 if not even one row per shard fits.
         """
-        planner = self._compiling()
+        planner = self._get_planner()
         limit = planner.limit(memory)
         shards = planner.num_shards(self.num_devices)
 
@@ -152,13 +161,13 @@ class Plan:
             )
             return plan.memory.peak
 
-        return largest(peak, limit, math.ceil(self._batch / shards)) * shards
+        return find_largest(peak, limit, math.ceil(self._batch / shards)) * shards
 
     @property
     def _batch(self) -> int:
         return self.rows // self.micro_batches
 
-    def _compiling(self) -> Any:
+    def _get_planner(self) -> Any:
         if self.planner is None:
             raise RuntimeError(
                 "this plan was read from the running step, so it has no answer"
@@ -170,14 +179,14 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """The whole plan as JSON values."""
         names = [field.name for field in dataclasses.fields(self)]
-        values = {name: _plain(getattr(self, name)) for name in names[:-1]}
+        values = {name: _to_json(getattr(self, name)) for name in names[:-1]}
         for plain, bound in zip(values["bounds"], self.bounds, strict=True):
             plain["ratio"] = bound.ratio
         return values | {"wire_bytes": self.wire_bytes, "fits": self.fits}
 
     def __str__(self) -> str:
-        parts = [f"Plan for {self.device}: {headline(self)}"]
-        for title, lines in sections(self):
+        parts = [f"Plan for {self.device}: {format_headline(self)}"]
+        for title, lines in format_sections(self):
             parts.append("\n".join([title, *(f"  {line}" for line in lines)]))
         return "\n\n".join(parts)
 
@@ -192,14 +201,14 @@ class Plan:
 class Scaling(NamedTuple):
     """A plan for each number of devices; `str` makes a table of it."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[ScalingRow, ...]
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
 
     def __str__(self) -> str:
         names = "devices rows peak/device sent/device step rows/s efficiency"
-        rows = [names.split(), *map(_scaling_row, self.rows)]
+        rows = [names.split(), *map(_format_scaling_row, self.rows)]
         return "\n".join(format_columns(rows, right=range(len(rows[0]))))
 
     def to_dict(self) -> list[dict[str, Any]]:
@@ -241,7 +250,7 @@ _PANELS: Final = (
 )
 
 
-def largest(peak: Callable[[int], float], limit: int, start: int = 1) -> int:
+def find_largest(peak: Callable[[int], float], limit: int, start: int = 1) -> int:
     """The largest number whose peak is within the limit, if peaks grow with it.
 
     A peak is nearly a constant and a part in proportion, so the line through two of
@@ -265,23 +274,23 @@ def largest(peak: Callable[[int], float], limit: int, start: int = 1) -> int:
     return low
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     """A part of a plan as JSON takes it."""
     if hasattr(value, "_asdict"):
-        return _plain(value._asdict())
+        return _to_json(value._asdict())
     if isinstance(value, dict):
-        return {key: _plain(part) for key, part in value.items()}
-    return list(map(_plain, value)) if isinstance(value, list | tuple) else value
+        return {key: _to_json(part) for key, part in value.items()}
+    return list(map(_to_json, value)) if isinstance(value, list | tuple) else value
 
 
 _LABELS: Final = GROUPS | {"other": "step, key, sums"}
 _NOTES: Final = {"exact": "Exact", "indicative": "Indicative", "unknown": "Not known"}
 
-_MOST: Final = 10
+_MAX_LEAVES: Final = 10
 """How many leaves a section lists."""
 
 
-def headline(plan: Any) -> str:
+def format_headline(plan: Any) -> str:
     """What is planned, in one line."""
     hosts = f" on {plan.num_hosts} hosts" if plan.num_hosts > 1 else ""
     batches = f" in {plan.micro_batches} batches" if plan.micro_batches > 1 else ""
@@ -289,10 +298,10 @@ def headline(plan: Any) -> str:
     return f"{plan.strategy}{hosts}, {plan.rows} rows per step{batches}{steps}"
 
 
-def sections(plan: Any) -> Iterator[tuple[str, list[str]]]:
+def format_sections(plan: Any) -> Iterator[tuple[str, list[str]]]:
     """All that a plan has to say, the most important first: titles, and lines."""
     # What it holds, sends and copies.
-    yield "Memory per device", [*_memory(plan.memory), *_limit(plan)]
+    yield "Memory per device", [*_format_memory(plan.memory), *_format_limit(plan)]
     if plan.remedies:
         rows = [
             (remedy.change, format_bytes(remedy.peak), "fits" * remedy.fits)
@@ -300,7 +309,7 @@ def sections(plan: Any) -> Iterator[tuple[str, list[str]]]:
         ]
         yield "Peaks with one change, compiled", format_columns(rows)
     sent = f"a device sends {format_bytes(plan.wire_bytes)} per step"
-    traffic = format_columns(map(_traffic, plan.traffic)) or ["Nothing is sent."]
+    traffic = format_columns(map(_format_traffic, plan.traffic)) or ["Nothing is sent."]
     yield f"Communication: {sent}", traffic
     bounds = [
         (
@@ -312,12 +321,12 @@ def sections(plan: Any) -> Iterator[tuple[str, list[str]]]:
         for entry in plan.bounds
     ]
     yield "Lower bounds of this layout", format_columns(bounds)
-    yield "Donation", [_donation(plan)]
+    yield "Donation", [_format_donation(plan)]
 
     # What it computes, and how long that takes.
-    yield "Operations", _operations(plan)
+    yield "Operations", _format_operations(plan)
     if (estimate := plan.estimate) is not None:
-        yield f"Time on {estimate.hardware} at its peaks", _estimate(plan)
+        yield f"Time on {estimate.hardware} at its peaks", _format_estimate(plan)
     traced, took = plan.trace_seconds, f"compiled in {plan.compile_seconds:.1f} s."
     begin = "Traced and " if traced is None else f"Traced in {traced:.1f} s, "
     yield "Compilation", [begin + took]
@@ -326,7 +335,7 @@ def sections(plan: Any) -> Iterator[tuple[str, list[str]]]:
             yield _NOTES[kind], [f"- {note}" for note in notes]
 
 
-def _memory(memory: Memory) -> list[str]:
+def _format_memory(memory: Memory) -> list[str]:
     """What the peak is made of; alignment goes to the smallest of what is held."""
     held = {label: getattr(memory, name) for name, label in _LABELS.items()}
     held[_LABELS["other"]] += memory.arguments - sum(held.values())
@@ -351,14 +360,14 @@ def _memory(memory: Memory) -> list[str]:
     ]
 
 
-def _limit(plan: Any) -> list[str]:
+def _format_limit(plan: Any) -> list[str]:
     if plan.limit is None:
         return []
     fits = "fits" if plan.fits else "does NOT fit"
     return [f"The peak {fits} into the {format_bytes(plan.limit)} that JAX takes."]
 
 
-def _traffic(each: Traffic) -> tuple[str, ...]:
+def _format_traffic(each: Traffic) -> tuple[str, ...]:
     axes = "other groups" if each.axes is None else ", ".join(each.axes) or "-"
     times = f"{each.count} x ?" if each.times is None else str(each.count * each.times)
     extras = {
@@ -380,7 +389,7 @@ def _traffic(each: Traffic) -> tuple[str, ...]:
     )
 
 
-def _donation(plan: Any) -> str:
+def _format_donation(plan: Any) -> str:
     state = [leaf for leaf in plan.leaves if leaf.group != "batch" and leaf.bytes]
     over = [leaf for leaf in state if leaf.overwritten]
     size = format_bytes(sum(leaf.bytes_per_device for leaf in over))
@@ -388,8 +397,8 @@ def _donation(plan: Any) -> str:
         f"{len(over)} of {len(state)} leaves of the state are overwritten, {size}."
     )
     if plan.not_overwritten:
-        listed = ", ".join(plan.not_overwritten[:_MOST])
-        more = len(plan.not_overwritten) - _MOST
+        listed = ", ".join(plan.not_overwritten[:_MAX_LEAVES])
+        more = len(plan.not_overwritten) - _MAX_LEAVES
         listed += f" and {more} more" if more > 0 else ""
         sentence += f" Donated but copied anyway: {listed}."
     elif not over:
@@ -397,7 +406,7 @@ def _donation(plan: Any) -> str:
     return sentence
 
 
-def _operations(plan: Any) -> list[str]:
+def _format_operations(plan: Any) -> list[str]:
     count, lines = plan.flops, []
     if count is not None:
         lines += [
@@ -416,7 +425,7 @@ def _operations(plan: Any) -> list[str]:
     return lines or ["Not known for this strategy."]
 
 
-def _estimate(plan: Any) -> list[str]:
+def _format_estimate(plan: Any) -> list[str]:
     estimate = plan.estimate
     return [
         f"{format_seconds(estimate.best)} to {format_seconds(estimate.worst)} per step,"
@@ -428,7 +437,7 @@ def _estimate(plan: Any) -> list[str]:
     ]
 
 
-def _scaling_row(row: Row) -> tuple[str, ...]:
+def _format_scaling_row(row: ScalingRow) -> tuple[str, ...]:
     return (
         str(row.devices),
         str(row.rows),

@@ -24,17 +24,17 @@ from .hardware import (
     HARDWARE,
     Hardware,
     find_hardware,
+    get_usable_memory,
     hardware_of,
-    usable_memory,
 )
 from .plan import Plan
-from .reading import Reading, estimate, notes_on
+from .reading import StepAnalysis, estimate_time, list_notes
 
-MOST_FAKED: Final = 2048
+MAX_FAKE_DEVICES: Final = 2048
 """XLA's CPU compiler takes more devices for those of several processes, and refuses."""
 
 
-class Devices(NamedTuple):
+class TargetDevices(NamedTuple):
     """Devices to compile for."""
 
     devices: tuple[Any, ...]
@@ -54,9 +54,9 @@ class Planner:
             `compiled_for("train", packed)` compiles with that strategy.
         strategy: as it trains.
         window: one step's batches, of which only shapes and dtypes are used.
-        topology: as for the function `topology`; a name that ends in a number
+        topology: as for `make_topology_devices`; a name that ends in a number
             may be asked for other numbers.
-        hardware: a profile for `estimate`; that of the devices by default.
+        hardware: a profile for `estimate_time`; that of the devices by default.
     """
 
     def __init__(
@@ -69,22 +69,22 @@ class Planner:
     ):
         mesh = strategy.mesh
         devices = jax.devices()[:1] if mesh.empty else mesh.devices.flat
-        self.here = here(list(devices))
+        self.local = make_local_devices(list(devices))
         self.devices_per_host: int | None = None
         self.engine_on = engine_on
         self.strategy = strategy
-        self.window = [_zeros(batch) for batch in window]
+        self.window = [_make_zeros(batch) for batch in window]
         self.topology = topology
         self.hardware = None if hardware is None else find_hardware(hardware)
 
-    def spread(self, num_devices: int | None, hosts: int) -> None:
+    def set_hosts(self, num_devices: int | None, hosts: int) -> None:
         """From now on there are as many devices on each host as `hosts` leave of these.
 
         Args:
             num_devices: those of the strategy by default.
             hosts: how many.
         """
-        count = num_devices or len(self.here.devices)
+        count = num_devices or len(self.local.devices)
         if count % hosts:
             raise ValueError(
                 f"`hosts`={hosts} does not divide the {count} devices; each host has as"
@@ -102,7 +102,7 @@ class Planner:
             devices = self._devices(None)
             profile = self.hardware or devices.hardware
             has = devices.are_here and get_memory_limit(devices.devices[0])
-            has = has or profile and usable_memory(profile)
+            has = has or profile and get_usable_memory(profile)
             if not has:
                 raise ValueError(
                     "`memory` is needed: this device does not say how much it"
@@ -124,7 +124,7 @@ class Planner:
         strategy = self._strategy_on(devices)
         window = self.window
         if rows is not None:
-            window = [_zeros(batch, rows) for batch in window]
+            window = [_make_zeros(batch, rows) for batch in window]
 
         engine = self.engine_on(strategy)
         with warnings.catch_warnings():
@@ -146,22 +146,24 @@ class Planner:
         is_faked = not devices.are_here and self.topology is None
         if per_host is None and is_faked and jax.process_count() > 1:
             per_host = jax.local_device_count()
-        hosts = _hosts(devices.devices, per_host)
-        return _planned(engine, devices, hosts, self.hardware or devices.hardware, self)
+        hosts = _number_hosts(devices.devices, per_host)
+        return _make_plan(
+            engine, devices, hosts, self.hardware or devices.hardware, self
+        )
 
-    def _devices(self, count: int | None) -> Devices:
+    def _devices(self, count: int | None) -> TargetDevices:
         if self.topology is not None:
-            return topology(self.topology, count)
-        if count is None or count == len(self.here.devices):
-            return self.here
-        return faked(count)
+            return make_topology_devices(self.topology, count)
+        if count is None or count == len(self.local.devices):
+            return self.local
+        return make_fake_devices(count)
 
-    def _strategy_on(self, devices: Devices) -> Any:
+    def _strategy_on(self, devices: TargetDevices) -> Any:
         strategy = copy.copy(self.strategy)
         return strategy if devices.are_here else strategy.on(devices.devices)
 
 
-def of_running(engine: Any) -> Plan | None:
+def plan_running(engine: Any) -> Plan | None:
     """The plan of the step that an engine has compiled and runs.
 
     Nothing is compiled or traced for it, so it can't be asked about other devices.
@@ -177,13 +179,13 @@ def of_running(engine: Any) -> Plan | None:
         return None
     mesh = engine.strategy.mesh
     held = engine.held.shapes().step.sharding.device_set
-    devices = here(list(held if mesh.empty else mesh.devices.flat))
-    return _planned(engine, devices, _hosts(devices.devices), devices.hardware)
+    devices = make_local_devices(list(held if mesh.empty else mesh.devices.flat))
+    return _make_plan(engine, devices, _number_hosts(devices.devices), devices.hardware)
 
 
-def _planned(
+def _make_plan(
     engine: Any,
-    devices: Devices,
+    devices: TargetDevices,
     hosts: Sequence[int],
     profile: Hardware | None,
     planner: Planner | None = None,
@@ -198,8 +200,8 @@ def _planned(
         planner: whose plan it is.
     """
     runs, count = engine.train_program(), len(hosts)
-    limit = _memory_of(devices, profile)
-    reading = Reading(engine, hosts, None if devices.platform == "cpu" else limit)
+    limit = _find_memory(devices, profile)
+    reading = StepAnalysis(engine, hosts, None if devices.platform == "cpu" else limit)
 
     products, strategy = reading.products, engine.strategy
     bubble = strategy.bubble if isinstance(strategy, Pipeline) else 0.0
@@ -217,20 +219,22 @@ def _planned(
         steps=reading.steps,
         memory=reading.memory(),
         flops=None if products is None else sum(products.values()),
-        products=None if products is None else _named(products, devices),
+        products=None if products is None else _name_products(products, devices),
         bubble=bubble,
         traffic=reading.traffic,
         leaves=tuple(reading.leaves),
         bounds=reading.bounds(),
         not_overwritten=reading.not_overwritten,
-        estimate=profile and estimate(profile, reading),
+        estimate=profile and estimate_time(profile, reading),
         trace_seconds=runs.trace_seconds,
         compile_seconds=runs.compile_seconds,
-        notes=notes_on(reading, devices.platform, devices.are_here, profile),
+        notes=list_notes(reading, devices.platform, devices.are_here, profile),
     )
 
 
-def _named(products: dict[str, float], devices: Devices) -> dict[str, float]:
+def _name_products(
+    products: dict[str, float], devices: TargetDevices
+) -> dict[str, float]:
     """The operations by what these devices compute them in."""
     by_default = (
         f"{get_product_precision(devices.devices[0])} (JAX's default for float32)"
@@ -241,15 +245,15 @@ def _named(products: dict[str, float], devices: Devices) -> dict[str, float]:
     }
 
 
-def _memory_of(devices: Devices, profile: Hardware | None) -> int:
+def _find_memory(devices: TargetDevices, profile: Hardware | None) -> int:
     """Bytes that JAX has of each device; 0 if that is not known."""
     if devices.are_here:
         if memory := get_memory_limit(devices.devices[0]):
             return memory
-    return 0 if profile is None else usable_memory(profile)
+    return 0 if profile is None else get_usable_memory(profile)
 
 
-def _hosts(devices: Sequence[Any], each: int | None = None) -> list[int]:
+def _number_hosts(devices: Sequence[Any], each: int | None = None) -> list[int]:
     """The host of each device: as it says itself, or so many to each, in order."""
     if each is not None:
         return [place // each for place in range(len(devices))]
@@ -257,7 +261,7 @@ def _hosts(devices: Sequence[Any], each: int | None = None) -> list[int]:
     return np.unique(indices, return_inverse=True)[1].tolist()
 
 
-def _zeros(batch: Batch, rows: int | None = None) -> Batch:
+def _make_zeros(batch: Batch, rows: int | None = None) -> Batch:
     """A batch like `batch` that takes no memory, perhaps with so many rows."""
 
     def zeros(leaf: Any) -> Any:
@@ -279,31 +283,33 @@ def _zeros(batch: Batch, rows: int | None = None) -> Batch:
 # often closures that no pickle takes, stay where they are.
 
 
-def here(devices: Sequence[Any]) -> Devices:
+def make_local_devices(devices: Sequence[Any]) -> TargetDevices:
     """Devices that programs run on."""
     first = devices[0]
     platform = "gpu" if first.platform in ("cuda", "rocm") else first.platform
     name = f"{len(devices)} x {first.device_kind}"
-    return Devices(tuple(devices), name, platform, hardware_of(first), are_here=True)
+    return TargetDevices(
+        tuple(devices), name, platform, hardware_of(first), are_here=True
+    )
 
 
 @functools.lru_cache(maxsize=8)
-def faked(count: int) -> Devices:
+def make_fake_devices(count: int) -> TargetDevices:
     """So many CPU devices, whatever this process was started with."""
-    if not 1 <= count <= MOST_FAKED:
+    if not 1 <= count <= MAX_FAKE_DEVICES:
         raise ValueError(
-            f"`devices`={count} must be 1 to {MOST_FAKED}, as many as XLA's CPU"
+            f"`devices`={count} must be 1 to {MAX_FAKE_DEVICES}, as many as XLA's CPU"
             " compiler takes in one process; plan for more with `topology`, such as"
             ' "v5p-8192".'
         )
     from jaxlib import xla_client
 
     client = xla_client.make_cpu_client(num_devices=count)
-    return Devices(tuple(client.devices()), f"{count} x CPU, faked", "cpu", None)
+    return TargetDevices(tuple(client.devices()), f"{count} x CPU, faked", "cpu", None)
 
 
 @functools.lru_cache(maxsize=8)
-def topology(name: str, count: int | None = None) -> Devices:
+def make_topology_devices(name: str, count: int | None = None) -> TargetDevices:
     """The devices of a GPU cluster or TPU slice, without any of them.
 
     Args:
@@ -333,19 +339,19 @@ def topology(name: str, count: int | None = None) -> Devices:
         target = _TARGET.format(
             *_GPUS[gpu], bandwidth=int(HARDWARE[gpu].memory_bandwidth)
         )
-        devices = gpu_devices(name, target, shape)
-        return Devices(devices, f"{count} x {gpu.upper()}", "gpu", HARDWARE[gpu])
+        devices = make_gpu_devices(name, target, shape)
+        return TargetDevices(devices, f"{count} x {gpu.upper()}", "gpu", HARDWARE[gpu])
 
     # TPUs, in a slice.
     shape = tuple(map(int, lengths.split("x"))) if lengths else ()
     if not lengths or count not in (None, math.prod(shape)):
         chips = count or int(number) // (2 if tpu == "v5p" else 1)
-        shape = slice_shape(tpu, chips, name)
-    devices = tpu_devices(name, tpu, shape)
-    return Devices(devices, f"{len(devices)} x TPU {tpu}", "tpu", HARDWARE[tpu])
+        shape = find_slice_shape(tpu, chips, name)
+    devices = make_tpu_devices(name, tpu, shape)
+    return TargetDevices(devices, f"{len(devices)} x TPU {tpu}", "tpu", HARDWARE[tpu])
 
 
-def slice_shape(kind: str, chips: int, name: str) -> tuple[int, ...]:
+def find_slice_shape(kind: str, chips: int, name: str) -> tuple[int, ...]:
     """The shape of a TPU slice of so many chips: as near to a cube or square as can be.
 
     Those are the shapes that Google offers: 2x2x1, 2x2x2, 2x2x4, 2x4x4, 4x4x4, ...
@@ -392,7 +398,7 @@ _NAME: Final = re.compile(
 )
 
 
-def gpu_devices(name: str, target: str, shape: str) -> tuple[Any, ...]:
+def make_gpu_devices(name: str, target: str, shape: str) -> tuple[Any, ...]:
     """GPUs to compile for.
 
     Args:
@@ -414,15 +420,15 @@ def gpu_devices(name: str, target: str, shape: str) -> tuple[Any, ...]:
             newest = importlib.util.find_spec("jax_cuda13_plugin")
             cuda = "cuda12" if newest is None else "cuda13"
             plugin = importlib.import_module(f"jax_plugins.xla_{cuda}")
-            with _environment(JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1"):
+            with _set_variables(JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1"):
                 plugin.initialize()
             topology = topologies.get_topology_desc(**options)
     except Exception as error:
-        raise _unusable(name, "GPUs", error) from error
+        raise _make_compiler_error(name, "GPUs", error) from error
     return tuple(topology.devices)
 
 
-def tpu_devices(name: str, kind: str, shape: Sequence[int]) -> tuple[Any, ...]:
+def make_tpu_devices(name: str, kind: str, shape: Sequence[int]) -> tuple[Any, ...]:
     """TPU chips to compile for.
 
     Args:
@@ -445,7 +451,7 @@ def tpu_devices(name: str, kind: str, shape: Sequence[int]) -> tuple[Any, ...]:
         # Read while the library starts. It would look for TPUs, ask Google's metadata
         # server, which answers on Google's machines only, write files of its log, and
         # lock out the library in other processes.
-        with _environment(
+        with _set_variables(
             TPU_SKIP_MDS_QUERY="1",
             TPU_WORKER_HOSTNAMES="localhost",
             TPU_ACCELERATOR_TYPE="v5litepod-8",
@@ -460,14 +466,14 @@ def tpu_devices(name: str, kind: str, shape: Sequence[int]) -> tuple[Any, ...]:
         if is_there and xla_client.pjrt_plugin_initialized("tpu"):
             raise ValueError(
                 f"`topology`={name!r}: the TPU compiler knows no {kind} slice of shape"
-                f" {written}: {_line(error)}"
+                f" {written}: {_get_first_line(error)}"
             ) from error
-        raise _unusable(name, "TPUs", error) from error
+        raise _make_compiler_error(name, "TPUs", error) from error
     return tuple(topology.devices)
 
 
 @contextlib.contextmanager
-def _environment(**variables: str) -> Iterator[None]:
+def _set_variables(**variables: str) -> Iterator[None]:
     """Sets variables that the user has not set, for as long."""
     ours = {key: text for key, text in variables.items() if key not in os.environ}
     os.environ.update(ours)
@@ -478,16 +484,16 @@ def _environment(**variables: str) -> Iterator[None]:
             os.environ.pop(key, None)
 
 
-def _unusable(name: str, what: str, error: Exception) -> ImportError:
+def _make_compiler_error(name: str, what: str, error: Exception) -> ImportError:
     """The error of a compiler that is missing, or does not start."""
     return ImportError(
         f"`topology`={name!r} needs JAX's compiler for {what}, and no such device; it"
-        f" does not start: {_line(error)} Run pip install --upgrade"
+        f" does not start: {_get_first_line(error)} Run pip install --upgrade"
         f" 'jax[cuda12-local,tpu]=={jax.__version__}' 'nvidia-cuda-nvcc-cu12>=12.8'."
     )
 
 
-def _line(error: Exception) -> str:
+def _get_first_line(error: Exception) -> str:
     """What an error says first, in one line."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0][:300].rstrip(".") + "."

@@ -14,7 +14,7 @@ from ...engine import Engine
 from ...fit import TrainerConfig
 from ...strategies import DataParallel
 from .plan import Plan
-from .planner import Planner, of_running
+from .planner import Planner, plan_running
 from .remedies import find_remedies
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def plan_step(
         window = [batch] * config.accumulate_grad_batches
         planner = Planner(engine_on, strategy, window, topology, hardware)
         if hosts is not None:
-            planner.spread(devices, hosts)
+            planner.set_hosts(devices, hosts)
         return planner.plan(devices, rows)
 
     with TracebackFilter():
@@ -81,4 +81,4 @@ def plan_step(
 
 def plan_running_step(trainer: "Trainer") -> Plan | None:
     """`Trainer.running_plan`, read from the compiled step."""
-    return of_running(trainer.run.engine) if trainer.run.has_engine else None
+    return plan_running(trainer.run.engine) if trainer.run.has_engine else None

@@ -17,8 +17,8 @@ from ...step import LONG_IN_FLIGHT
 from ...strategies.fsdp import FSDPUnitStrategy
 from ..local_sgd import LocalSGD
 from . import hlo
-from .hardware import Hardware, usable_memory
-from .parts import GROUPS, Bound, Estimate, Leaf, Memory, Traffic
+from .hardware import Hardware, get_usable_memory
+from .parts import GROUPS, Bound, Estimate, Memory, PlanLeaf, Traffic
 
 _MOST: Final = 3
 """How many places a collective names that moves arrays from several."""
@@ -30,7 +30,7 @@ _UNNAMED: Final = re.compile(
 """What transformations, control flow and our own loops put into a path."""
 
 
-class Reading:
+class StepAnalysis:
     """A compiled step beside the shapes that it was compiled for.
 
     Args:
@@ -63,7 +63,9 @@ class Reading:
         self.analysis = runs.compiled.memory_analysis()
         self.results = runs.compiled.out_info
         state = engine.held.shapes()
-        self.state, self.batch = leaves_of(state, runs.compiled, self.program.aliased)
+        self.state, self.batch = list_plan_leaves(
+            state, runs.compiled, self.program.aliased
+        )
         self.leaves = self.state + self.batch
         # Rows may be split over some axes, and their tokens over others.
         self.batch_axes = tuple(
@@ -128,7 +130,7 @@ class Reading:
                     collective.axes(self.mesh),
                     collective.group_size,
                     collective.dtype,
-                    place_of(collective),
+                    describe_place(collective),
                     times=collective.times,
                     overlapped=collective.overlapped,
                     hidden=collective.hidden,
@@ -222,7 +224,7 @@ class Reading:
         where it works on rows one by one say. Then nothing is gathered in a pass of the
         model.
         """
-        places = [_place(moved.path) for moved in self.program.collectives]
+        places = [_describe_path(moved.path) for moved in self.program.collectives]
         in_calls = any(
             ": " in place and place.endswith("parameters") for place in places
         )
@@ -237,20 +239,20 @@ class Reading:
             )
         )
 
-    def _gradient_bytes(self, leaf: Leaf) -> float:
+    def _gradient_bytes(self, leaf: PlanLeaf) -> float:
         """Bytes of a leaf's gradient: it is summed straight into shares, or whole."""
         if leaf.path in self.gathered:
             return leaf.bytes_per_device
         return self._gathered_bytes(leaf)
 
-    def _gathered_bytes(self, leaf: Leaf) -> float:
+    def _gathered_bytes(self, leaf: PlanLeaf) -> float:
         """Bytes of a leaf, less what axes split it into that don't split the batch."""
         others = [name for name in self.mesh if name not in self.batch_axes]
         parts = [self.mesh[name] for name in others if f"'{name}'" in leaf.spec]
         return leaf.bytes / math.prod(parts)
 
 
-def estimate(profile: Hardware, reading: Reading) -> Estimate:
+def estimate_time(profile: Hardware, reading: StepAnalysis) -> Estimate:
     """A roofline.
 
     Args:
@@ -283,11 +285,11 @@ def estimate(profile: Hardware, reading: Reading) -> Estimate:
         max(busy, communication),
         worst,
         busy / worst if worst else 1.0,
-        memory.peak <= usable_memory(profile),
+        memory.peak <= get_usable_memory(profile),
     )
 
 
-def place_of(each: hlo.Collective) -> str:
+def describe_place(each: hlo.Collective) -> str:
     """Where in a step a collective stands: itself, or the arrays that it moves.
 
     Told by the paths that JAX gives operations, of which this is in the backward pass,
@@ -295,24 +297,26 @@ def place_of(each: hlo.Collective) -> str:
 
         jit(train_all)/shard_map/transpose(jvp(vmap(eqx.nn.MLP)))/eqx.nn.Linear/dot
     """
-    own_place = _place(each.path)
-    if _scopes(each.path):
+    own_place = _describe_path(each.path)
+    if _join_scopes(each.path):
         return own_place
-    moved = [_place(path) for operand in each.operands for path in operand.paths]
+    moved = [
+        _describe_path(path) for operand in each.operands for path in operand.paths
+    ]
     places = [place for place in dict.fromkeys(moved) if place]
     if len(places) > _MOST:
         places[_MOST:] = [f"{len(places) - _MOST} more"]
     return ", ".join(places) or own_place or "other arrays"
 
 
-def _place(path: str) -> str:
+def _describe_path(path: str) -> str:
     """`"backward: eqx.nn.MLP/eqx.nn.Linear"`; empty if the path tells nothing."""
     phase = "forward" if "jvp(" in path else ""
     phase = "backward" if "transpose(" in path else phase
-    return ": ".join(filter(None, (phase, _scopes(path))))
+    return ": ".join(filter(None, (phase, _join_scopes(path))))
 
 
-def _scopes(path: str) -> str:
+def _join_scopes(path: str) -> str:
     """The named scopes around an operation, from the outermost in."""
     if ":" in path:
         return ""  # Several operations that the compiler has joined.
@@ -330,9 +334,9 @@ _GROUPS: Final = {
 }
 
 
-def leaves_of(
+def list_plan_leaves(
     state: Any, compiled: Any, aliased: Collection[int]
-) -> tuple[list[Leaf], list[Leaf]]:
+) -> tuple[list[PlanLeaf], list[PlanLeaf]]:
     """The leaves of the state, and those of the batch.
 
     Args:
@@ -364,18 +368,20 @@ def leaves_of(
 
     overwritten = find_donated(compiled, aliased)
     of_state = [
-        _leaf(*entry, entry[2].sharding, place in overwritten)
+        _make_leaf(*entry, entry[2].sharding, place in overwritten)
         for place, entry in enumerate(named)
     ]
     return of_state, [
-        _leaf(*entry, sharding, place in overwritten)
+        _make_leaf(*entry, sharding, place in overwritten)
         for place, (entry, sharding) in enumerate(
             zip(batch, of_batch, strict=True), len(named)
         )
     ]
 
 
-def _leaf(group: str, path: str, leaf: Any, sharding: Any, overwritten: bool) -> Leaf:
+def _make_leaf(
+    group: str, path: str, leaf: Any, sharding: Any, overwritten: bool
+) -> PlanLeaf:
     shard = tuple(sharding.shard_shape(leaf.shape))
     spec = getattr(sharding, "spec", ())
     split = any(part is not None and part != () for part in spec)
@@ -383,7 +389,7 @@ def _leaf(group: str, path: str, leaf: Any, sharding: Any, overwritten: bool) ->
         math.ceil(whole / part) if part else 1
         for whole, part in zip(leaf.shape, shard, strict=True)
     )
-    return Leaf(
+    return PlanLeaf(
         group,
         path,
         tuple(leaf.shape),
@@ -398,12 +404,12 @@ def _leaf(group: str, path: str, leaf: Any, sharding: Any, overwritten: bool) ->
     )
 
 
-def notes_on(
-    reading: Reading, platform: str, are_here: bool, profile: Hardware | None
+def list_notes(
+    reading: StepAnalysis, platform: str, are_here: bool, profile: Hardware | None
 ) -> dict[str, list[str]]:
     """What of a plan is exact, what indicative and what not known."""
     batch = [leaf for leaf in reading.batch if leaf.path != "counts"]
-    shapes = ", ".join(map(_shape, batch[:4]))
+    shapes = ", ".join(map(_format_shape, batch[:4]))
     exact = [
         "bytes of every leaf per device; arguments, results, temporary memory and peak,"
         " as this compiler laid them out; which inputs are overwritten; every"
@@ -444,7 +450,7 @@ def notes_on(
         f"seconds, from the peaks of {profile.name} and ring algorithms at full"
         " bandwidth: real steps reach 30 to 60 % of peaks"
     )
-    usable = usable_memory(profile)
+    usable = get_usable_memory(profile)
     if usable < profile.memory:
         exact.append(
             f"memory of {profile.name}: {format_bytes(usable)} of its"
@@ -454,7 +460,7 @@ def notes_on(
     return {"exact": exact, "indicative": indicative, "unknown": unknown}
 
 
-def _shape(leaf: Leaf) -> str:
+def _format_shape(leaf: PlanLeaf) -> str:
     """A leaf of the batch, and what a device has of it if more than rows are split."""
     shape = f"{leaf.path} {leaf.shape[1:]}"
     if leaf.shape[2:] != leaf.shard[2:]:

@@ -1,11 +1,11 @@
 """What a run did: its page, and several runs side by side."""
 
 from .runs import (
-    comparison,
-    differences,
+    compare_runs,
+    list_differences,
+    make_run,
     read_run,
     report_trainer,
-    run_of_history,
     write_comparison,
     write_report,
 )

@@ -81,7 +81,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         )
     record, file = {}, table
     try:
-        columns = _columns(file)
+        columns = _read_columns(file)
         file = table.with_suffix(".json")
         if file.is_file():
             record = read_json(file)
@@ -96,7 +96,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     return Run(name, record, columns)
 
 
-def _columns(table: Path) -> dict[str, Points]:
+def _read_columns(table: Path) -> dict[str, Points]:
     """What a table has, by column."""
     names, rows = read_table(table)
     if not {"epoch", "step"} <= set(names):
@@ -109,7 +109,7 @@ def _columns(table: Path) -> dict[str, Points]:
     return columns
 
 
-def run_of_history(name: str, history: Any, record: dict[str, Any]) -> Run:
+def make_run(name: str, history: Any, record: dict[str, Any]) -> Run:
     """A run of which only the means of epochs are known."""
     columns = {
         key if key.startswith(VALIDATION) else EPOCH + key: [
@@ -122,15 +122,15 @@ def run_of_history(name: str, history: Any, record: dict[str, Any]) -> Run:
     return Run(name, record, columns, "epoch")
 
 
-def comparison(runs: Sequence[Run]) -> list[list[str]]:
+def compare_runs(runs: Sequence[Run]) -> list[list[str]]:
     """A table, heads first: a row per result and a column per run.
 
     The best of a row is marked with `*`.
     """
     rows = [
-        ["", *short_names(runs)],
+        ["", *shorten_names(runs)],
         ["status", *(str(run.record.get("status", "unknown")) for run in runs)],
-        ["took", *(_took(run.record) for run in runs)],
+        ["took", *(_format_duration(run.record) for run in runs)],
     ]
 
     def add(
@@ -165,7 +165,7 @@ def comparison(runs: Sequence[Run]) -> list[list[str]]:
             add(label, (run.last(name) for run in runs))
 
     # What it took.
-    totals = [throughput_of(run) for run in runs]
+    totals = [summarize_throughput(run) for run in runs]
     for name in ("examples", "seconds", "examples_per_s", "mfu"):
         if any(name in total for total in totals):
             shown = format_percent if name == "mfu" else format_number
@@ -177,7 +177,7 @@ def comparison(runs: Sequence[Run]) -> list[list[str]]:
     return rows
 
 
-def _took(record: Mapping[str, Any]) -> str:
+def _format_duration(record: Mapping[str, Any]) -> str:
     """The time between the two that a record has."""
     begin, end = record.get("started"), record.get("ended")
     if not begin or not end:
@@ -186,7 +186,7 @@ def _took(record: Mapping[str, Any]) -> str:
     return format_seconds(took.total_seconds())
 
 
-def differences(runs: Sequence[Run]) -> list[list[str]]:
+def list_differences(runs: Sequence[Run]) -> list[list[str]]:
     """What the runs were made of and do not have in common: a row per name."""
     made = [
         {
@@ -196,7 +196,7 @@ def differences(runs: Sequence[Run]) -> list[list[str]]:
         }
         for run in runs
     ]
-    rows = [["", *short_names(runs)]]
+    rows = [["", *shorten_names(runs)]]
     for name in dict.fromkeys(name for values in made for name in values):
         values = [facts.get(name, "-") for facts in made]
         if len(set(values)) > 1:
@@ -204,7 +204,7 @@ def differences(runs: Sequence[Run]) -> list[list[str]]:
     return rows
 
 
-def short_names(runs: Sequence[Run]) -> list[str]:
+def shorten_names(runs: Sequence[Run]) -> list[str]:
     """The names of runs without the folders that all are in."""
     names = [os.path.abspath(run.name) for run in runs]
     if len(set(names)) < max(len(names), 2):
@@ -213,7 +213,7 @@ def short_names(runs: Sequence[Run]) -> list[str]:
     return [os.path.relpath(name, common) for name in names]
 
 
-def throughput_of(run: Run) -> dict[str, float]:
+def summarize_throughput(run: Run) -> dict[str, float]:
     """What `ThroughputMonitor` measured of all of a run, by its names in `summary`.
 
     All examples over all seconds, and shares of the same seconds; of a run that was
@@ -285,14 +285,14 @@ def write_report(run: Run, path: str | os.PathLike[str], plan: Any = None) -> Pa
         The path.
     """
     sections = {
-        "Results": _table(comparison([run])),
-        "Curves": _drawn(metric_charts([run]), run.xlabel),
-        "Throughput": _throughput(run),
-        "Other values": _drawn(other_charts(run), run.xlabel),
+        "Results": _format_table(compare_runs([run])),
+        "Curves": _draw_charts(make_metric_charts([run]), run.xlabel),
+        "Throughput": _format_throughput(run),
+        "Other values": _draw_charts(make_other_charts(run), run.xlabel),
         "Plan": "" if plan is None else f"<pre>{escape(str(plan))}</pre>",
-        "Made of": _facts(run.record),
+        "Made of": _format_facts(run.record),
     }
-    return _write(path, run.name, _subtitle(run), sections)
+    return _write_page(path, run.name, _make_subtitle(run), sections)
 
 
 def report_trainer(
@@ -312,23 +312,23 @@ def report_trainer(
         run.record.update({**record, **run.record})
         run = run._replace(name=str(tables[0].parent))
     else:
-        run = run_of_history(str(trainer.default_root_dir), trainer.history, record)
+        run = make_run(str(trainer.default_root_dir), trainer.history, record)
     return str(write_report(run, file, plan or trainer.running_plan()))
 
 
 def write_comparison(runs: Sequence[Run], path: str | os.PathLike[str]) -> Path:
     """Writes one self-contained HTML page about several runs."""
     sections = {
-        "Results": _table(comparison(runs)),
-        "Curves": _drawn(metric_charts(runs), runs[0].xlabel),
-        "What differs": _table(differences(runs))
+        "Results": _format_table(compare_runs(runs)),
+        "Curves": _draw_charts(make_metric_charts(runs), runs[0].xlabel),
+        "What differs": _format_table(list_differences(runs))
         or "<p>Nothing that was recorded.</p>",
     }
-    names = ", ".join(short_names(runs))
-    return _write(path, f"{len(runs)} runs", names, sections)
+    names = ", ".join(shorten_names(runs))
+    return _write_page(path, f"{len(runs)} runs", names, sections)
 
 
-def _subtitle(run: Run) -> str:
+def _make_subtitle(run: Run) -> str:
     record = run.record
     made, hardware = record.get("hyperparameters", {}), record.get("hardware", {})
     facts = [made.get("model"), made.get("strategy")]
@@ -340,10 +340,10 @@ def _subtitle(run: Run) -> str:
     return " | ".join(str(fact) for fact in facts if fact)
 
 
-def metric_charts(runs: Sequence[Run]) -> dict[str, list[Curve]]:
+def make_metric_charts(runs: Sequence[Run]) -> dict[str, list[Curve]]:
     """A chart per metric, with the curves of all runs."""
     charts = {}
-    for metric in _metrics(runs):
+    for metric in _list_metrics(runs):
         if len(runs) == 1:
             columns = (EPOCH + metric, VALIDATION + metric, metric)
             curves_of_run = (runs[0].columns.get(name, []) for name in columns)
@@ -351,7 +351,9 @@ def metric_charts(runs: Sequence[Run]) -> dict[str, list[Curve]]:
             continue
         # Of several runs one curve each: of the validation, where there is one.
         charts[metric] = curves = []
-        for index, (name, run) in enumerate(zip(short_names(runs), runs, strict=True)):
+        for index, (name, run) in enumerate(
+            zip(shorten_names(runs), runs, strict=True)
+        ):
             training = run.columns.get(EPOCH + metric, [])
             validation = run.columns.get(VALIDATION + metric, [])
             kind = "validation" if validation else "training"
@@ -360,21 +362,21 @@ def metric_charts(runs: Sequence[Run]) -> dict[str, list[Curve]]:
     return charts
 
 
-def _metrics(runs: Sequence[Run]) -> list[str]:
+def _list_metrics(runs: Sequence[Run]) -> list[str]:
     names = [name for run in runs for name in run.columns]
     means = [name for name in names if name.startswith((EPOCH, VALIDATION))]
     metrics = (name.removeprefix(EPOCH).removeprefix(VALIDATION) for name in means)
     return list(dict.fromkeys(metrics))
 
 
-def throughput_charts(run: Run) -> dict[str, list[Curve]]:
+def make_throughput_charts(run: Run) -> dict[str, list[Curve]]:
     """What `ThroughputMonitor` measured, over the steps."""
     charts = {
         title: [Curve(title, run.columns[THROUGHPUT + name], "C0")]
         for name, title in _RATES.items()
         if THROUGHPUT + name in run.columns
     }
-    if totals := throughput_of(run):
+    if totals := summarize_throughput(run):
         charts["share of the time"] = [
             Curve(name, run.columns[THROUGHPUT + name], f"C{index}")
             for index, name in enumerate(PHASES)
@@ -383,8 +385,11 @@ def throughput_charts(run: Run) -> dict[str, list[Curve]]:
     return charts
 
 
-def _throughput(run: Run) -> str:
-    totals, drawn = throughput_of(run), _drawn(throughput_charts(run), run.xlabel)
+def _format_throughput(run: Run) -> str:
+    totals, drawn = (
+        summarize_throughput(run),
+        _draw_charts(make_throughput_charts(run), run.xlabel),
+    )
     if not totals:
         return drawn
     return (
@@ -395,10 +400,10 @@ def _throughput(run: Run) -> str:
     )
 
 
-def other_charts(run: Run) -> dict[str, list[Curve]]:
+def make_other_charts(run: Run) -> dict[str, list[Curve]]:
     """What callbacks logged, such as the learning rate; layers of one kind together."""
     charts: dict[str, list[Curve]] = {}
-    known = {"epoch", *_metrics([run])}
+    known = {"epoch", *_list_metrics([run])}
     for name, points in run.columns.items():
         if name.startswith((EPOCH, VALIDATION, THROUGHPUT)) or name in known:
             continue
@@ -409,12 +414,12 @@ def other_charts(run: Run) -> dict[str, list[Curve]]:
     return charts
 
 
-def _facts(record: Mapping[str, Any]) -> str:
+def _format_facts(record: Mapping[str, Any]) -> str:
     tables = []
     for part in _PARTS:
         facts = record.get(part, {}).items()
         rows = [(name, str(fact)) for name, fact in facts if fact not in (None, "")]
-        tables.append(_table([(part, ""), *rows]))
+        tables.append(_format_table([(part, ""), *rows]))
     return "".join(tables)
 
 
@@ -430,13 +435,13 @@ def to_svg(figure: Any) -> str:
     return svg[svg.index("<svg") :]  # without the header of a separate file
 
 
-def _drawn(charts: Mapping[str, Sequence[Curve]], xlabel: str) -> str:
+def _draw_charts(charts: Mapping[str, Sequence[Curve]], xlabel: str) -> str:
     """The charts that have a point."""
     shown = {k: curves for k, curves in charts.items() if any(c.points for c in curves)}
     return to_svg(draw(shown, xlabel)) if shown else ""
 
 
-def _write(
+def _write_page(
     path: str | os.PathLike[str], title: str, subtitle: str, sections: dict[str, str]
 ) -> Path:
     """Writes a page, of the HTML of each section by its title; empty ones are left
@@ -453,7 +458,7 @@ def _write(
     return path
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
+def _format_table(rows: Sequence[Sequence[str]]) -> str:
     """A table of texts, heads first; nothing if there is nothing else."""
 
     def line(cells: Sequence[str], tag: str) -> str:

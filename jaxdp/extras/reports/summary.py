@@ -81,7 +81,9 @@ class Summary:
         return "\n".join([self._title(), *self._table(), *self._totals()])
 
     def _title(self) -> str:
-        title = f"{self.name}: {_count(self.parameters)}, {format_bytes(self.bytes)}"
+        title = (
+            f"{self.name}: {_format_count(self.parameters)}, {format_bytes(self.bytes)}"
+        )
         if self.members is None:
             return title
         per_member = self.parameters // self.members
@@ -102,13 +104,14 @@ class Summary:
                 format_bytes(layer.bytes),
                 format_bytes(layer.bytes_per_device),
             )
-            rows.append((*cells[:end], _trained(layer)))
+            rows.append((*cells[:end], _format_trained(layer)))
         numbers = range(3, len(rows[0]) - 1)
         return [f"  {line}" for line in format_columns(rows, right=numbers)]
 
     def _totals(self) -> list[str]:
         frozen = self.parameters - self.trained
-        lines = [f"trained: {_count(self.trained)}; not trained: {_count(frozen)}"]
+        trained = _format_count(self.trained)
+        lines = [f"trained: {trained}; not trained: {_format_count(frozen)}"]
         if self.state[0]:
             numbers, size = self.state
             lines.append(f"state beside the model: {numbers:,} numbers, in {size:,} B")
@@ -125,14 +128,14 @@ def summarize(trainer: "Trainer") -> Summary:
     """`Trainer.summary`, of shapes alone: nothing is placed, and nothing waited for."""
     config = trainer.run.config
     model, state = config.model, get_shapes(trainer.run)
-    shapes = _by_path(state[:2])
+    shapes = _list_by_path(state[:2])
     by = [
         (part.name, eqx.filter(state[0], part.mask)) for part in config.optimizer_parts
     ]
     trained = {
         path: name
         for name, leaves in by or [("", state[0])]
-        for path in _by_path([leaves])
+        for path in _list_by_path([leaves])
     }
     layouts = [getattr(leaf, "sharding", None) for leaf in shapes.values()]
     devices = max(len(layout.device_set) if layout else 1 for layout in layouts)
@@ -142,7 +145,7 @@ def summarize(trainer: "Trainer") -> Summary:
         name = leaf_path(path)
         if name not in shapes:
             continue
-        leaf, owner = shapes[name], path[: _depth_of_owner(model, path)]
+        leaf, owner = shapes[name], path[: _find_owner_depth(model, path)]
         here = leaf_path(owner)
         if here not in layers:
             kind = type(get_node(model, owner)).__name__
@@ -153,7 +156,7 @@ def summarize(trainer: "Trainer") -> Summary:
         layer = layers[here]
         by = dict.fromkeys(filter(None, (*layer.by.split(", "), trained.get(name))))
         layers[here] = layer._replace(
-            arrays=layer.arrays | {_name_in(path[len(owner) :], leaf): leaf.shape},
+            arrays=layer.arrays | {_format_name(path[len(owner) :], leaf): leaf.shape},
             parameters=layer.parameters + math.prod(leaf.shape),
             trained=layer.trained + (name in trained) * math.prod(leaf.shape),
             bytes=layer.bytes + nbytes(leaf),
@@ -172,7 +175,7 @@ def summarize(trainer: "Trainer") -> Summary:
     )
 
 
-def _by_path(trees: Any) -> dict[str, Any]:
+def _list_by_path(trees: Any) -> dict[str, Any]:
     return {
         leaf_path(path): leaf
         for tree in trees
@@ -180,7 +183,7 @@ def _by_path(trees: Any) -> dict[str, Any]:
     }
 
 
-def _depth_of_owner(model: PyTree, path: Sequence[Any]) -> int:
+def _find_owner_depth(model: PyTree, path: Sequence[Any]) -> int:
     """How much of a leaf's path leads to the innermost module around it.
 
     In trees without modules, to what holds the leaf.
@@ -191,13 +194,13 @@ def _depth_of_owner(model: PyTree, path: Sequence[Any]) -> int:
     return max(len(path) - 1, 0)
 
 
-def _name_in(path: Sequence[Any], leaf: Any) -> str:
+def _format_name(path: Sequence[Any], leaf: Any) -> str:
     """What a layer calls an array, with its dtype if that is an unusual one."""
     name, dtype = leaf_path(path) or "value", str(leaf.dtype)
     return name if dtype == "float32" else f"{name} {dtype}"
 
 
-def _trained(layer: Layer) -> str:
+def _format_trained(layer: Layer) -> str:
     if not layer.trained:
         return "no"
     if layer.trained < layer.parameters:
@@ -206,5 +209,5 @@ def _trained(layer: Layer) -> str:
     return f"by {layer.by}" if layer.by else "yes"
 
 
-def _count(parameters: int) -> str:
+def _format_count(parameters: int) -> str:
     return f"{parameters:,} parameter{'s' * (parameters != 1)}"

@@ -7,9 +7,9 @@ import pytest
 from jaxdp.basics.hardware import describe_mixed_kinds, get_product_precision
 from jaxdp.extras.plan.hardware import (
     HARDWARE,
+    find_profile,
+    get_usable_memory,
     hardware_of,
-    profile_of,
-    usable_memory,
 )
 
 # As CUDA and libtpu name them, which is what `device.device_kind` is.
@@ -74,7 +74,7 @@ OTHERS = [
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_cards_are_known_by_the_words_of_their_names(kind):
-    profile = profile_of(kind)
+    profile = find_profile(kind)
     assert profile is not None
     name, flops, gigabytes = KINDS[kind]
     assert profile.name == name
@@ -84,7 +84,7 @@ def test_cards_are_known_by_the_words_of_their_names(kind):
 
 @pytest.mark.parametrize("kind", OTHERS)
 def test_cards_that_only_look_alike_are_not_known(kind):
-    assert profile_of(kind) is None
+    assert find_profile(kind) is None
 
 
 def device(kind, platform="gpu", limit=None, **attributes):
@@ -99,7 +99,7 @@ def test_memory_is_that_of_the_device(monkeypatch):
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
     profile = hardware_of(device("NVIDIA GH200 480GB", limit=48 * 10**9))
     assert profile.memory == 96 * 10**9
-    assert usable_memory(profile) == 48 * 10**9
+    assert get_usable_memory(profile) == 48 * 10**9
     assert hardware_of(device("TPU v5 lite", "tpu", 15 * 10**9)).memory == 15 * 10**9
     assert hardware_of(device("NVIDIA H200")).memory == HARDWARE["h200"].memory
     elsewhere = device("NVIDIA H200", limit=1, process_index=1)

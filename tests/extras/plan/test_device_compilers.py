@@ -11,7 +11,7 @@ from jax.experimental import topologies
 from planned import installed
 
 from jaxdp.extras.plan import planner
-from jaxdp.extras.plan.planner import topology
+from jaxdp.extras.plan.planner import make_topology_devices
 
 needs_gpu_compiler = pytest.mark.skipif(
     not installed("jax_cuda12_plugin"), reason="no GPU compiler"
@@ -48,15 +48,15 @@ def test_a_gpu_compiler_that_refused_is_registered_without_its_check(
 ):
     monkeypatch.delenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", raising=False)
     before = dict(os.environ)
-    assert planner.gpu_devices("h100x8", "", "1x1x8") == ("1x1x8",)
-    assert planner.gpu_devices("h100x16", "", "1x2x8") == ("1x2x8",)
+    assert planner.make_gpu_devices("h100x8", "", "1x1x8") == ("1x1x8",)
+    assert planner.make_gpu_devices("h100x16", "", "1x2x8") == ("1x2x8",)
     assert cuda_plugin.seen == ["1"]
     assert dict(os.environ) == before
 
 
 def test_a_gpu_compiler_that_jax_has_registered_is_taken_as_it_is(cuda_plugin):
     cuda_plugin.registered = True
-    assert planner.gpu_devices("h100x8", "", "1x1x8") == ("1x1x8",)
+    assert planner.make_gpu_devices("h100x8", "", "1x1x8") == ("1x1x8",)
     assert cuda_plugin.seen == []
 
 
@@ -69,7 +69,7 @@ def test_a_gpu_compiler_that_does_not_start_says_why(cuda_plugin):
         r"a library is broken\. Run pip install --upgrade 'jax\[cuda12-local,tpu\]"
     )
     with pytest.raises(ImportError, match=message):
-        planner.gpu_devices("h100x8", "", "1x1x8")
+        planner.make_gpu_devices("h100x8", "", "1x1x8")
 
 
 def test_a_tpu_compiler_that_does_not_start_is_told_from_a_wrong_slice(monkeypatch):
@@ -82,10 +82,10 @@ def test_a_tpu_compiler_that_does_not_start_is_told_from_a_wrong_slice(monkeypat
     monkeypatch.setattr(xla_client, "pjrt_plugin_loaded", lambda name: True)
     monkeypatch.setattr(xla_client, "pjrt_plugin_initialized", lambda name: False)
     with pytest.raises(ImportError, match="ABORTED: another version. Run pip install"):
-        topology("v5e-16")
+        make_topology_devices("v5e-16")
     monkeypatch.setattr(xla_client, "pjrt_plugin_initialized", lambda name: True)
     with pytest.raises(ValueError, match="knows no v5e slice of shape 4x4: ABORTED"):
-        topology("v5e-16")
+        make_topology_devices("v5e-16")
 
 
 def test_variables_are_set_for_as_long_and_only_where_the_user_has_none(monkeypatch):
@@ -93,7 +93,7 @@ def test_variables_are_set_for_as_long_and_only_where_the_user_has_none(monkeypa
     monkeypatch.delenv("JAXDP_TEST_OURS", raising=False)
     before = dict(os.environ)
     with pytest.raises(KeyError):
-        with planner._environment(JAXDP_TEST_HIS="1", JAXDP_TEST_OURS="2"):
+        with planner._set_variables(JAXDP_TEST_HIS="1", JAXDP_TEST_OURS="2"):
             assert os.environ["JAXDP_TEST_HIS"] == "his"
             assert os.environ["JAXDP_TEST_OURS"] == "2"
             raise KeyError

@@ -9,7 +9,7 @@ from planned import installed
 
 from jaxdp import SingleDevice, Trainer
 from jaxdp.engine.xla_options import DETERMINISTIC
-from jaxdp.extras.plan.planner import topology
+from jaxdp.extras.plan.planner import make_topology_devices
 
 pytestmark = [
     pytest.mark.slow,
@@ -29,7 +29,7 @@ def make_engine(trainer, strategy):
 def compiled_for_h100(trainer, data, folder):
     """The machine code, as PTX, of the three kinds of steps."""
     trainer.run.config.compiler_options |= {"xla_dump_to": str(folder)}
-    there = SingleDevice().on(topology("h100x1").devices)
+    there = SingleDevice().on(make_topology_devices("h100x1").devices)
     engine = make_engine(trainer, there)
     if engine.pure.objective is None:
         engine.infer(trainer.run.config.make_objective(data))

@@ -12,18 +12,24 @@ from jaxdp import (
     ZeRO,
 )
 from jaxdp.extras.plan.hardware import HARDWARE
-from jaxdp.extras.plan.planner import faked, slice_shape, topology
+from jaxdp.extras.plan.planner import (
+    find_slice_shape,
+    make_fake_devices,
+    make_topology_devices,
+)
 
 
 def test_stand_ins_are_apart_from_the_devices_here():
     before = jax.devices()
-    assert len(faked(300).devices) == 300
+    assert len(make_fake_devices(300).devices) == 300
     assert jax.devices() == before
-    assert not set(faked(300).devices) & set(before)
+    assert not set(make_fake_devices(300).devices) & set(before)
 
 
 def test_slices_have_the_shapes_that_are_offered():
-    assert [slice_shape("v5p", n, "") for n in (1, 2, 4, 8, 16, 32, 64, 128, 1024)] == [
+    assert [
+        find_slice_shape("v5p", n, "") for n in (1, 2, 4, 8, 16, 32, 64, 128, 1024)
+    ] == [
         (1, 1, 1),
         (2, 1, 1),
         (2, 2, 1),
@@ -34,7 +40,7 @@ def test_slices_have_the_shapes_that_are_offered():
         (4, 4, 8),
         (8, 8, 16),
     ]
-    assert [slice_shape("v5e", n, "") for n in (1, 2, 4, 8, 256)] == [
+    assert [find_slice_shape("v5e", n, "") for n in (1, 2, 4, 8, 256)] == [
         (1, 1),
         (1, 2),
         (2, 2),
@@ -67,7 +73,7 @@ def test_a_missing_gpu_compiler_names_the_extra():
 def test_tpus_that_are_not_here(name, devices):
     plan = trainer().plan([batch(64)], topology=name)
     assert plan.platform == "tpu"
-    assert plan.num_devices == len(topology(name).devices) == devices
+    assert plan.num_devices == len(make_topology_devices(name).devices) == devices
     assert plan.estimate.hardware == name[:3]
     assert plan.wire_bytes == 2 * (devices - 1) / devices * (PARAMS + 4)
     assert plan.memory.parameters == PARAMS

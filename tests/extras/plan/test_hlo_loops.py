@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from planned import installed
 
 from jaxdp.extras.plan import hlo
-from jaxdp.extras.plan.planner import topology
+from jaxdp.extras.plan.planner import make_topology_devices
 
 WIDTH = 64
 
@@ -102,7 +102,11 @@ LOOPS = {
 
 
 def text_of(name, compiler, options=None):
-    devices = jax.devices()[:2] if compiler == "cpu" else topology("h100x2").devices
+    devices = (
+        jax.devices()[:2]
+        if compiler == "cpu"
+        else make_topology_devices("h100x2").devices
+    )
     mesh = Mesh(np.array(devices), ("data",), axis_types=(AxisType.Auto,))
     apart = jax.shard_map(
         LOOPS[name][0], mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False

@@ -33,7 +33,7 @@ def plan(strategy=None, **options):
     (lambda: parse_groups("everyone", 8), ValueError, "unknown spelling"),
     (lambda: hlo.read("module @jit_f {}"), ValueError,
      "does not start with HloModule"),
-    (lambda: hlo.ring_bytes("broadcast", 2, 1, 1), ValueError,
+    (lambda: hlo.count_ring_bytes("broadcast", 2, 1, 1), ValueError,
      "`kind` must be one of"),
 ])  # fmt: skip
 def test_what_can_not_be_planned_or_read_is_refused(provoke, error, words):

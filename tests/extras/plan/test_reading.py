@@ -24,7 +24,7 @@ from jaxdp import (
 )
 from jaxdp.callbacks import DonateBuffers, NanGuard
 from jaxdp.extras.plan import Hardware
-from jaxdp.extras.plan.reading import Reading
+from jaxdp.extras.plan.reading import StepAnalysis
 from jaxdp.step.collectives import Collectives
 from jaxdp.strategies.base import count_shards
 
@@ -76,10 +76,10 @@ def test_bytes_are_those_of_the_program_that_fit_runs_and_of_live_arrays(name):
 def test_batches_that_wait_on_accelerators_are_part_of_the_peak(memory, waiting):
     trained = trainer(SingleDevice())
     trained.fit([batch()], max_epochs=1)
-    found = Reading(trained.run.engine, [0], memory).memory()
+    found = StepAnalysis(trained.run.engine, [0], memory).memory()
     nbytes = 64 * (16 + 1) * 4
     assert found.in_flight == waiting * nbytes
-    without = Reading(trained.run.engine, [0]).memory()
+    without = StepAnalysis(trained.run.engine, [0]).memory()
     assert found.peak == without.peak + found.in_flight and not without.in_flight
 
 

@@ -10,7 +10,7 @@ from jaxdp import (
     Sharded,
 )
 from jaxdp.extras.plan.hardware import HARDWARE
-from jaxdp.extras.plan.plan import largest
+from jaxdp.extras.plan.plan import find_largest
 
 
 @pytest.mark.slow
@@ -50,7 +50,7 @@ def test_the_search_finds_the_largest(peak, limit, start):
         asked.append(rows)
         return peak(rows)
 
-    found = largest(asking, limit, start)
+    found = find_largest(asking, limit, start)
     assert found == 0 or peak(found) <= limit
     assert peak(found + 1) > limit
     assert len(asked) == len(set(asked)) <= 40

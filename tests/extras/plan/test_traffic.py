@@ -10,7 +10,7 @@ from toys import Apart
 
 from jaxdp import Pmap, Sharded, TensorParallel
 from jaxdp.extras.plan import hlo, repeated
-from jaxdp.extras.plan.reading import place_of
+from jaxdp.extras.plan.reading import describe_place
 from jaxdp.step.jaxprs import read_num_runs
 
 
@@ -127,6 +127,6 @@ def named(path):
 @pytest.mark.parametrize("path", PLACES)
 def test_the_place_of_a_collective_is_its_own_or_that_of_what_it_moves(path):
     (own,) = hlo.read(CALLED.format(own=named(path), moved="")).collectives
-    assert place_of(own) == PLACES[path]
+    assert describe_place(own) == PLACES[path]
     (moved,) = hlo.read(CALLED.format(own="", moved=named(path))).collectives
-    assert place_of(moved) == PLACES[path]
+    assert describe_place(moved) == PLACES[path]

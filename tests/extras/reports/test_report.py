@@ -23,15 +23,15 @@ from jaxdp.callbacks import (
 )
 from jaxdp.extras.reports.runs import (
     Run,
-    comparison,
-    differences,
+    compare_runs,
     format_number,
     format_percent,
-    metric_charts,
-    other_charts,
+    list_differences,
+    make_metric_charts,
+    make_other_charts,
+    make_throughput_charts,
     read_run,
-    throughput_charts,
-    throughput_of,
+    summarize_throughput,
     write_comparison,
     write_report,
 )
@@ -79,12 +79,12 @@ def test_the_page_has_the_curves_and_what_the_run_was_made_of(tmp_path):
     assert path == str(tmp_path / "report.html")
 
     run = read_run(tmp_path)
-    steps, training, validation = curves(metric_charts([run]))["loss"].values()
+    steps, training, validation = curves(make_metric_charts([run]))["loss"].values()
     assert [x for x, _ in steps] == list(range(1, 19))
     assert [y for _, y in training] == history["loss"]
     assert validation == list(zip([6, 12, 18], history["val_loss"], strict=True))
-    assert {"examples/s", "share of the time"} <= set(throughput_charts(run))
-    by_layer = curves(other_charts(run))["grad_norm by layer"]
+    assert {"examples/s", "share of the time"} <= set(make_throughput_charts(run))
+    by_layer = curves(make_other_charts(run))["grad_norm by layer"]
     assert list(by_layer) == ["layers[0]", "layers[1]", "layers[2]"]
 
     page = Page(path)
@@ -105,7 +105,7 @@ def test_terminal_page_and_comparison_count_throughput_in_one_way(tmp_path, caps
     trainer.log_every_n_steps = 4
     trainer.fit(batches(*[8] * 10, 5), batches(8), max_epochs=2)
     summary, run = monitor.summary, read_run(tmp_path)
-    found = throughput_of(run)
+    found = summarize_throughput(run)
     assert {*PHASES, "examples", "seconds", "examples_per_s", "mfu"} == set(found)
     assert found == pytest.approx({name: summary[name] for name in found}, rel=1e-4)
     assert found["examples"] == 170  # of steps that no row of steps has, too
@@ -114,7 +114,7 @@ def test_terminal_page_and_comparison_count_throughput_in_one_way(tmp_path, caps
 
     said = capsys.readouterr().err
     page = Page(trainer.report(tmp_path))
-    rows = {name: value for name, value in comparison([run])[1:]}
+    rows = {name: value for name, value in compare_runs([run])[1:]}
     rate = summary["examples_per_s"]
     assert f"170 examples in {format_seconds(summary['seconds'])}" in said
     assert f"{format_number(rate)} examples/s" in said
@@ -132,8 +132,8 @@ def test_tables_without_seconds_have_no_throughput_of_the_run(tmp_path):
     table = "epoch,step,loss,throughput/examples_per_s\n0,1,0.5,7000\n0,2,0.4,6000\n"
     (tmp_path / "metrics.csv").write_text(table)
     run = read_run(tmp_path)
-    assert throughput_of(run) == {}
-    assert list(throughput_charts(run)) == ["examples/s"]
+    assert summarize_throughput(run) == {}
+    assert list(make_throughput_charts(run)) == ["examples/s"]
     assert " examples/s " in Page(write_report(run, tmp_path / "a.html")).text
 
 
@@ -171,7 +171,7 @@ def test_runs_are_compared(tmp_path):
         trainer = mlp_trainer(logger, seed=seed)
         trainer.fit(batches(*[8] * 4), batches(8), max_epochs=1 + seed)
     runs = [read_run(tmp_path / "a"), read_run(str(tmp_path / "b" / "metrics.csv"))]
-    rows = {row[0]: row[1:] for row in comparison(runs)}
+    rows = {row[0]: row[1:] for row in compare_runs(runs)}
     assert rows["steps"] == ["4", "8"] and rows["epochs"] == ["1", "2"]
     assert rows["status"] == ["finished"] * 2
     best = [run.best("val_loss")[0] for run in runs]
@@ -180,10 +180,10 @@ def test_runs_are_compared(tmp_path):
     accuracy = [run.last("epoch_accuracy") for run in runs]
     marked = [text.endswith(" *") for text in rows["accuracy, last epoch"]]
     assert marked == [value == max(accuracy) for value in accuracy]
-    differ = {row[0]: row[1:] for row in differences(runs)}
+    differ = {row[0]: row[1:] for row in list_differences(runs)}
     assert differ["mine"] == ["a", "b"] and differ["seed"] == ["0", "1"]
     assert "model" not in differ
-    loss = curves(metric_charts(runs))["loss"]
+    loss = curves(make_metric_charts(runs))["loss"]
     assert {label: len(points) for label, points in loss.items()} == {
         "a, validation": 1,
         "b/metrics, validation": 2,
@@ -195,9 +195,9 @@ def test_runs_are_compared(tmp_path):
 def test_runs_are_named_by_what_tells_them_apart(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = ["runs/a/", str(tmp_path / "runs" / "deep" / "b"), "runs/c"]
-    heads = comparison([Run(name, {}, {}) for name in names])[0]
+    heads = compare_runs([Run(name, {}, {}) for name in names])[0]
     assert heads == ["", "a", os.path.join("deep", "b"), "c"]
-    twice = comparison([Run("runs/a", {}, {}), Run("runs/a", {}, {})])[0]
+    twice = compare_runs([Run("runs/a", {}, {}), Run("runs/a", {}, {})])[0]
     assert twice == ["", "runs/a", "runs/a"]
 
 
