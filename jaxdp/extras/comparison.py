@@ -31,7 +31,7 @@ _SHOWN = 20
 
 
 class Difference(NamedTuple):
-    """How far a value is from the reference's, over all steps."""
+    """The largest difference of a value from the reference's, over all steps."""
 
     largest: float
     """0.0 for equal bits; else the largest difference relative to the largest
@@ -52,21 +52,21 @@ class Difference(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What the steps gave under one strategy."""
+    """The values of the steps under one strategy."""
 
     strategy: str
     losses: list[float]
     step_seconds: list[float]
-    """Of each step, waited for. The first ones warm up caches."""
+    """The seconds of each step, waited for. The first steps warm up caches."""
     compile_seconds: float
     loss: Difference
     leaves: dict[str, Difference]
-    """By name: `params: layers[0].weight`, then the model's state and the optimizer's.
+    """The states by name: `params: layers[0].weight`, model state, optimizer state.
     """
 
 
 class Comparison:
-    """What `Trainer.compare` found; `print` it, or `assert_close` in a test.
+    """The result of `Trainer.compare`; `print` it, or `assert_close` in a test.
 
     Attributes:
         reference: the run of the trainer's own strategy.
@@ -79,7 +79,7 @@ class Comparison:
 
     @property
     def is_equal(self) -> bool:
-        """Whether all strategies gave the same bits in every step."""
+        """Whether all strategies have the same bits in every step."""
         return all(difference.is_equal for _, _, difference in self._differences())
 
     def assert_close(
@@ -231,7 +231,7 @@ def trace(engine: Engine, strategy: Any, windows: Iterable[Sequence[Batch]]) -> 
 
 
 def compare(reference: Trace, others: Sequence[Trace]) -> Comparison:
-    """What differs between traces of the same steps."""
+    """Returns the differences between traces of the same steps."""
     expected = reference[1]
     runs = []
     for run, traced in (reference, *others):
@@ -250,7 +250,7 @@ def compare(reference: Trace, others: Sequence[Trace]) -> Comparison:
 def _describe_difference(
     found: Sequence[np.ndarray], expected: Sequence[np.ndarray]
 ) -> Difference:
-    """How far two sequences of equally shaped arrays, one per step, are apart."""
+    """Returns the largest difference of two sequences of arrays, one per step."""
     first, largest = None, 0.0
     for step, (ours, theirs) in enumerate(zip(found, expected, strict=True), 1):
         if ours.tobytes() == theirs.tobytes():

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _SMOOTHING: Final = 0.98
-"""Of the exponential mean of losses, as in Lightning: batches differ."""
+"""The factor of the exponential mean of losses, as in Lightning."""
 
 _LOST: Final = 5
 """Losses in a row that are not finite, after which there is nothing to find."""
@@ -47,7 +47,7 @@ class LRFinder:
         self.results = {"lr": rates, "loss": losses}
 
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
-        """The rate at which the smoothed loss falls fastest, or None if none does.
+        """Returns the rate at which the smoothed loss falls fastest, or None.
 
         Args:
             skip_begin: how many steps to leave out at the beginning.
@@ -204,7 +204,7 @@ class _Unspoilt(Callback):
 
 
 def _make_twin(trainer: Trainer, optimizer: Callable[[float], Any] | None) -> Trainer:
-    """A trainer of the same model, which shares nothing that changes."""
+    """Makes a trainer of the same model, which shares no state."""
     fresh = not trainer.run.has_engine
     model = trainer.model if fresh else trainer.run.model_of(trainer.state)
     changed = {
@@ -221,7 +221,7 @@ def _make_twin(trainer: Trainer, optimizer: Callable[[float], Any] | None) -> Tr
 
 
 def _make_rate_shapes(trainer: Trainer, only_added: bool) -> dict[str, np.ndarray]:
-    """Ones, in the shapes of the rates to be set: all, or the one that was added."""
+    """Returns ones in the shapes of the rates to set: all, or only the added one."""
     hyperparams_by_name = hyperparams_in(trainer.run.engine.state)
     rates = {
         name: hyperparam

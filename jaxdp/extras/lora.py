@@ -16,7 +16,7 @@ Model = TypeVar("Model")
 
 
 class LoRALinear(eqx.nn.Linear):
-    """A linear layer and a product of two thin matrices beside its weight."""
+    """A linear layer with a product of two thin matrices beside its weight."""
 
     down: Array
     """`(..., rank, in_features)`, random."""
@@ -43,7 +43,7 @@ class LoRALinear(eqx.nn.Linear):
         return y + (self.scale * (self.up @ (self.down @ x))).astype(y.dtype)
 
     def to_linear(self) -> eqx.nn.Linear:
-        """An ordinary layer with the product in its weight."""
+        """Returns an ordinary layer with the product in its weight."""
         dtype = self.down.dtype
         product = jnp.matmul(self.up, self.down, precision="highest")
         weight = self.weight.astype(dtype) + self.scale * product
@@ -64,7 +64,7 @@ def lora(
     alpha: float | None = None,
     key: PRNGKeyArray,
 ) -> Model:
-    """The model with low-rank adapters (LoRA) on its linear layers.
+    """Adds low-rank adapters (LoRA) to linear layers of a model.
 
         model = lora(model, "*_proj", rank=8, key=jax.random.key(0))
         trainer = Trainer(model, optax.adam(1e-3))
@@ -133,7 +133,7 @@ def lora(
 
 @checks_arguments
 def merge_lora(model: Model) -> Model:
-    """The model with its adapters in the weights: ordinary layers, as many as before.
+    """Adds the adapters of a model to its weights, which makes its layers ordinary.
 
     Sums are computed in the adapters' dtype, float32 or wider, and rounded to the
     weights' own.

@@ -1,4 +1,4 @@
-"""What a model makes of some examples, to look at while it trains."""
+"""Texts and pictures that a model makes, shown while it trains."""
 
 import os
 import re
@@ -98,7 +98,7 @@ class Samples(Callback):
 
 
 def _make_picture(name: str, value: Any) -> Any:
-    """A figure of as many pixels as an array has."""
+    """Makes a figure with the pixels of an array."""
     figure = import_extra("matplotlib.figure", "a picture of `Samples`", "plots")
     pixels = np.asarray(value)  # waits for the device
     is_picture = pixels.ndim == 2 or pixels.ndim == 3 and pixels.shape[2] in (3, 4)

@@ -99,7 +99,7 @@ def token_cross_entropy(
 def _compute_losses(
     head: Head, hidden: Array, targets: Array, label_smoothing: float, z_loss: float
 ) -> Array:
-    """The loss of each token, in float32."""
+    """Computes the loss of each token, in float32."""
     if callable(head):
         logits = jax.vmap(jax.vmap(head))(hidden)
     else:
@@ -114,7 +114,7 @@ def _compute_losses(
 
 
 def _count_chunks(tokens: int, least: int) -> int:
-    """How many chunks: as many as divide `tokens`, if that is not many more."""
+    """Returns a number of chunks that divides `tokens`, if at most twice the least."""
     least = min(least, tokens)
     near = range(least, min(tokens, 2 * least) + 1)
     return next((number for number in near if tokens % number == 0), least)

@@ -1,4 +1,4 @@
-"""What a step costs, read from the compiled program before it runs."""
+"""The costs of a step, read from the compiled program before it runs."""
 
 from ...step import make_loop_scope as repeated
 from . import hlo

@@ -20,13 +20,13 @@ class Hardware(NamedTuple):
     """The same on float32 arrays in JAX's default precision: TF32 on GPUs, bfloat16
     on TPUs."""
     memory: int
-    """Bytes. Of a GPU's JAX takes a share, see `get_usable_memory`."""
+    """Bytes of the device. JAX takes a share of a GPU's; see `get_usable_memory`."""
     memory_bandwidth: float
     """Bytes per second."""
     link_bandwidth: float
     """Bytes per second that a device can send to those of its own domain."""
     domain: int | None
-    """How many devices such links join; None for as many as there are."""
+    """The number of devices that such links join; None for all."""
     far_bandwidth: float
     """Bytes per second that a device can send beyond its domain."""
     flops_highest: float | None = None
@@ -126,14 +126,14 @@ _TPUS: Final = {
     "tpu v6 lite": "v6e",
     "tpu v6e": "v6e",
 }
-"""What JAX calls those that have other names here."""
+"""JAX's names of devices that have other names here."""
 
 _OTHER_CARDS: Final = {"ti", "super", "d", "laptop", "mobile", "max", "nvl", "grid"}
 """Words that make a card another one than that of the same number."""
 
 
 def find_hardware(hardware: str | Hardware) -> Hardware:
-    """A profile by name, or the one that was given."""
+    """Returns the profile of a name, or the given profile."""
     if isinstance(hardware, Hardware):
         return hardware
     if str(hardware).lower() not in HARDWARE:
@@ -145,7 +145,7 @@ def find_hardware(hardware: str | Hardware) -> Hardware:
 
 
 def hardware_of(device: Any) -> Hardware | None:
-    """The profile of a device that is here, if it is a known one.
+    """Returns the profile of a local device, or None if its kind is unknown.
 
     With the memory that the device itself says it has, where it does.
     """
@@ -159,7 +159,7 @@ def hardware_of(device: Any) -> Hardware | None:
 
 @functools.cache
 def find_profile(kind: str) -> Hardware | None:
-    """The profile of a `device.device_kind`, by its words.
+    """Finds the profile of a `device.device_kind`, by its words.
 
     That of all known names whose words are among them, the longest; None for cards that
     only look alike, such as those of laptops, and for slices of a GPU.
@@ -183,12 +183,12 @@ def find_profile(kind: str) -> Hardware | None:
 
 
 def get_usable_memory(profile: Hardware) -> int:
-    """Bytes that JAX gives programs: of a GPU, the share that it sets up for them."""
+    """Returns the bytes that JAX gives programs: a share of a GPU's memory."""
     return int(profile.memory * get_gpu_share()) if profile.is_gpu else profile.memory
 
 
 def get_gpu_share() -> float:
-    """What share of a GPU JAX takes: by its variable, of which one name is older."""
+    """Returns JAX's share of a GPU, by its variable, which has an older name too."""
     names = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
     return float(next(filter(None, map(os.environ.get, names)), 0.75))
 

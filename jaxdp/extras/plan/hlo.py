@@ -1,4 +1,4 @@
-"""What a compiled program communicates and overwrites, read from its text.
+"""The collectives of a compiled program and its overwritten inputs, from its text.
 
     program = read(compiled.as_text())
     for collective in program.collectives:
@@ -36,17 +36,17 @@ KINDS: Final = (
 _NOT_PLAIN: Final = re.compile(
     "|".join(KINDS) + r"| (while|conditional|call|fusion)\(|-start\("
 )
-"""What a computation has in its text that moves data, or calls one that may."""
+"""Matches the text of a computation that moves data, or may call one that does."""
 
 _PRODUCT_CALL: Final = re.compile(r'custom_call_target="[^"]*(gemm|matmul|conv)')
 """A product that a library computes (`__cublas$gemm`, `__cudnn$convForward`)."""
 _PRODUCT: Final = re.compile(r"\b(dot|convolution|fusion|while|call|custom-call)\(")
-"""What a computation has in its text that multiplies matrices, or may call one that
+"""Matches the text of a computation that multiplies matrices, or may call one that
 does."""
 
 
 _TRIP_COUNT: Final = re.compile(r'known_trip_count\\?":\s*\{\\?"n\\?":\\?"(\d+)')
-"""What a compiler may say of how often a loop turns."""
+"""Matches the number of iterations of a loop, if the compiler writes it."""
 
 _AS_IT_WAS: Final = {
     "bitcast",
@@ -72,24 +72,25 @@ _ARITHMETIC: Final[dict[str, Callable[..., Any]]] = {
     "EQ": operator.eq,
     "NE": operator.ne,
 }
-"""What is computed of numbers, comparisons by their direction."""
+"""The operations on numbers; comparisons are named by their direction."""
 
 _MOST_TURNS: Final = 2**16
 """A loop that counts further is one of unknown length."""
 
 Given = Callable[..., int | None]
-"""What a computation is called with, as far as that is known before the program runs:
-a number, by the parameter and, where that is a tuple, the element."""
+"""Returns an argument of a computation, if it is a number that is known beforehand.
+
+It is called with the number of the parameter and, for a tuple, of the element."""
 
 
 class Operand(NamedTuple):
     """One of the arrays that a collective takes."""
 
     name: str
-    """Of the instruction that makes it."""
+    """The name of the instruction that makes it."""
     array: HloArray
     paths: tuple[str, ...]
-    """Where in the user's program it is computed, as JAX writes it:
+    """The place in the user's program that computes it, as JAX writes it:
     `"jit(step)/transpose(jvp(eqx.nn.Linear))/dot_general"`. Several places, if the
     compiler has joined what comes from there."""
 
@@ -109,10 +110,9 @@ class Collective(NamedTuple):
     """Which partitions exchange data with one another. For a permutation, the sets of
     partitions that are connected by it."""
     times: int | None
-    """How often a run of the program executes it; None inside a loop whose length the
-    program does not tell."""
+    """The number of executions in a run; None in a loop of unknown length."""
     optional: bool
-    """Whether it stands in a branch, and so may not be executed at all."""
+    """Whether it is in a branch, and so may not be executed."""
     overlapped: bool
     """Whether it is split into a start and an end, so that computation may run in
     between."""
@@ -120,7 +120,7 @@ class Collective(NamedTuple):
     """Whether matrix products or convolutions do run in between, by the order in which
     the compiler has put the instructions."""
     path: str
-    """Where in the user's program it comes from; may be empty."""
+    """The place in the user's program that it comes from; may be empty."""
 
     @property
     def dtype(self) -> str:
@@ -129,18 +129,18 @@ class Collective(NamedTuple):
 
     @property
     def group_size(self) -> int:
-        """How many devices take part in one exchange."""
+        """The number of devices in one exchange."""
         return max(map(len, self.groups), default=1)
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that one device sends in one execution; see `count_ring_bytes`."""
+        """The bytes that one device sends in one execution; see `count_ring_bytes`."""
         return count_ring_bytes(
             self.kind, self.group_size, self.operand_bytes, self.result_bytes
         )
 
     def axes(self, mesh_shape: Mapping[str, int]) -> tuple[str, ...] | None:
-        """The axes of the mesh along which the groups lie.
+        """Returns the axes of the mesh along which the groups lie.
 
         Args:
             mesh_shape: sizes of the axes by name, in the mesh's order.
@@ -165,7 +165,7 @@ class Collective(NamedTuple):
 
 
 class HloProgram(NamedTuple):
-    """What `read` found."""
+    """The result of `read`."""
 
     collectives: tuple[Collective, ...]
     aliased: dict[int, str]
@@ -187,7 +187,7 @@ def read(text: str) -> HloProgram:
 def count_ring_bytes(
     kind: str, group_size: int, operand_bytes: int, result_bytes: int
 ) -> float:
-    """Bytes that each device sends when `group_size` devices form a ring.
+    """Returns the bytes that each device sends if `group_size` devices form a ring.
 
     That is the least possible for the first four kinds, and so what other algorithms
     are measured against. An all-reduce is a reduce-scatter and an all-gather.
@@ -213,7 +213,7 @@ def count_ring_bytes(
 def _list_collectives(
     module: HloModule, computation: str, given: Given
 ) -> Iterator[Collective]:
-    """The collectives of a computation and of what it calls, in their order."""
+    """Yields the collectives of a computation and of those that it calls, in order."""
     for instruction in module[computation].values():
         if _get_kind(instruction) in KINDS:
             if not _is_later_link(module[computation], instruction):
@@ -259,14 +259,15 @@ def _list_in_call(module: HloModule, called: str, given: Given) -> Iterator[Coll
 
 
 def _know_nothing(place: int, element: int | None) -> None:
-    """What is known of the arguments of a program."""
+    """Returns None: the arguments of a program are not known."""
 
 
 def count_iterations(
     module: HloModule, computation: str, loop: Instruction, given: Given = _know_nothing
 ) -> int | None:
-    """How often a loop turns: as the compiler says, or the name of its scope, or as its
-    counter tells; None if nothing does."""
+    """Returns the number of iterations of a loop, or None if it is unknown.
+
+    The compiler writes it, or the name of the loop's scope, or its counter tells it."""
     if match := _TRIP_COUNT.search(loop.attributes):
         return int(match[1])
     if (named := read_num_runs(loop.path)) is not None:
@@ -284,7 +285,7 @@ def count_iterations(
 def _run_loop(
     module: HloModule, loop: Instruction, start: Given
 ) -> tuple[int | None, Given]:
-    """How often a loop turns by its counter, and the numbers that it ends with."""
+    """Runs a loop's counter; returns the iterations, and the numbers at its end."""
     kept = _find_invariants(module, loop, start)
     numbers: dict[Any, int | None] = {}
 
@@ -309,7 +310,7 @@ def _run_loop(
 
 
 def _find_invariants(module: HloModule, loop: Instruction, start: Given) -> Given:
-    """The numbers that each turn of a loop begins with."""
+    """Returns the numbers of the carry that no iteration changes."""
 
     @functools.cache
     def kept(*place: Any) -> int | None:
@@ -327,7 +328,7 @@ def _find_invariants(module: HloModule, loop: Instruction, start: Given) -> Give
 def _find_inputs(
     module: HloModule, computation: str, caller: Instruction, given: Given
 ) -> Given:
-    """What an instruction calls a computation with; a branch, with nothing known."""
+    """Returns the arguments of a call; those of a branch are not known."""
 
     def inputs(place: int, element: int | None) -> int | None:
         if caller.opcode == "conditional":
@@ -340,7 +341,7 @@ def _find_inputs(
 def _evaluate_root(
     module: HloModule, computation: str, given: Given, element: int | None = None
 ) -> int | None:
-    """What a computation gives."""
+    """Evaluates the result of a computation."""
     name = module.root(computation).name
     return _evaluate(module, computation, name, given, element)
 
@@ -352,7 +353,7 @@ def _evaluate(
     given: Given,
     element: int | None = None,
 ) -> int | None:
-    """A number, or that element of a tuple; None if it is not known."""
+    """Evaluates a number, or an element of a tuple; None if it is not known."""
     maker = module[computation][name]
     opcode, operands = maker.opcode, maker.operands
     of = functools.partial(_evaluate, module, computation, given=given)
@@ -416,7 +417,7 @@ def _make_collective(
 
 
 def _is_hidden(module: HloModule, computation: str, start: Instruction) -> bool:
-    """Whether matrix products stand between a collective's start and its end."""
+    """Returns True if matrix products are between a collective's start and its end."""
     if not start.opcode.endswith("-start"):
         # Of a TPU, which fuses the links of a chain with the products they run beside.
         return "chain_id=" in start.attributes
@@ -433,7 +434,7 @@ def _is_hidden(module: HloModule, computation: str, start: Instruction) -> bool:
 
 
 def _multiplies(module: HloModule, each: Instruction) -> bool:
-    """Whether an instruction, or what it calls, is a matrix product or convolution."""
+    """Returns True for a matrix product or convolution, and for a call of one."""
     if each.opcode in ("dot", "convolution"):
         return True
     if each.opcode == "custom-call":
@@ -459,7 +460,7 @@ def _list_operands(
 def _make_all_reduce_scatter(
     module: HloModule, computation: str, fusion: Instruction
 ) -> Collective | None:
-    """TPU's reduce-scatter: a fusion of an all-reduce and the slices of it."""
+    """Makes TPU's reduce-scatter, which is a fusion of an all-reduce and its slices."""
     if fusion.opcode != "fusion" or "%all-reduce-scatter" not in fusion.attributes:
         return None
     (called,) = fusion.called
@@ -482,7 +483,7 @@ def _make_all_reduce_scatter(
 
 
 def _is_later_link(known: Mapping[str, Instruction], each: Instruction) -> bool:
-    """Whether this is a collective of TPU that an earlier fusion has started."""
+    """Returns True for a collective of TPU that an earlier fusion has started."""
     return "chain_id=" in each.attributes and not any(
         "AsyncCollectiveStart" in other.attributes and each.name in other.operands
         for other in known.values()
@@ -490,12 +491,12 @@ def _is_later_link(known: Mapping[str, Instruction], each: Instruction) -> bool:
 
 
 def _get_kind(each: Instruction) -> str:
-    """One of `KINDS`, if it moves data between devices."""
+    """Returns one of `KINDS` if the instruction moves data between devices."""
     return each.opcode.removesuffix("-start")
 
 
 def _find_paths(known: Mapping[str, Instruction], name: str) -> tuple[str, ...]:
-    """Where an array is computed: the nearest instructions of which the text tells."""
+    """Finds the places of an array: of the nearest instructions that have one."""
     paths, waiting, seen = [], [name], set()
     while waiting:
         instruction = known.get(waiting.pop(0))

@@ -38,7 +38,7 @@ class HloArray(NamedTuple):
     """An array in the program, as one device holds it."""
 
     dtype: str
-    """As NumPy says it: `"float32"`."""
+    """NumPy's name: `"float32"`."""
     shape: tuple[int, ...]
     bytes: int
 
@@ -51,13 +51,13 @@ class Instruction(NamedTuple):
     opcode: str
     operands: tuple[str, ...]
     literal: str
-    """What stands between the parentheses."""
+    """The text between the parentheses."""
     attributes: str
     is_root: bool
 
     @property
     def path(self) -> str:
-        """Where in the user's program it comes from; may be empty."""
+        """The place in the user's program that it comes from; may be empty."""
         match = re.search(r'op_name="([^"]*)"', self.attributes)
         return match[1] if match else ""
 
@@ -73,12 +73,12 @@ class Instruction(NamedTuple):
 
     @property
     def condition(self) -> str:
-        """The computation that says whether a loop goes on."""
+        """The computation that tests whether a loop continues."""
         return self._attribute("condition")
 
     @property
     def direction(self) -> str:
-        """How a `compare` compares: `"LT"`; empty of others."""
+        """The direction of a `compare`: `"LT"`; empty for other instructions."""
         match = re.search(r"\bdirection=(\w+)", self.attributes)
         return match[1] if match and self.opcode == "compare" else ""
 
@@ -140,7 +140,7 @@ class HloModule:
             raise ValueError("this program has no ENTRY computation.")
 
     def __getitem__(self, computation: str) -> dict[str, Instruction]:
-        """The instructions of a computation by name, in order."""
+        """Returns the instructions of a computation by name, in order."""
         if computation not in self._parsed:
             lines = self.texts[computation].split("\n")
             made = [
@@ -152,7 +152,7 @@ class HloModule:
         return self._parsed[computation]
 
     def root(self, computation: str) -> Instruction:
-        """The instruction whose result is the computation's."""
+        """Returns the instruction whose result is the computation's."""
         return next(one for one in self[computation].values() if one.is_root)
 
 
@@ -163,7 +163,7 @@ def _parse_instruction(match: re.Match[str]) -> Instruction:
 
 
 def parse_arrays(shape: str) -> tuple[HloArray, ...]:
-    """The arrays of a shape as printed; of a tuple, all that are in it."""
+    """Parses the arrays of a printed shape, which may be a tuple."""
     arrays = []
     # Layouts have brackets of their own: f32[8,128]{1,0:T(8,128)S(1)}.
     for dtype, dims in re.findall(r"\b([a-z]+[a-z0-9]*)\[([^\]]*)\]", shape):
@@ -189,7 +189,7 @@ def _make_array(dtype: str, shape: tuple[int, ...]) -> HloArray:
 
 
 def find_groups(attributes: str, num_devices: int) -> Groups:
-    """The groups of a collective, from its attributes; by default all in one."""
+    """Finds the groups of a collective in its attributes; by default one of all."""
     _, named, pairs = attributes.partition("source_target_pairs=")
     if named:
         return _connect_pairs(parse_groups(pairs, 1))
@@ -198,7 +198,7 @@ def find_groups(attributes: str, num_devices: int) -> Groups:
 
 
 def parse_groups(text: str, num_devices: int) -> Groups:
-    """Groups from what stands behind `replica_groups=`, in any of the spellings.
+    """Parses the groups that follow `replica_groups=`, in any of the spellings.
 
         {{0,1},{2,3}}    {}    [2,4]<=[8]    [4,2]<=[2,4]T(1,0)
         mesh['a'=4,'b'=2] {'a'}    mesh['a'=8], device_ids=([2,4]T(1,0)) {'a':(2)4}
@@ -253,7 +253,7 @@ def _parse_iota(text: str) -> np.ndarray:
 
 
 def _connect_pairs(pairs: Sequence[Sequence[int]]) -> Groups:
-    """The sets of partitions that a permutation connects."""
+    """Returns the sets of partitions that a permutation connects."""
     set_of: dict[int, set[int]] = {}
     for source, target in pairs:
         joined = set_of.get(source, {source}) | set_of.get(target, {target})

@@ -22,13 +22,13 @@ class PlanLeaf(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     spec: str
-    """How it is split: `"('data', None)"`; `"replicated"` on every device."""
+    """Its layout: `"('data', None)"`, or `"replicated"` on every device."""
     parts: int
-    """How many different pieces there are."""
+    """The number of different shards."""
     shard: tuple[int, ...]
     """The shape that one device holds."""
     bytes: int
-    """Of the whole array."""
+    """The bytes of the full array."""
     bytes_per_device: int
     overwritten: bool
     """Whether the step writes a result over it."""
@@ -47,7 +47,7 @@ class Memory(NamedTuple):
     """The key, the step's number and the sums of metrics."""
     batch: int
     gradients: int
-    """All together: as large as the trained parameters that the step works with; for
+    """The bytes of all: as many as the trained parameters that the step works with; for
     parameters that are gathered block by block, as large as their shards. The compiler
     decides how many gradients exist at a time, in `temporary` or in results. The peak
     includes them already."""
@@ -55,10 +55,10 @@ class Memory(NamedTuple):
     """Memory that is neither an argument nor a result, at its largest: activations,
     buffers of collectives, and gradients."""
     arguments: int
-    """All arguments, according to the compiler."""
+    """The bytes of all arguments, according to the compiler."""
     results: int
     overwritten: int
-    """How many bytes of the results overwrite arguments."""
+    """The bytes of results that overwrite arguments."""
     program: int
     in_flight: int
     """Batches on accelerators that wait for their step: as many as fit into 5 % of the
@@ -80,12 +80,12 @@ class Traffic(NamedTuple):
     """The part of the step, from the names of the program's operations: `"gradients"`
     that are summed, `"parameters"` that are gathered, `"backward: eqx.nn.Linear"`."""
     count: int = 0
-    """How many instructions; each runs `times` times."""
+    """The number of instructions; each runs `times` times."""
     times: int | None = 1
     """None if it is in a loop of unknown length; then it is counted once."""
     operand_bytes: int = 0
     wire_bytes: float = 0.0
-    """What a device sends by the best ring algorithm."""
+    """The bytes that a device sends by the best ring algorithm."""
     overlapped: bool = False
     """Whether computation may run between its start and its end."""
     hidden: bool = False
@@ -124,9 +124,9 @@ class Estimate(NamedTuple):
     """Time to read arguments, write results, and do both with temporary memory."""
     communication: float
     best: float
-    """If all communication runs beside computation."""
+    """The seconds if all communication runs beside computation."""
     worst: float
-    """If all communication runs after computation."""
+    """The seconds if all communication runs after computation."""
     efficiency: float
     """The share of `worst` that is not communication; 1.0 on one device."""
     fits: bool
@@ -137,7 +137,7 @@ class Remedy(NamedTuple):
     """A change that needs less memory; it was compiled."""
 
     change: str
-    """What to write: `"`strategy=FSDP()`"`."""
+    """The code to write: `"`strategy=FSDP()`"`."""
     peak: int
     fits: bool
 
@@ -147,7 +147,7 @@ class ScalingRow(NamedTuple):
 
     devices: int
     rows: int
-    """Of the global batch."""
+    """The rows of the global batch."""
     peak: int
     wire_bytes: float
     step: float | None = None

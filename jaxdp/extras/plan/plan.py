@@ -1,4 +1,4 @@
-"""What a run will cost, read from its compiled train step before any of it runs."""
+"""The costs of a run, read from its compiled train step before it runs."""
 
 import dataclasses
 import html
@@ -28,7 +28,7 @@ from .parts import (
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Plan:
-    """What a train step takes: memory, communication, operations, per device.
+    """The costs of a train step: memory, communication and operations, per device.
 
     `str(plan)` is the report for people, `to_dict()` the same for programs;
     `trainer.report(path, plan)` puts it on the page of a run.
@@ -96,7 +96,7 @@ class Plan:
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that a device sends per step."""
+        """The bytes that a device sends per step."""
         return sum(traffic.wire_bytes for traffic in self.traffic)
 
     def scaling(
@@ -177,7 +177,7 @@ class Plan:
         return self.planner
 
     def to_dict(self) -> dict[str, Any]:
-        """The whole plan as JSON values."""
+        """Returns the plan as JSON values."""
         names = [field.name for field in dataclasses.fields(self)]
         values = {name: _to_json(getattr(self, name)) for name in names[:-1]}
         for plain, bound in zip(values["bounds"], self.bounds, strict=True):
@@ -212,7 +212,7 @@ class Scaling(NamedTuple):
         return "\n".join(format_columns(rows, right=range(len(rows[0]))))
 
     def to_dict(self) -> list[dict[str, Any]]:
-        """A dict for each number of devices."""
+        """Returns a dict for each number of devices."""
         return [row._asdict() for row in self.rows]
 
     def plot(self, path: str | os.PathLike[str]) -> None:
@@ -251,7 +251,7 @@ _PANELS: Final = (
 
 
 def find_largest(peak: Callable[[int], float], limit: int, start: int = 1) -> int:
-    """The largest number whose peak is within the limit, if peaks grow with it.
+    """Finds the largest number whose peak is within the limit, if peaks grow with it.
 
     A peak is nearly a constant and a part in proportion, so the line through two of
     them leads close, and a few more compilations decide.
@@ -275,7 +275,7 @@ def find_largest(peak: Callable[[int], float], limit: int, start: int = 1) -> in
 
 
 def _to_json(value: Any) -> Any:
-    """A part of a plan as JSON takes it."""
+    """Returns a part of a plan as JSON values."""
     if hasattr(value, "_asdict"):
         return _to_json(value._asdict())
     if isinstance(value, dict):
@@ -287,11 +287,11 @@ _LABELS: Final = GROUPS | {"other": "step, key, sums"}
 _NOTES: Final = {"exact": "Exact", "indicative": "Indicative", "unknown": "Not known"}
 
 _MAX_LEAVES: Final = 10
-"""How many leaves a section lists."""
+"""The number of leaves that a section lists."""
 
 
 def format_headline(plan: Any) -> str:
-    """What is planned, in one line."""
+    """Returns the subject of a plan in one line."""
     hosts = f" on {plan.num_hosts} hosts" if plan.num_hosts > 1 else ""
     batches = f" in {plan.micro_batches} batches" if plan.micro_batches > 1 else ""
     steps = f", {plan.steps} steps at a time" if plan.steps > 1 else ""
@@ -299,7 +299,7 @@ def format_headline(plan: Any) -> str:
 
 
 def format_sections(plan: Any) -> Iterator[tuple[str, list[str]]]:
-    """All that a plan has to say, the most important first: titles, and lines."""
+    """Yields the sections of a plan, the most important first: titles, and lines."""
     # What it holds, sends and copies.
     yield "Memory per device", [*_format_memory(plan.memory), *_format_limit(plan)]
     if plan.remedies:
@@ -336,7 +336,7 @@ def format_sections(plan: Any) -> Iterator[tuple[str, list[str]]]:
 
 
 def _format_memory(memory: Memory) -> list[str]:
-    """What the peak is made of; alignment goes to the smallest of what is held."""
+    """Lists the parts of the peak; alignment counts for the smallest group."""
     held = {label: getattr(memory, name) for name, label in _LABELS.items()}
     held[_LABELS["other"]] += memory.arguments - sum(held.values())
     held["new results"] = memory.results - memory.overwritten

@@ -78,7 +78,7 @@ class Planner:
         self.hardware = None if hardware is None else find_hardware(hardware)
 
     def set_hosts(self, num_devices: int | None, hosts: int) -> None:
-        """From now on there are as many devices on each host as `hosts` leave of these.
+        """Spreads the devices evenly over hosts, in all plans that follow.
 
         Args:
             num_devices: those of the strategy by default.
@@ -93,11 +93,11 @@ class Planner:
         self.devices_per_host = count // hosts
 
     def num_shards(self, num_devices: int) -> int:
-        """Into how many parts so many devices split the rows."""
+        """Returns the number of parts that these devices split the rows into."""
         return count_shards(self._strategy_on(self._devices(num_devices)))
 
     def limit(self, memory: int | float | None) -> int:
-        """Bytes that a program may take."""
+        """Returns the bytes that a program may take."""
         if memory is None:
             devices = self._devices(None)
             profile = self.hardware or devices.hardware
@@ -114,7 +114,7 @@ class Planner:
         return int(memory)
 
     def plan(self, num_devices: int | None = None, rows: int | None = None) -> Plan:
-        """Compiles and reads.
+        """Compiles the step and reads its costs.
 
         Args:
             num_devices: how many; those of the strategy or the topology by default.
@@ -164,7 +164,7 @@ class Planner:
 
 
 def plan_running(engine: Any) -> Plan | None:
-    """The plan of the step that an engine has compiled and runs.
+    """Returns the plan of the step that an engine has compiled and runs.
 
     Nothing is compiled or traced for it, so it can't be asked about other devices.
 
@@ -190,7 +190,7 @@ def _make_plan(
     profile: Hardware | None,
     planner: Planner | None = None,
 ) -> Plan:
-    """What the train step says that an engine has compiled.
+    """Makes the plan of the train step that an engine has compiled.
 
     Args:
         engine: with the step.
@@ -235,7 +235,7 @@ def _make_plan(
 def _name_products(
     products: dict[str, float], devices: TargetDevices
 ) -> dict[str, float]:
-    """The operations by what these devices compute them in."""
+    """Returns the operations by the precision that these devices compute them in."""
     by_default = (
         f"{get_product_precision(devices.devices[0])} (JAX's default for float32)"
     )
@@ -246,7 +246,7 @@ def _name_products(
 
 
 def _find_memory(devices: TargetDevices, profile: Hardware | None) -> int:
-    """Bytes that JAX has of each device; 0 if that is not known."""
+    """Returns the bytes that JAX has of each device; 0 if that is not known."""
     if devices.are_here:
         if memory := get_memory_limit(devices.devices[0]):
             return memory
@@ -254,7 +254,7 @@ def _find_memory(devices: TargetDevices, profile: Hardware | None) -> int:
 
 
 def _number_hosts(devices: Sequence[Any], each: int | None = None) -> list[int]:
-    """The host of each device: as it says itself, or so many to each, in order."""
+    """Returns the host of each device: its process, or by the number per host."""
     if each is not None:
         return [place // each for place in range(len(devices))]
     indices = [device.process_index for device in devices]
@@ -262,7 +262,7 @@ def _number_hosts(devices: Sequence[Any], each: int | None = None) -> list[int]:
 
 
 def _make_zeros(batch: Batch, rows: int | None = None) -> Batch:
-    """A batch like `batch` that takes no memory, perhaps with so many rows."""
+    """Makes a batch like `batch` that takes no memory, maybe with other `rows`."""
 
     def zeros(leaf: Any) -> Any:
         return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
@@ -284,7 +284,7 @@ def _make_zeros(batch: Batch, rows: int | None = None) -> Batch:
 
 
 def make_local_devices(devices: Sequence[Any]) -> TargetDevices:
-    """Devices that programs run on."""
+    """Describes devices that programs run on."""
     first = devices[0]
     platform = "gpu" if first.platform in ("cuda", "rocm") else first.platform
     name = f"{len(devices)} x {first.device_kind}"
@@ -295,7 +295,7 @@ def make_local_devices(devices: Sequence[Any]) -> TargetDevices:
 
 @functools.lru_cache(maxsize=8)
 def make_fake_devices(count: int) -> TargetDevices:
-    """So many CPU devices, whatever this process was started with."""
+    """Makes CPU devices, independent of those that this process was started with."""
     if not 1 <= count <= MAX_FAKE_DEVICES:
         raise ValueError(
             f"`devices`={count} must be 1 to {MAX_FAKE_DEVICES}, as many as XLA's CPU"
@@ -310,7 +310,7 @@ def make_fake_devices(count: int) -> TargetDevices:
 
 @functools.lru_cache(maxsize=8)
 def make_topology_devices(name: str, count: int | None = None) -> TargetDevices:
-    """The devices of a GPU cluster or TPU slice, without any of them.
+    """Makes stand-ins for the devices of a GPU cluster or TPU slice.
 
     Args:
         name: `"h100x1024"`: so many GPUs, in nodes of 8. `"v5p-2048"`, `"v5e-256"`: a
@@ -352,7 +352,7 @@ def make_topology_devices(name: str, count: int | None = None) -> TargetDevices:
 
 
 def find_slice_shape(kind: str, chips: int, name: str) -> tuple[int, ...]:
-    """The shape of a TPU slice of so many chips: as near to a cube or square as can be.
+    """Returns the shape of a TPU slice: as near to a cube or square as possible.
 
     Those are the shapes that Google offers: 2x2x1, 2x2x2, 2x2x4, 2x4x4, 4x4x4, ...
     """
@@ -474,7 +474,7 @@ def make_tpu_devices(name: str, kind: str, shape: Sequence[int]) -> tuple[Any, .
 
 @contextlib.contextmanager
 def _set_variables(**variables: str) -> Iterator[None]:
-    """Sets variables that the user has not set, for as long."""
+    """Sets variables that the user has not set, within the context."""
     ours = {key: text for key, text in variables.items() if key not in os.environ}
     os.environ.update(ours)
     try:
@@ -485,7 +485,7 @@ def _set_variables(**variables: str) -> Iterator[None]:
 
 
 def _make_compiler_error(name: str, what: str, error: Exception) -> ImportError:
-    """The error of a compiler that is missing, or does not start."""
+    """Returns the error of a compiler that is missing, or does not start."""
     return ImportError(
         f"`topology`={name!r} needs JAX's compiler for {what}, and no such device; it"
         f" does not start: {_get_first_line(error)} Run pip install --upgrade"
@@ -494,6 +494,6 @@ def _make_compiler_error(name: str, what: str, error: Exception) -> ImportError:
 
 
 def _get_first_line(error: Exception) -> str:
-    """What an error says first, in one line."""
+    """Returns the first line of an error."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0][:300].rstrip(".") + "."

@@ -1,4 +1,4 @@
-"""A compiled train step, put into words: memory, collectives, lower bounds, time."""
+"""The costs of a compiled train step: memory, collectives, lower bounds, time."""
 
 import functools
 import math
@@ -21,13 +21,13 @@ from .hardware import Hardware, get_usable_memory
 from .parts import GROUPS, Bound, Estimate, Memory, PlanLeaf, Traffic
 
 _MOST: Final = 3
-"""How many places a collective names that moves arrays from several."""
+"""The number of places that a collective of several arrays names."""
 
 _UNNAMED: Final = re.compile(
     r"vmap|jvp|transpose|shard_map|while|body|cond|closed_call|branch_\d+_fun"
     r"|checkpoint|remat\w*|custom_\w+|eval_jaxpr|own_loop|runs_\d+_times|"
 )
-"""What transformations, control flow and our own loops put into a path."""
+"""The parts of a path that transformations, control flow and our loops add."""
 
 
 class StepAnalysis:
@@ -80,7 +80,7 @@ class StepAnalysis:
         self.in_flight = 0 if memory is None else self._in_flight(memory)
 
     def memory(self) -> Memory:
-        """What a device holds while it takes a step."""
+        """Returns the memory of a device during a step."""
         held, host = dict.fromkeys(GROUPS.values(), 0), 0
         for leaf in self.leaves:
             if leaf.on_host:
@@ -111,8 +111,9 @@ class StepAnalysis:
         )
 
     def _in_flight(self, memory: int) -> int:
-        """Bytes of batches that wait on a device for their steps: those of the steps
-        that are launched, but for the one that runs, and the next one."""
+        """Returns the bytes of batches that wait on a device for their steps.
+
+        They belong to the dispatched steps after the running one, and the next one."""
         nbytes = sum(
             leaf.bytes_per_device for leaf in self.batch if leaf.path != "counts"
         )
@@ -202,7 +203,7 @@ class StepAnalysis:
         )
 
     def saved_per_example(self) -> tuple[float, float] | None:
-        """Bytes sent per device and step, and those of a loss of one example.
+        """Returns the bytes sent per step, and those with a loss for one example.
 
         None if that would save less than a tenth, or is not known.
         """
@@ -218,7 +219,7 @@ class StepAnalysis:
         return (sent, least) if least < 0.9 * sent else None
 
     def _gathered_in_calls(self, state: Any, strategy: Any) -> frozenset[str]:
-        """The parameters that modules gather when they are called, and not the step.
+        """Finds the parameters that modules gather when they are called.
 
         Of a strategy that has such modules a step may gather all at once nevertheless,
         where it works on rows one by one say. Then nothing is gathered in a pass of the
@@ -240,20 +241,20 @@ class StepAnalysis:
         )
 
     def _gradient_bytes(self, leaf: PlanLeaf) -> float:
-        """Bytes of a leaf's gradient: it is summed straight into shares, or whole."""
+        """Returns the bytes of a leaf's gradient, which is full or one shard."""
         if leaf.path in self.gathered:
             return leaf.bytes_per_device
         return self._gathered_bytes(leaf)
 
     def _gathered_bytes(self, leaf: PlanLeaf) -> float:
-        """Bytes of a leaf, less what axes split it into that don't split the batch."""
+        """Returns the bytes of a leaf after gathering over the axes of the batch."""
         others = [name for name in self.mesh if name not in self.batch_axes]
         parts = [self.mesh[name] for name in others if f"'{name}'" in leaf.spec]
         return leaf.bytes / math.prod(parts)
 
 
 def estimate_time(profile: Hardware, reading: StepAnalysis) -> Estimate:
-    """A roofline.
+    """Estimates the time of a step by a roofline.
 
     Args:
         profile: what one device can do.
@@ -290,7 +291,7 @@ def estimate_time(profile: Hardware, reading: StepAnalysis) -> Estimate:
 
 
 def describe_place(each: hlo.Collective) -> str:
-    """Where in a step a collective stands: itself, or the arrays that it moves.
+    """Describes the place of a collective in a step, or of the arrays that it moves.
 
     Told by the paths that JAX gives operations, of which this is in the backward pass,
     in two scopes; the library's steps and `jax.named_scope` name more:
@@ -317,7 +318,7 @@ def _describe_path(path: str) -> str:
 
 
 def _join_scopes(path: str) -> str:
-    """The named scopes around an operation, from the outermost in."""
+    """Joins the named scopes around an operation, from the outermost in."""
     if ":" in path:
         return ""  # Several operations that the compiler has joined.
     path = re.sub(r"\bp?jit\([^()]*\)", "", path)
@@ -337,7 +338,7 @@ _GROUPS: Final = {
 def list_plan_leaves(
     state: Any, compiled: Any, aliased: Collection[int]
 ) -> tuple[list[PlanLeaf], list[PlanLeaf]]:
-    """The leaves of the state, and those of the batch.
+    """Lists the leaves of the state, and those of the batch.
 
     Args:
         state: of shapes.
@@ -407,7 +408,7 @@ def _make_leaf(
 def list_notes(
     reading: StepAnalysis, platform: str, are_here: bool, profile: Hardware | None
 ) -> dict[str, list[str]]:
-    """What of a plan is exact, what indicative and what not known."""
+    """Lists the parts of a plan that are exact, indicative and not known."""
     batch = [leaf for leaf in reading.batch if leaf.path != "counts"]
     shapes = ", ".join(map(_format_shape, batch[:4]))
     exact = [
@@ -461,7 +462,7 @@ def list_notes(
 
 
 def _format_shape(leaf: PlanLeaf) -> str:
-    """A leaf of the batch, and what a device has of it if more than rows are split."""
+    """Formats a leaf of the batch, with its shard if more than rows are split."""
     shape = f"{leaf.path} {leaf.shape[1:]}"
     if leaf.shape[2:] != leaf.shard[2:]:
         shape += f" (each device has {leaf.shard[1:]})"

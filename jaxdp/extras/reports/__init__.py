@@ -1,4 +1,4 @@
-"""What a run did: its page, and several runs side by side."""
+"""Reports of a run: its page, and several runs side by side."""
 
 from .runs import (
     compare_runs,

@@ -1,4 +1,4 @@
-"""What is known of a run, side by side with others, and as one HTML page."""
+"""Reports of runs: tables that compare them, and HTML pages."""
 
 import csv
 import io
@@ -35,7 +35,7 @@ _RATES: Final = {
     "mfu": "MFU",
 }
 _MOST_CURVES: Final = 16
-"""In a chart of layers."""
+"""The most curves in a chart of layers."""
 
 _PARTS: Final = "hyperparameters", "versions", "hardware"
 
@@ -43,7 +43,7 @@ Points = list[tuple[float, float]]
 
 
 class Run(NamedTuple):
-    """What is known of a run, from its files or from its trainer."""
+    """The facts and values of a run, from its files or from its trainer."""
 
     name: str
     record: dict[str, Any]
@@ -53,12 +53,12 @@ class Run(NamedTuple):
     xlabel: str = "optimizer step"
 
     def last(self, name: str) -> float:
-        """The latest value of a column; NaN if it has none."""
+        """Returns the latest value of a column; NaN if it has none."""
         points = self.columns.get(name)
         return points[-1][1] if points else math.nan
 
     def best(self, name: str) -> tuple[float, float]:
-        """The best value of a column, and the first step that had it."""
+        """Returns the best value of a column, and the first step that had it."""
         points = [(v, x) for x, v in self.columns.get(name, []) if math.isfinite(v)]
         if not points:
             return math.nan, math.nan
@@ -67,7 +67,7 @@ class Run(NamedTuple):
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:
-    """The run that `CSVLogger` wrote, from its folder or its table.
+    """Reads the run that `CSVLogger` wrote, from its folder or its table.
 
     Raises:
         FileNotFoundError: if there is no table; it says which there are nearby.
@@ -97,7 +97,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
 
 
 def _read_columns(table: Path) -> dict[str, Points]:
-    """What a table has, by column."""
+    """Reads the values of a table by column."""
     names, rows = read_table(table)
     if not {"epoch", "step"} <= set(names):
         raise ValueError("it has no columns `epoch` and `step`")
@@ -110,7 +110,7 @@ def _read_columns(table: Path) -> dict[str, Points]:
 
 
 def make_run(name: str, history: Any, record: dict[str, Any]) -> Run:
-    """A run of which only the means of epochs are known."""
+    """Makes a run of which only the means of epochs are known."""
     columns = {
         key if key.startswith(VALIDATION) else EPOCH + key: [
             (float(epoch), value)
@@ -123,7 +123,7 @@ def make_run(name: str, history: Any, record: dict[str, Any]) -> Run:
 
 
 def compare_runs(runs: Sequence[Run]) -> list[list[str]]:
-    """A table, heads first: a row per result and a column per run.
+    """Returns a table, header first: a row per result and a column per run.
 
     The best of a row is marked with `*`.
     """
@@ -178,7 +178,7 @@ def compare_runs(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def _format_duration(record: Mapping[str, Any]) -> str:
-    """The time between the two that a record has."""
+    """Formats the time between the start and the end of a record."""
     begin, end = record.get("started"), record.get("ended")
     if not begin or not end:
         return "unknown"
@@ -187,7 +187,7 @@ def _format_duration(record: Mapping[str, Any]) -> str:
 
 
 def list_differences(runs: Sequence[Run]) -> list[list[str]]:
-    """What the runs were made of and do not have in common: a row per name."""
+    """Returns a table of the settings in which the runs differ: a row per name."""
     made = [
         {
             name: str(value)
@@ -205,7 +205,7 @@ def list_differences(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def shorten_names(runs: Sequence[Run]) -> list[str]:
-    """The names of runs without the folders that all are in."""
+    """Returns the names of runs without the folders that all have in common."""
     names = [os.path.abspath(run.name) for run in runs]
     if len(set(names)) < max(len(names), 2):
         return [run.name.rstrip("/") for run in runs]
@@ -214,7 +214,7 @@ def shorten_names(runs: Sequence[Run]) -> list[str]:
 
 
 def summarize_throughput(run: Run) -> dict[str, float]:
-    """What `ThroughputMonitor` measured of all of a run, by its names in `summary`.
+    """Summarizes the measurements of `ThroughputMonitor` over a run, by name.
 
     All examples over all seconds, and shares of the same seconds; of a run that was
     resumed, over its fits. Empty where nothing was measured.
@@ -341,7 +341,7 @@ def _make_subtitle(run: Run) -> str:
 
 
 def make_metric_charts(runs: Sequence[Run]) -> dict[str, list[Curve]]:
-    """A chart per metric, with the curves of all runs."""
+    """Makes a chart per metric, with the curves of all runs."""
     charts = {}
     for metric in _list_metrics(runs):
         if len(runs) == 1:
@@ -370,7 +370,7 @@ def _list_metrics(runs: Sequence[Run]) -> list[str]:
 
 
 def make_throughput_charts(run: Run) -> dict[str, list[Curve]]:
-    """What `ThroughputMonitor` measured, over the steps."""
+    """Makes charts of the measurements of `ThroughputMonitor` over the steps."""
     charts = {
         title: [Curve(title, run.columns[THROUGHPUT + name], "C0")]
         for name, title in _RATES.items()
@@ -401,7 +401,7 @@ def _format_throughput(run: Run) -> str:
 
 
 def make_other_charts(run: Run) -> dict[str, list[Curve]]:
-    """What callbacks logged, such as the learning rate; layers of one kind together."""
+    """Makes charts of other values, such as rates; one per kind of layer."""
     charts: dict[str, list[Curve]] = {}
     known = {"epoch", *_list_metrics([run])}
     for name, points in run.columns.items():
@@ -436,7 +436,7 @@ def to_svg(figure: Any) -> str:
 
 
 def _draw_charts(charts: Mapping[str, Sequence[Curve]], xlabel: str) -> str:
-    """The charts that have a point."""
+    """Draws the charts that have a point."""
     shown = {k: curves for k, curves in charts.items() if any(c.points for c in curves)}
     return to_svg(draw(shown, xlabel)) if shown else ""
 
@@ -459,7 +459,7 @@ def _write_page(
 
 
 def _format_table(rows: Sequence[Sequence[str]]) -> str:
-    """A table of texts, heads first; nothing if there is nothing else."""
+    """Formats a table of texts, header first; an empty text without other rows."""
 
     def line(cells: Sequence[str], tag: str) -> str:
         shown = "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells)

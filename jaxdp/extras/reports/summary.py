@@ -22,15 +22,15 @@ class Layer(NamedTuple):
     """A module with arrays of its own, not counting the modules inside it."""
 
     path: str
-    """As a user writes it, `layers[0]`; empty for the model itself."""
+    """The path, `layers[0]`; empty for the model itself."""
     kind: str
     """The name of its class."""
     arrays: dict[str, tuple[int, ...]]
     """Shapes by name."""
     parameters: int
-    """How many numbers these have."""
+    """The number of parameters in these arrays."""
     trained: int
-    """How many of them an optimizer changes."""
+    """The number of them that an optimizer changes."""
     bytes: int
     bytes_per_device: int
     by: str = ""
@@ -39,7 +39,7 @@ class Layer(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Summary:
-    """What `Trainer.summary` returns; printing it shows a table, as a notebook does.
+    """The result of `Trainer.summary`; `print` and notebooks show it as a table.
 
     Attributes:
         name: of the model.
@@ -59,22 +59,22 @@ class Summary:
 
     @property
     def parameters(self) -> int:
-        """How many numbers the arrays of the model have, trained or not."""
+        """The number of parameters of the model, trained or not."""
         return sum(layer.parameters for layer in self.layers)
 
     @property
     def trained(self) -> int:
-        """How many of them are trained."""
+        """The number of them that are trained."""
         return sum(layer.trained for layer in self.layers)
 
     @property
     def bytes(self) -> int:
-        """Bytes of the model, wherever they are."""
+        """The bytes of the model, on all devices."""
         return sum(layer.bytes for layer in self.layers)
 
     @property
     def bytes_per_device(self) -> int:
-        """Bytes of it that each device holds."""
+        """The bytes of it that each device holds."""
         return sum(layer.bytes_per_device for layer in self.layers)
 
     def __repr__(self) -> str:
@@ -184,7 +184,7 @@ def _list_by_path(trees: Any) -> dict[str, Any]:
 
 
 def _find_owner_depth(model: PyTree, path: Sequence[Any]) -> int:
-    """How much of a leaf's path leads to the innermost module around it.
+    """Returns the length of the part of a leaf's path that leads to its module.
 
     In trees without modules, to what holds the leaf.
     """
@@ -195,7 +195,7 @@ def _find_owner_depth(model: PyTree, path: Sequence[Any]) -> int:
 
 
 def _format_name(path: Sequence[Any], leaf: Any) -> str:
-    """What a layer calls an array, with its dtype if that is an unusual one."""
+    """Returns a layer's name of an array, with its dtype if that is unusual."""
     name, dtype = leaf_path(path) or "value", str(leaf.dtype)
     return name if dtype == "float32" else f"{name} {dtype}"
 
