@@ -88,16 +88,16 @@ def _suggest(function: str, name: str) -> str:
     for other in pair if function in pair else ():
         if name in _PARAMETERS[other]:
             return f"it belongs to `{other}`: {other}(..., {name}=...)"
-    own = INSTEAD.get(function, {})
+    specific = INSTEAD.get(function, {})
     others = INSTEAD["argument"] if function in pair else {}
-    if instead := own.get(name) or others.get(name):
+    if instead := specific.get(name) or others.get(name):
         return instead
     for other in dict.fromkeys([function, *(pair if function in pair else ())]):
         if near := find_near(name, _PARAMETERS[other]):
             of = f" of `{other}`" if other != function else ""
             return f"it may be meant for `{near}`{of}"
-    if near := find_near(name, own | others):
-        return (own | others)[near]
+    if near := find_near(name, specific | others):
+        return (specific | others)[near]
     return f"it takes {', '.join(_list_keywords(_PARAMETERS[function]))}"
 
 

@@ -29,5 +29,5 @@ def find_donated(compiled: Any, aliased: Collection[int]) -> set[int]:
     # The program drops the arguments that nothing depends on, and numbers the rest.
     every = range(len(jax.tree.leaves(compiled.args_info)))
     executable = getattr(compiled, "_executable", None)
-    kept = sorted(getattr(executable, "_kept_var_idx", every))
-    return {kept[number] for number in aliased}
+    numbers = sorted(getattr(executable, "_kept_var_idx", every))
+    return {numbers[number] for number in aliased}

@@ -109,11 +109,11 @@ def _draw_chart(axes: "Axes", curves: Sequence[Curve]) -> None:
         curve._replace(points=[p for p in curve.points if all(map(math.isfinite, p))])
         for curve in curves
     ]
-    shown = [curve for curve in finite if curve.points]
-    count = sum(len(curve.points) for curve in shown if not curve.is_rough)
+    drawable = [curve for curve in finite if curve.points]
+    count = sum(len(curve.points) for curve in drawable if not curve.is_rough)
     marker = {"marker": "o", "markersize": 4.5} if count <= _FEW else {}
 
-    for curve in shown:
+    for curve in drawable:
         x, y = zip(*curve.points, strict=True)
         # matplotlib leaves labels that begin with "_" out.
         label = f" {curve.label}" if curve.label.startswith("_") else curve.label
@@ -126,14 +126,14 @@ def _draw_chart(axes: "Axes", curves: Sequence[Curve]) -> None:
 
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    values = [y for curve in shown for _, y in curve.points]
+    values = [y for curve in drawable for _, y in curve.points]
     if values and min(values) > 0 and max(values) > 200 * min(values):
         axes.set_yscale("log")
     if values:
         legend = axes.legend(
             frameon=False,
             loc="best" if len(values) <= _MANY else "upper right",
-            fontsize="medium" if len(shown) <= 4 else "x-small",
+            fontsize="medium" if len(drawable) <= 4 else "x-small",
         )
         for text in legend.get_texts():
             text.set_parse_math(False)

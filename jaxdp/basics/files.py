@@ -121,10 +121,10 @@ def parse_json(content: bytes, *, unique_keys: bool = False) -> Any:
 
 
 def _reject_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    result = dict(pairs)
+    if len(result) < len(pairs):
         raise ValueError("a key is there twice")
-    return found
+    return result
 
 
 def check_json_size(size: int) -> None:

@@ -118,7 +118,7 @@ def _keep_user_frames(traceback: TracebackType | None) -> TracebackType | None:
             entries.append(entry)
         entry = entry.tb_next
 
-    shown: TracebackType | None = None
+    filtered: TracebackType | None = None
     for step in reversed(entries):
-        shown = TracebackType(shown, step.tb_frame, step.tb_lasti, step.tb_lineno)
-    return shown or traceback
+        filtered = TracebackType(filtered, step.tb_frame, step.tb_lasti, step.tb_lineno)
+    return filtered or traceback

@@ -31,13 +31,13 @@ from .reports import (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns what the process is to exit with."""
     ignore_flush_errors()  # the reader of the output may have read enough
-    parser, given = (
+    parser, args = (
         _make_parser(),
         list(sys.argv[1:] if arguments is None else arguments),
     )
-    end = given.index("--") if "--" in given else len(given)
-    options, others = parser.parse_known_args(given[:end])
-    options.arguments = others + given[end + 1 :]
+    end = args.index("--") if "--" in args else len(args)
+    options, others = parser.parse_known_args(args[:end])
+    options.arguments = others + args[end + 1 :]
     if options.command is None:
         parser.print_help()
         return 2

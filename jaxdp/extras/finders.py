@@ -55,8 +55,9 @@ class LRFinder:
         """
         losses = np.array(self._smoothed())  # on the host
         last = len(losses) - skip_end
-        kept = slice(skip_begin, last if last > skip_begin else skip_begin)
-        rates, losses = np.array(self.results["lr"])[kept], losses[kept]  # on the host
+        selected = slice(skip_begin, last if last > skip_begin else skip_begin)
+        rates = np.array(self.results["lr"])[selected]  # on the host
+        losses = losses[selected]
         fine = np.isfinite(losses)
         rates, losses = rates[fine], losses[fine]
         if len(losses) < 2:

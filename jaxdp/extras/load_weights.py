@@ -173,7 +173,7 @@ def _find_ignored(path: Any, tensors: Iterable[str], ignore: Iterable[str]) -> s
     Raises:
         ValueError: for a pattern that matches none.
     """
-    found: set[str] = set()
+    ignored: set[str] = set()
     for text in [ignore] if isinstance(ignore, str) else ignore:
         named = {*filter(compile_pattern(text).fullmatch, tensors)}
         if not named:
@@ -182,8 +182,8 @@ def _find_ignored(path: Any, tensors: Iterable[str], ignore: Iterable[str]) -> s
                 " part of a name without dots, `**` any part. The names are"
                 f" {format_names(tensors)}"
             )
-        found |= named
-    return found
+        ignored |= named
+    return ignored
 
 
 def _make_array(value: Any, views: Views) -> jax.Array:

@@ -64,14 +64,14 @@ class Samples(Callback):
         if not is_fitting(trainer):
             return
         # In all processes: what belongs to a model may be split between them.
-        made = self.make(trainer.inference_model())
-        if not isinstance(made, Mapping):
+        outputs = self.make(trainer.inference_model())
+        if not isinstance(outputs, Mapping):
             raise TypeError(
                 "`make` must return a dict of texts, pictures or figures by name; it"
-                f" returned {type(made).__name__}."
+                f" returned {type(outputs).__name__}."
             )
         if trainer.is_global_zero:
-            for name, value in made.items():
+            for name, value in outputs.items():
                 self._show(trainer, name, value)
 
     def _show(self, trainer: Trainer, name: str, value: Any) -> None:

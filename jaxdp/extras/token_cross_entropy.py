@@ -70,29 +70,36 @@ def token_cross_entropy(
         weights = None if weights is None else weights[None]
     batch, tokens, _ = hidden.shape
     count = _count_chunks(tokens, math.ceil(batch * tokens / chunk))
-    of_tokens = jnp.ones(targets.shape, jnp.float32)
+    token_weights = jnp.ones(targets.shape, jnp.float32)
     if weights is not None:
-        of_tokens = weights.astype(jnp.float32)
+        token_weights = weights.astype(jnp.float32)
         # A NaN behind a weight of 0 would come back in the gradient, as NaN times 0.
-        hidden = jnp.where(of_tokens[..., None] == 0, 0, hidden)
+        hidden = jnp.where(token_weights[..., None] == 0, 0, hidden)
 
-    def chunked(array: Array) -> Array:
-        missing = [(0, 0), (0, -tokens % count)] + [(0, 0)] * (array.ndim - 2)
-        array = jnp.pad(array, missing) if tokens % count else array
+    def split_into_chunks(array: Array) -> Array:
+        padding = [(0, 0), (0, -tokens % count)] + [(0, 0)] * (array.ndim - 2)
+        array = jnp.pad(array, padding) if tokens % count else array
         # Every so-many-th token, so that the axis may stay split over devices.
-        apart = array.reshape(batch, -1, count, *array.shape[2:])
-        return jnp.moveaxis(apart, 2, 0)
+        split = array.reshape(batch, -1, count, *array.shape[2:])
+        return jnp.moveaxis(split, 2, 0)
 
     @jax.checkpoint  # the logits are not kept for the backward pass
-    def summed(part: tuple[Array, Array, Array]) -> Array:
+    def sum_losses(part: tuple[Array, Array, Array]) -> Array:
         features, labels, weight = part
         values = _compute_losses(head, features, labels, label_smoothing, z_loss)
         return (jnp.where(weight == 0, 0, values) * weight).sum(axis=1)
 
-    parts = chunked(hidden), chunked(targets), chunked(of_tokens)
-    total, of_rows = jax.lax.map(summed, parts).sum(axis=0), of_tokens.sum(axis=1)
-    means = total / jnp.where(of_rows == 0, 1, of_rows)
-    result = means if weights is None else (means, of_rows)
+    parts = (
+        split_into_chunks(hidden),
+        split_into_chunks(targets),
+        split_into_chunks(token_weights),
+    )
+    total, row_weights = (
+        jax.lax.map(sum_losses, parts).sum(axis=0),
+        token_weights.sum(axis=1),
+    )
+    means = total / jnp.where(row_weights == 0, 1, row_weights)
+    result = means if weights is None else (means, row_weights)
     return jax.tree.map(lambda values: values[0], result) if is_one else result
 
 
@@ -116,8 +123,8 @@ def _compute_losses(
 def _count_chunks(tokens: int, least: int) -> int:
     """Returns a number of chunks that divides `tokens`, if at most twice the least."""
     least = min(least, tokens)
-    near = range(least, min(tokens, 2 * least) + 1)
-    return next((number for number in near if tokens % number == 0), least)
+    counts = range(least, min(tokens, 2 * least) + 1)
+    return next((number for number in counts if tokens % number == 0), least)
 
 
 def _check_arguments(

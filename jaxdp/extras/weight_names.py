@@ -146,14 +146,14 @@ def find_norms(model: PyTree, state: eqx.nn.State | None) -> dict[str, NormStati
     """Finds the statistics of each `BatchNorm` of a model, by its name."""
     if state is None:
         return {}
-    numbers, found = _number_leaves(state), {}
+    numbers, norms = _number_leaves(state), {}
     for name, norm in _find_nodes(eqx.nn.BatchNorm, model).items():
         is_ema = norm.mode == "ema"
         statistics = norm.ema_state_index if is_ema else norm.batch_state_index
         counter = norm.ema_first_time_index if is_ema else norm.batch_counter
         mean, variance = numbers.get(statistics)
-        found[name] = NormStatistics(norm, mean, variance, numbers.get(counter))
-    return found
+        norms[name] = NormStatistics(norm, mean, variance, numbers.get(counter))
+    return norms
 
 
 def _number_leaves(state: eqx.nn.State) -> eqx.nn.State:
@@ -166,8 +166,8 @@ def _find_nodes(kind: type, model: PyTree) -> dict[str, Any]:
     nodes = jax.tree_util.tree_leaves_with_path(
         model, is_leaf=lambda node: isinstance(node, kind)
     )
-    found = (pair for pair in nodes if isinstance(pair[1], kind))
-    return {to_dotted(stored_path(path)): node for path, node in found}
+    pairs = (pair for pair in nodes if isinstance(pair[1], kind))
+    return {to_dotted(stored_path(path)): node for path, node in pairs}
 
 
 def _list_names(model: PyTree, path: Sequence[Any]) -> dict[str, tuple[int, ...]]:

@@ -74,10 +74,10 @@ _ARITHMETIC: Final[dict[str, Callable[..., Any]]] = {
 }
 """The operations on numbers; comparisons are named by their direction."""
 
-_MOST_TURNS: Final = 2**16
+_MAX_ITERATIONS: Final = 2**16
 """A loop that counts further is one of unknown length."""
 
-Given = Callable[..., int | None]
+Arguments = Callable[..., int | None]
 """Returns an argument of a computation, if it is a number that is known beforehand.
 
 It is called with the number of the parameter and, for a tuple, of the element."""
@@ -211,7 +211,7 @@ def count_ring_bytes(
 
 
 def _list_collectives(
-    module: HloModule, computation: str, given: Given
+    module: HloModule, computation: str, arguments: Arguments
 ) -> Iterator[Collective]:
     """Yields the collectives of a computation and of those that it calls, in order."""
     for instruction in module[computation].values():
@@ -219,11 +219,11 @@ def _list_collectives(
             if not _is_later_link(module[computation], instruction):
                 yield _make_collective(module, computation, instruction)
         elif instruction.opcode == "while":
-            yield from _list_in_loop(module, computation, instruction, given)
+            yield from _list_in_loop(module, computation, instruction, arguments)
         elif scatter := _make_all_reduce_scatter(module, computation, instruction):
             yield scatter
         elif not instruction.opcode.endswith(("-done", "-update")):
-            inputs = _find_inputs(module, computation, instruction, given)
+            inputs = _find_inputs(module, computation, instruction, arguments)
             is_branch = instruction.opcode == "conditional"
             for called in instruction.called:
                 for collective in _list_in_call(module, called, inputs):
@@ -232,30 +232,32 @@ def _list_collectives(
 
 
 def _list_in_loop(
-    module: HloModule, computation: str, loop: Instruction, given: Given
+    module: HloModule, computation: str, loop: Instruction, arguments: Arguments
 ) -> Iterator[Collective]:
-    kept = _find_invariants(
-        module, loop, _find_inputs(module, computation, loop, given)
+    invariants = _find_invariants(
+        module, loop, _find_inputs(module, computation, loop, arguments)
     )
-    in_body = [*_list_in_call(module, loop.body, kept)]
-    in_test = [*_list_in_call(module, loop.condition, kept)]
+    in_body = [*_list_in_call(module, loop.body, invariants)]
+    in_test = [*_list_in_call(module, loop.condition, invariants)]
     if not in_body + in_test:
         return
-    turns = count_iterations(module, computation, loop, given)
+    iterations = count_iterations(module, computation, loop, arguments)
     # The condition is asked once more than the body runs.
     for collectives, more in (in_body, 0), (in_test, 1):
         for collective in collectives:
             times = collective.times
-            if turns is None or times is None:
+            if iterations is None or times is None:
                 yield collective._replace(times=None)
             else:
-                yield collective._replace(times=times * (turns + more))
+                yield collective._replace(times=times * (iterations + more))
 
 
-def _list_in_call(module: HloModule, called: str, given: Given) -> Iterator[Collective]:
+def _list_in_call(
+    module: HloModule, called: str, arguments: Arguments
+) -> Iterator[Collective]:
     # Most are fusions of plain arithmetic, which need not even be parsed.
     if _NOT_PLAIN.search(module.texts[called]):
-        yield from _list_collectives(module, called, given)
+        yield from _list_collectives(module, called, arguments)
 
 
 def _know_nothing(place: int, element: int | None) -> None:
@@ -263,7 +265,10 @@ def _know_nothing(place: int, element: int | None) -> None:
 
 
 def count_iterations(
-    module: HloModule, computation: str, loop: Instruction, given: Given = _know_nothing
+    module: HloModule,
+    computation: str,
+    loop: Instruction,
+    arguments: Arguments = _know_nothing,
 ) -> int | None:
     """Returns the number of iterations of a loop, or None if it is unknown.
 
@@ -272,48 +277,52 @@ def count_iterations(
         return int(match[1])
     if (named := read_num_runs(loop.path)) is not None:
         return named
-    return _run_loop(module, loop, _find_inputs(module, computation, loop, given))[0]
+    return _run_loop(module, loop, _find_inputs(module, computation, loop, arguments))[
+        0
+    ]
 
 
 # A counter is a number that each turn makes of the last one, until the condition does
 # not hold: so `scan` and `fori_loop` are written. Compilers hide it: they fuse the
-# comparison, take the first and last turns out, and hand constants in through the carry
+# comparison, take the first and last ones out, and hand constants in through the carry
 # of a loop outside, or through calls. So the numbers that a condition asks for, and
 # nothing else of a loop, are computed here as the program does it.
 
 
 def _run_loop(
-    module: HloModule, loop: Instruction, start: Given
-) -> tuple[int | None, Given]:
+    module: HloModule, loop: Instruction, start: Arguments
+) -> tuple[int | None, Arguments]:
     """Runs a loop's counter; returns the iterations, and the numbers at its end."""
-    kept = _find_invariants(module, loop, start)
+    invariants = _find_invariants(module, loop, start)
     numbers: dict[Any, int | None] = {}
 
     def first(*place: Any) -> int | None:
         return numbers.setdefault(place, start(*place))
 
     def now(*place: Any) -> int | None:
-        return numbers[place] if place in numbers else kept(*place)
+        return numbers[place] if place in numbers else invariants(*place)
 
-    goes_on = _evaluate_root(module, loop.condition, first)
-    for turns in range(_MOST_TURNS):
-        if not goes_on:
-            return (None if goes_on is None else turns), now
+    continues = _evaluate_root(module, loop.condition, first)
+    for iterations in range(_MAX_ITERATIONS):
+        if not continues:
+            return (None if continues is None else iterations), now
         after = {
             place: _evaluate_root(module, loop.body, now, place[1]) for place in numbers
         }
         if after == numbers:
-            break  # it turns for ever
+            break  # it never ends
         numbers.update(after)
-        goes_on = _evaluate_root(module, loop.condition, now)
-    return None, kept
+        continues = _evaluate_root(module, loop.condition, now)
+    return None, invariants
 
 
-def _find_invariants(module: HloModule, loop: Instruction, start: Given) -> Given:
+def _find_invariants(
+    module: HloModule, loop: Instruction, start: Arguments
+) -> Arguments:
     """Returns the numbers of the carry that no iteration changes."""
 
     @functools.cache
-    def kept(*place: Any) -> int | None:
+    def invariants(*place: Any) -> int | None:
         number = start(*place)
         alone = lambda *other: number if other == place else None  # noqa: E731
         return (
@@ -322,43 +331,48 @@ def _find_invariants(module: HloModule, loop: Instruction, start: Given) -> Give
             else None
         )
 
-    return kept
+    return invariants
 
 
 def _find_inputs(
-    module: HloModule, computation: str, caller: Instruction, given: Given
-) -> Given:
+    module: HloModule, computation: str, caller: Instruction, arguments: Arguments
+) -> Arguments:
     """Returns the arguments of a call; those of a branch are not known."""
 
     def inputs(place: int, element: int | None) -> int | None:
         if caller.opcode == "conditional":
             return None
-        return _evaluate(module, computation, caller.operands[place], given, element)
+        return _evaluate(
+            module, computation, caller.operands[place], arguments, element
+        )
 
     return inputs
 
 
 def _evaluate_root(
-    module: HloModule, computation: str, given: Given, element: int | None = None
+    module: HloModule,
+    computation: str,
+    arguments: Arguments,
+    element: int | None = None,
 ) -> int | None:
     """Evaluates the result of a computation."""
     name = module.root(computation).name
-    return _evaluate(module, computation, name, given, element)
+    return _evaluate(module, computation, name, arguments, element)
 
 
 def _evaluate(
     module: HloModule,
     computation: str,
     name: str,
-    given: Given,
+    arguments: Arguments,
     element: int | None = None,
 ) -> int | None:
     """Evaluates a number, or an element of a tuple; None if it is not known."""
     maker = module[computation][name]
     opcode, operands = maker.opcode, maker.operands
-    of = functools.partial(_evaluate, module, computation, given=given)
+    of = functools.partial(_evaluate, module, computation, arguments=arguments)
     if opcode == "parameter":
-        return given(int(maker.literal), element)
+        return arguments(int(maker.literal), element)
     if opcode == "constant":
         is_integer = re.match(r"[su]\d+\[\]", maker.shape)
         return int(maker.literal) if is_integer else None
@@ -369,7 +383,7 @@ def _evaluate(
     if opcode == "tuple" and element is not None:
         return of(operands[element])
     if opcode in ("fusion", "call", "while"):
-        inputs = _find_inputs(module, computation, maker, given)
+        inputs = _find_inputs(module, computation, maker, arguments)
         if opcode == "while":
             return _run_loop(module, maker, inputs)[1](0, element)
         return _evaluate_root(module, maker.called[0], inputs, element)

@@ -143,12 +143,12 @@ class HloModule:
         """Returns the instructions of a computation by name, in order."""
         if computation not in self._parsed:
             lines = self.texts[computation].split("\n")
-            made = [
+            instructions = [
                 _parse_instruction(match)
                 for match in map(_INSTRUCTION.match, lines)
                 if match
             ]
-            self._parsed[computation] = {one.name: one for one in made}
+            self._parsed[computation] = {one.name: one for one in instructions}
         return self._parsed[computation]
 
     def root(self, computation: str) -> Instruction:

@@ -342,16 +342,16 @@ def _format_memory(memory: Memory) -> list[str]:
     held["new results"] = memory.results - memory.overwritten
     held["temporary"] = memory.temporary
     held["batches that wait"] = memory.in_flight
-    shown = {label: size for label, size in held.items() if size}
-    shown["peak"] = memory.peak
+    parts = {label: size for label, size in held.items() if size}
+    parts["peak"] = memory.peak
     moved = []
     if memory.host:
-        shown["optimizer state on the host"] = memory.host
+        parts["optimizer state on the host"] = memory.host
         moved = [
             "Each step moves it to the device and back. The compiler moves it as"
             " early as the device's memory allows; it then counts as temporary."
         ]
-    rows = [(label, format_bytes(size), f"{size:,}") for label, size in shown.items()]
+    rows = [(label, format_bytes(size), f"{size:,}") for label, size in parts.items()]
     return [
         *format_columns(rows),
         f"All gradients together take {format_bytes(memory.gradients)}. The compiler"

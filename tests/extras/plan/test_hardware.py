@@ -1,16 +1,14 @@
 """Stand-ins for devices, and the compilers for them."""
 
+import math
+
 import equinox as eqx
 import jax
 import numpy as np
 import pytest
 from planned import PARAMS, batch, installed, trainer
 
-from jaxdp import (
-    FSDP,
-    Sharded,
-    ZeRO,
-)
+from jaxdp import FSDP, Sharded, ZeRO
 from jaxdp.extras.plan.hardware import HARDWARE
 from jaxdp.extras.plan.planner import (
     find_slice_shape,
@@ -27,79 +25,56 @@ def test_stand_ins_are_apart_from_the_devices_here():
 
 
 def test_slices_have_the_shapes_that_are_offered():
-    assert [
-        find_slice_shape("v5p", n, "") for n in (1, 2, 4, 8, 16, 32, 64, 128, 1024)
-    ] == [
-        (1, 1, 1),
-        (2, 1, 1),
-        (2, 2, 1),
-        (2, 2, 2),
-        (2, 2, 4),
-        (2, 4, 4),
-        (4, 4, 4),
-        (4, 4, 8),
-        (8, 8, 16),
-    ]
-    assert [find_slice_shape("v5e", n, "") for n in (1, 2, 4, 8, 256)] == [
-        (1, 1),
-        (1, 2),
-        (2, 2),
-        (2, 4),
-        (16, 16),
-    ]
+    for kind, shapes in {
+        "v5p": "1x1x1 2x1x1 2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 8x8x16",
+        "v5e": "1x1 1x2 2x2 2x4 16x16",
+    }.items():
+        for text in shapes.split():
+            shape = tuple(map(int, text.split("x")))
+            assert find_slice_shape(kind, math.prod(shape), "") == shape
 
 
-@pytest.mark.skipif(installed("libtpu"), reason="the TPU compiler is installed")
-def test_a_missing_tpu_compiler_names_the_extra():
-    with pytest.raises(
-        ImportError,
-        match=r"JAX TPU support not installed.*pip install --upgrade 'jax\[",
-    ):
-        trainer().plan([batch()], topology="v5e-8")
+COMPILERS = {"tpu": ["libtpu"], "gpu": ["jax_cuda12_plugin", "nvidia"]}
 
 
-@pytest.mark.skipif(
-    installed("jax_cuda12_plugin"), reason="the GPU compiler is installed"
-)
-def test_a_missing_gpu_compiler_names_the_extra():
-    with pytest.raises(ImportError, match=r"jax_plugins.*'jax\[cuda12-local"):
-        trainer().plan([batch()], topology="h100x8")
-
-
-@pytest.mark.skipif(not installed("libtpu"), reason="no TPU compiler")
 @pytest.mark.parametrize(
-    ("name", "devices"), [("v5e-8", 8), ("v5p-2048", 1024), ("v6e:2x4", 8)]
+    ("name", "platform", "match"),
+    [
+        ("v5e-8", "tpu", r"TPU support not installed.*pip install --upgrade 'jax\["),
+        ("h100x8", "gpu", r"jax_plugins.*'jax\[cuda12-local"),
+    ],
 )
-def test_tpus_that_are_not_here(name, devices):
+def test_a_missing_compiler_is_named_with_what_to_install(name, platform, match):
+    if installed(COMPILERS[platform][0]):
+        pytest.skip("the compiler is installed")
+    with pytest.raises(ImportError, match=match):
+        trainer().plan([batch()], topology=name)
+
+
+@pytest.mark.parametrize(
+    ("name", "platform", "devices", "hardware"),
+    [
+        ("v5e-8", "tpu", 8, "v5e"),
+        ("v5p-2048", "tpu", 1024, "v5p"),
+        ("v6e:2x4", "tpu", 8, "v6e"),
+        ("h100x8", "gpu", 8, "h100"),
+        ("h100x1024", "gpu", 1024, "h100"),
+        ("a100x4", "gpu", 4, "a100"),
+    ],
+)
+def test_devices_that_are_not_here(name, platform, devices, hardware):
+    if not installed(*COMPILERS[platform]):
+        pytest.skip("no compiler for it")
     plan = trainer().plan([batch(64)], topology=name)
-    assert plan.platform == "tpu"
+    assert (plan.platform, plan.estimate.hardware) == (platform, hardware)
     assert plan.num_devices == len(make_topology_devices(name).devices) == devices
-    assert plan.estimate.hardware == name[:3]
     assert plan.wire_bytes == 2 * (devices - 1) / devices * (PARAMS + 4)
-    assert plan.memory.parameters == PARAMS
+    memory = plan.memory
+    assert memory.parameters == PARAMS
+    held = memory.parameters + memory.optimizer + memory.other + memory.batch
     # Arrays are padded to tiles on a TPU.
-    assert plan.memory.arguments >= 3 * PARAMS
-    assert [row.devices for row in plan.scaling([1, 2]).rows] == [1, 2]
-
-
-@pytest.mark.skipif(
-    not installed("jax_cuda12_plugin", "nvidia"), reason="no GPU compiler"
-)
-@pytest.mark.parametrize(
-    ("name", "devices"), [("h100x8", 8), ("h100x1024", 1024), ("a100x4", 4)]
-)
-def test_gpus_that_are_not_here(name, devices):
-    plan = trainer().plan([batch(64)], topology=name)
-    assert plan.platform == "gpu"
-    assert plan.num_devices == devices
-    assert plan.estimate.hardware == name.split("x")[0]
-    assert plan.wire_bytes == 2 * (devices - 1) / devices * (PARAMS + 4)
-    assert plan.memory.arguments == (
-        plan.memory.parameters
-        + plan.memory.optimizer
-        + plan.memory.other
-        + plan.memory.batch
-    )
+    assert memory.arguments == held or platform == "tpu"
+    assert memory.arguments >= 3 * PARAMS
     assert [row.devices for row in plan.scaling([1, 2]).rows] == [1, 2]
 
 
@@ -109,8 +84,7 @@ def test_gpus_that_are_not_here(name, devices):
 def test_layouts_send_the_least_by_the_compilers_for_other_hardware(
     name, strategy, accumulate
 ):
-    needed = ["libtpu"] if name == "v5e-8" else ["jax_cuda12_plugin", "nvidia"]
-    if not installed(*needed):
+    if not installed(*COMPILERS["tpu" if name == "v5e-8" else "gpu"]):
         pytest.skip("no compiler for it")
     # Of tiny arrays the TPU compiler makes all-reduces.
     model = eqx.nn.MLP(256, 128, 1024, 2, key=jax.random.key(0))
