@@ -62,7 +62,10 @@ class DataParallel:
     def __copy__(self: Strategy) -> Strategy:
         return replace_attributes(self)
 
-    def __reduce__(self) -> Any:  # for `copy.deepcopy` and `pickle`
+    def __deepcopy__(self: Strategy, memo: dict[int, Any]) -> Strategy:
+        return replace_attributes(self)  # devices are not copied
+
+    def __reduce__(self) -> Any:  # for `pickle`
         raise TypeError(
             f"a strategy such as {self!r} can't be pickled: its devices belong to this"
             " process. Send the name of its class and its arguments, and make it there."

@@ -283,11 +283,16 @@ def test_own_attributes_may_be_set():
     assert not hasattr(trainer, "__deepcopy__")
 
 
-@pytest.mark.parametrize("take", [copy.deepcopy, pickle.dumps])
-def test_trainers_and_strategies_are_made_where_they_are_needed(take):
+@pytest.mark.parametrize("take", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_trainers_are_made_where_they_are_needed(take):
     with pytest.raises(TypeError, match="joblib or Ray, send settings to a function"):
         take(make_small())
-    for strategy in (Sharded(), FSDP()):
-        with pytest.raises(TypeError, match="the name of its class and its arguments"):
-            take(strategy)
-    assert vars(copy.copy(strategy)) == vars(strategy)
+
+
+@pytest.mark.parametrize("strategy", [Sharded(), FSDP()], ids=repr)
+def test_strategies_are_copied_and_not_pickled(strategy):
+    for take in (copy.copy, copy.deepcopy):
+        copied = take(strategy)
+        assert copied is not strategy and vars(copied) == vars(strategy)
+    with pytest.raises(TypeError, match="the name of its class and its arguments"):
+        pickle.dumps(strategy)
