@@ -26,10 +26,10 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # which tests want to see.
 INSIDE = [
     "data.conversion",
-    "data.padding",
+    "data.packing",
     "engine.engine",
-    "engine.bodies",
-    "engine.compiling",
+    "engine.step_functions",
+    "engine.compile_log",
     "step.metrics",
     "step.model_call",
     "step.objective",

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from ..basics.arguments import check_number, checks_arguments
-from ..engine.state import RATES, hyperparams_in
+from ..engine.hyperparams import LEARNING_RATES, find_hyperparams
 from .base import Callback, Trainer
 
 
@@ -63,7 +63,7 @@ class LearningRateMonitor(Callback):
             done = state.step - 1
             rate = self.schedule(done) if callable(self.schedule) else self.schedule
             return {self.name: jnp.asarray(rate, jnp.float32)}
-        held = hyperparams_in(state)
+        held = find_hyperparams(state)
         rates = {
             name: hyperparam.leaf for name, hyperparam in held.items() if is_rate(name)
         }
@@ -96,7 +96,7 @@ def make_no_rate_error(
     """Returns the error for an optimizer that keeps no learning rate in its state."""
     return ValueError(
         f"`{callback_name}()`: `optimizer` keeps no learning rate in its state: none of"
-        f" {', '.join(RATES)} is among its hyperparameters"
+        f" {', '.join(LEARNING_RATES)} is among its hyperparameters"
         f" ({', '.join(trainer.hyperparams) or 'there are none'}). Build it as"
         f" optax.inject_hyperparams(optax.adam)(learning_rate=1e-3).{remedy}"
     )
@@ -104,4 +104,4 @@ def make_no_rate_error(
 
 def is_rate(name: str) -> bool:
     """Returns True if `name` in `trainer.hyperparams` is a learning rate."""
-    return name.rpartition("/")[2] in RATES
+    return name.rpartition("/")[2] in LEARNING_RATES

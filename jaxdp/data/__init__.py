@@ -1,18 +1,18 @@
-"""From what a user passes as a loader to padded batches."""
+"""From a user's loader to padded batches."""
 
 from .arrays import Arrays
 from .batches import (
-    inputs_of,
+    count_rows,
+    fetch_real_rows,
+    get_inputs,
+    get_local,
     leaf_name,
-    own_of,
-    read_only,
-    real_rows,
-    rows_of,
-    taken,
+    make_read_only,
+    take_until_error,
 )
-from .conversion import check_targets, to_host, without_ignored
-from .loader_state import Position, checksum
-from .opening import NO_LOADER, open_loader
-from .padding import Dispatch, Packer, Window, are_alike
-from .shares import GlobalShare, LocalShare, Share
-from .source import ALL, ListSource, Source
+from .conversion import check_targets, replace_ignored_rows, to_host
+from .loader_state import Position, compute_checksum
+from .open_loader import NO_LOADER, open_loader
+from .packing import Dispatch, Packer, Window, have_equal_shapes
+from .partition import GlobalPartition, LocalPartition, RowPartition
+from .source import ALL_ROWS, ListSource, Source

@@ -9,12 +9,12 @@ import numpy as np
 from ..basics.arguments import check_count, checks_arguments
 from ..basics.host_memory import use_auto_axes
 from ..step import Batch, find_batched_leaves, map_row_leaves, to_user_batch
-from .batches import take_there
-from .conversion import as_numpy, fetch, to_host, with_key_data
+from .batches import select_on_device
+from .conversion import as_numpy, fetch_rows, to_host, with_key_data
 from .loader_state import Position
-from .random_states import seed_of
-from .shares import Share
-from .source import ALL, Source
+from .partition import RowPartition
+from .random_states import make_seed
+from .source import ALL_ROWS, Source
 
 
 class Arrays:
@@ -70,7 +70,7 @@ class Arrays:
         self.shuffle, self.drop_last = shuffle, drop_last
         self._columns, self.num_rows = _columns(tree)
         _check_devices(self._columns)
-        # The first row tells what conversion makes of the tree.
+        # The first row has the structure of the converted tree.
         columns = iter(self._columns)
         self._first = to_host(map_row_leaves(lambda _: next(columns)[:1], tree))
         is_tuple = type(self._first) is tuple
@@ -84,46 +84,48 @@ class Arrays:
             )
 
     def __len__(self) -> int:
-        """How many batches an epoch has."""
+        """The number of batches of an epoch."""
         full, rest = divmod(self.num_rows, self.batch_size)
         return full + (rest > 0 and not self.drop_last)
 
     def __iter__(self) -> Iterator[Any]:
-        lists = self.lists(self.seed, self._epoch)
+        lists = self.draw_lists(self.seed, self._epoch)
         self._epoch += 1
-        return map(to_user_batch, self.batches(lists))
+        return map(to_user_batch, self.fetch(lists))
 
     def __repr__(self) -> str:
         return f"Arrays({self.num_rows} rows, batch_size={self.batch_size})"
 
-    def lists(self, *seed: int, first: int = 0) -> Iterator[np.ndarray]:
-        """The rows of each batch of an epoch, from a batch on; in order if no seed."""
+    def draw_lists(self, *seed: int, first: int = 0) -> Iterator[np.ndarray]:
+        """Yields each batch's row numbers from `first` on; in order without seed."""
         rows = np.arange(self.num_rows)
         if self.shuffle and seed:
-            np.random.default_rng(seed_of(*seed)).shuffle(rows)
+            np.random.default_rng(make_seed(*seed)).shuffle(rows)
         size = self.batch_size
         for number in range(first, len(self)):
             yield rows[number * size :][:size]
 
-    def batches(self, lists: Iterator[Any]) -> Iterator[Batch]:
-        """The batches of such rows, taken where the arrays lie."""
+    def fetch(self, lists: Iterator[Any]) -> Iterator[Batch]:
+        """Yields the batches of row numbers, on the devices of the arrays."""
         on_host = tuple(c for c in self._columns if isinstance(c, np.ndarray))
         if len(on_host) == len(self._columns):
-            return map(self._filled, fetch(on_host, [], lists))
-        return map(self._filled, map(self._taken, lists))
+            return map(self._make_batch, fetch_rows(on_host, [], lists))
+        return map(self._make_batch, map(self._select, lists))
 
-    def _taken(self, rows: Any) -> tuple[Any, ...]:
-        """These rows of each column, where it lies. Nothing waits for the device."""
-        there = [column for column in self._columns if isinstance(column, jax.Array)]
-        taken = iter(take_there(there, np.asarray(rows, np.int32)))
+    def _select(self, rows: Any) -> tuple[Any, ...]:
+        """Returns rows of each column. Does not wait for the device."""
+        on_device = [c for c in self._columns if isinstance(c, jax.Array)]
+        selected = iter(select_on_device(on_device, np.asarray(rows, np.int32)))
         columns = [
-            next(taken) if isinstance(column, jax.Array) else column.take(rows, axis=0)
+            next(selected)
+            if isinstance(column, jax.Array)
+            else column.take(rows, axis=0)
             for column in self._columns
         ]
         return to_host(tuple(columns))
 
-    def _filled(self, columns: tuple[Any, ...]) -> Batch:
-        """A batch of some rows of each column."""
+    def _make_batch(self, columns: tuple[Any, ...]) -> Batch:
+        """Returns the batch of some rows of each column."""
         if self._is_flat:
             return columns
         rows = iter(columns)
@@ -131,11 +133,11 @@ class Arrays:
 
 
 class ArraysSource(Source):
-    """The batches of `Arrays`: the epoch and the seed decide them, and nothing else.
+    """The batches of `Arrays`, which only the epoch and the seed decide.
 
     Args:
         seed: the trainer's.
-        in_order: whether rows come as they are, whatever `shuffle` says.
+        in_order: whether rows keep their order, even if `shuffle` is set.
     """
 
     loader: Arrays
@@ -144,33 +146,33 @@ class ArraysSource(Source):
         self,
         loader: Arrays,
         argument: str,
-        share: Share = ALL,
+        partition: RowPartition = ALL_ROWS,
         seed: int = 0,
         *,
         in_order: bool = False,
     ):
-        super().__init__(loader, argument, share, seed)
-        self._seed = () if in_order else (seed, *share.sampling)
+        super().__init__(loader, argument, partition, seed)
+        self._seed = () if in_order else (seed, *partition.sampler_seed)
 
     def _read(self, position: Position) -> Iterator[Batch]:
         seed = (*self._seed, position.epoch) if self._seed else ()
-        lists = self.loader.lists(*seed, first=position.batches)
-        lists, portions = self.share.of_lists(lists)
-        return portions(self.loader.batches(lists))
+        lists = self.loader.draw_lists(*seed, first=position.batches)
+        lists, add_counts = self.partition.split_lists(lists)
+        return add_counts(self.loader.fetch(lists))
 
-    def first(self, count: int | None) -> list[Batch]:
+    def read_first(self, count: int | None) -> list[Batch]:
         self._seed = ()
-        return super().first(count)
+        return super().read_first(count)
 
     @property
-    def is_at_hand(self) -> bool:
+    def is_in_memory(self) -> bool:
         return True
 
 
 def _check_devices(columns: list[Any]) -> None:
-    """Raises unless one program can take rows of all arrays that lie on devices."""
-    layouts = [each.sharding for each in columns if isinstance(each, jax.Array)]
-    if len({frozenset(layout.device_set) for layout in layouts}) > 1:
+    """Raises unless one program can select rows of all arrays on devices."""
+    shardings = [each.sharding for each in columns if isinstance(each, jax.Array)]
+    if len({frozenset(sharding.device_set) for sharding in shardings}) > 1:
         raise ValueError(
             "`Arrays`: the arrays lie on different devices, and batches are taken where"
             " they lie. Put all of them on the same, by jax.device_put."
@@ -178,24 +180,25 @@ def _check_devices(columns: list[Any]) -> None:
 
 
 def _columns(tree: Any) -> tuple[list[Any], int]:
-    """The leaves that have rows, over the same memory, and how many rows they have."""
+    """Returns the leaves that have rows, over the same memory, and their row count."""
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
     columns, shapes = [], []
     for (path, leaf), has_rows in zip(paths, find_batched_leaves(treedef), strict=True):
         name = f"arrays{jax.tree_util.keystr(path)}"
         array = as_numpy(leaf)
         if isinstance(leaf, jax.Array):
-            # On a single CPU, NumPy takes rows of the same memory in a tenth of the
+            # On a single CPU, NumPy selects rows of the same memory in a tenth of the
             # time.
             is_on_host = [device.platform for device in leaf.devices()] == ["cpu"]
             array = np.asarray(leaf) if is_on_host else leaf  # on the host
         if array is None or (has_rows and not array.ndim):
             kind = type(leaf).__name__
-            made = "np.asarray(...) of a list or a column of a table"
+            remedy = "np.asarray(...) of a list or a column of a table"
             if isinstance(leaf, np.ma.MaskedArray):
-                made = "x.filled(0), and the mask beside it"
+                remedy = "x.filled(0), and the mask beside it"
             raise TypeError(
-                f"`Arrays`: {name} is a {kind}, and must be an array with rows: {made}."
+                f"`Arrays`: {name} is a {kind}, and must be an array with rows:"
+                f" {remedy}."
             )
         if has_rows:
             columns.append(array)

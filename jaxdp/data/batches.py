@@ -1,10 +1,10 @@
-"""A batch on the host, whole or one process's portion of it, and what is asked of it.
+"""A batch on the host, of one process or of several, and its properties.
 
-Of one process a batch is a pytree of arrays shaped `(rows, ...)`, but for those in a
-`Whole`, which have no rows and come to each process as they are. Of several each has a
-`Portion`: a batch's rows are cut into equal blocks, in order, and which of them a
-process loads, its devices decide (`RowBlocks`). A block has real rows first, then its
-padding.
+The batch of one process is a pytree of arrays shaped `(rows, ...)`. Arrays in a `Whole`
+have no rows and come to each process unchanged. Of several processes, each has a
+`LocalBatch`: the rows of the global batch are cut into equal blocks, in order, and the
+devices of a process decide which blocks it loads (`RowBlocks`). A block has real rows
+first, then padding.
 """
 
 import dataclasses
@@ -19,43 +19,43 @@ import numpy as np
 from ..distributed import RowBlocks
 from ..step import Batch, SingleRowBatch, find_batched_leaves, to_user_batch
 
-Key = tuple[Any, tuple[tuple[tuple[int, ...], np.dtype], ...]]
-"""A form as it is compared: the structure, and each leaf's shape without its rows, and
+SpecKey = tuple[Any, tuple[tuple[tuple[int, ...], np.dtype], ...]]
+"""A batch spec to compare: the structure, and each leaf's shape without rows and its
 dtype."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Portion:
-    """What one process has of a batch."""
+class LocalBatch:
+    """The part of a global batch that one of several processes has."""
 
-    own: Batch
+    batch: Batch
     """The rows of its own blocks. If it has none, one row to fill them with."""
     counts: tuple[int, ...]
-    """How many real rows each block has, of all processes."""
+    """The number of real rows in each block, of all processes."""
 
 
-def rows_of(batch: Batch) -> int:
-    """How many rows a host batch has, of all processes."""
-    return sum(counts_of(batch))
+def count_rows(batch: Batch) -> int:
+    """Returns the number of rows in the global batch."""
+    return sum(count_rows_by_block(batch))
 
 
-def counts_of(batch: Batch) -> tuple[int, ...]:
-    """How many real rows each block of a batch has; there is one of a whole batch."""
-    if isinstance(batch, Portion):
+def count_rows_by_block(batch: Batch) -> tuple[int, ...]:
+    """Returns the number of real rows in each block; one process has one block."""
+    if isinstance(batch, LocalBatch):
         return batch.counts
     leaves, treedef = jax.tree.flatten(batch)
     return (len(leaves[find_batched_leaves(treedef).index(True)]),)
 
 
-def own_of(batch: Batch) -> Batch:
-    """What of a batch is here."""
-    return batch.own if isinstance(batch, Portion) else batch
+def get_local(batch: Batch) -> Batch:
+    """Returns the rows of a batch that this process has."""
+    return batch.batch if isinstance(batch, LocalBatch) else batch
 
 
-def inputs_of(batch: Batch) -> Any:
-    """What is predicted from: `x` of an `(x, y)` batch."""
-    if isinstance(batch, Portion):
-        return Portion(inputs_of(batch.own), batch.counts)
+def get_inputs(batch: Batch) -> Any:
+    """Returns the inputs of a prediction: `x` of an `(x, y)` batch."""
+    if isinstance(batch, LocalBatch):
+        return LocalBatch(get_inputs(batch.batch), batch.counts)
     if isinstance(batch, SingleRowBatch):
         batch = batch.batch
     x = batch[0] if isinstance(batch, tuple) else batch
@@ -69,8 +69,8 @@ def inputs_of(batch: Batch) -> Any:
     return x
 
 
-def read_only(batch: Batch) -> Batch:
-    """A host batch as its loader gave it, over memory that can't be written to."""
+def make_read_only(batch: Batch) -> Batch:
+    """Returns a host batch as its loader gave it, in memory that can't be written."""
     leaves, treedef = jax.tree.flatten(batch)
     views = [leaf if isinstance(leaf, jax.Array) else leaf.view() for leaf in leaves]
     for view in views:
@@ -79,97 +79,101 @@ def read_only(batch: Batch) -> Batch:
     return to_user_batch(jax.tree.unflatten(treedef, views))
 
 
-def key_of(batch: Batch) -> Key:
-    """The form of a batch, as it is compared."""
+def make_spec_key(batch: Batch) -> SpecKey:
+    """Returns the spec of a batch, to be compared."""
     leaves, treedef = jax.tree.flatten(batch)
-    # A bool is the number of axes that rows have.
+    # The flag is the number of axes that rows have.
     pairs = zip(leaves, find_batched_leaves(treedef), strict=True)
     return treedef, tuple([(leaf.shape[rows:], leaf.dtype) for leaf, rows in pairs])
 
 
-def shapes_of(batch: Batch) -> list[list[int]]:
-    """The shape of each leaf without its rows; JSON."""
-    return [list(shape) for shape, _ in key_of(batch)[1]]
-
-
 def leaf_name(batch: Any, index: int) -> str:
-    """How a user would write the leaf number `index`: `batch[0]['image']`."""
+    """Returns a leaf as a user writes it: `batch[0]['image']`."""
     paths, _ = jax.tree_util.tree_flatten_with_path(batch)
     return "batch" + jax.tree_util.keystr(paths[index][0])
 
 
-def taken(iterator: Iterator[Any], most: int) -> tuple[list[Any], Exception | None]:
-    """The next so many, or those before the one that raises, and what it raises."""
+def take_until_error(
+    iterator: Iterator[Any], count: int
+) -> tuple[list[Any], Exception | None]:
+    """Returns the next `count` items, or those before an error, and the error."""
     items: list[Any] = []
     try:
-        items.extend(itertools.islice(iterator, most))
+        items.extend(itertools.islice(iterator, count))
     except Exception as error:
         return items, error
     return items, None
 
 
-# Rows of arrays, worked on where they are: NumPy's on the host, JAX's on the devices.
-# What is done to JAX's arrays is compiled, and nothing waits for the device.
+# Operations on rows run where the arrays are: NumPy's on the host, JAX's, compiled, on
+# their devices. They do not wait for the device.
 
 
-def is_there(batch: Batch) -> bool:
-    """Whether any array of a batch is on the devices already."""
+def has_jax_arrays(batch: Batch) -> bool:
+    """Returns whether any array of a batch is on a device already."""
     return any([isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(batch)])
 
 
-def rows_at(leaf: Any, index: np.ndarray) -> Any:
-    """The rows of these numbers."""
-    return take_there([leaf], index)[0] if isinstance(leaf, jax.Array) else leaf[index]
+def select_rows(leaf: Any, index: np.ndarray) -> Any:
+    """Returns the rows with these numbers."""
+    if isinstance(leaf, jax.Array):
+        return select_on_device([leaf], index)[0]
+    return leaf[index]
 
 
-def stacked(leaves: Sequence[Any]) -> Any:
-    """Arrays of one shape as one, along a new first axis."""
+@jax.jit
+def select_on_device(leaves: list[Any], index: Any) -> list[Any]:
+    """Returns the rows with these numbers of arrays on a device."""
+    return [
+        _strengthen(leaf).at[index].get(mode="promise_in_bounds") for leaf in leaves
+    ]
+
+
+def stack_leaves(leaves: Sequence[Any]) -> Any:
+    """Returns arrays of one shape as one, along a new first axis."""
     if all([type(leaf) is np.ndarray for leaf in leaves]):
         return np.stack(leaves)
     first = next(leaf for leaf in leaves if isinstance(leaf, jax.Array))
-    return _stacked([_beside(leaf, first) for leaf in leaves])
+    return _stack_on_device([_move_beside(leaf, first) for leaf in leaves])
 
 
-def _beside(leaf: Any, other: jax.Array) -> Any:
-    """An array, moved from device to device if it is elsewhere than another one."""
+@jax.jit
+def _stack_on_device(leaves: list[Any]) -> Any:
+    return jnp.stack([_strengthen(leaf) for leaf in leaves])
+
+
+def _move_beside(leaf: Any, other: jax.Array) -> Any:
+    """Moves a JAX array to the devices of another one."""
     is_array = isinstance(leaf, jax.Array)
     if is_array and leaf.sharding.device_set != other.sharding.device_set:
         return jax.device_put(leaf, other.sharding)
     return leaf
 
 
-@jax.jit
-def take_there(leaves: list[Any], index: Any) -> list[Any]:
-    """The rows of these numbers of arrays on a device, on which they are taken."""
-    return [_strong(leaf).at[index].get(mode="promise_in_bounds") for leaf in leaves]
-
-
-@jax.jit
-def _stacked(leaves: list[Any]) -> Any:
-    return jnp.stack([_strong(leaf) for leaf in leaves])
-
-
-def _strong(leaf: Any) -> Any:
-    """A leaf of a strong type, as NumPy's are: others have results of other dtypes."""
+def _strengthen(leaf: Any) -> Any:
+    """Returns a leaf of a strong type, as NumPy's are: weak types give other dtypes."""
     return jax.lax.convert_element_type(leaf, leaf.dtype)
 
 
-def real_rows(leaf: Any, batch: Batch, blocks: RowBlocks, own: bool) -> np.ndarray:
-    """Values of the rows of a padded `batch` that are no padding, on the host.
+def fetch_real_rows(
+    leaf: Any, batch: Batch, blocks: RowBlocks, *, local: bool
+) -> np.ndarray:
+    """Returns the values of the real rows of a padded `batch`, on the host.
 
     Args:
-        leaf: the values, which several processes may share.
-        own: whether those of this process's blocks are enough.
+        leaf: the values of all rows, which may be sharded over processes.
+        local: whether the rows of this process's blocks are enough.
     """
-    if not isinstance(batch, Portion):
-        return np.asarray(leaf)[: counts_of(batch)[0]]
-    per_block = len(leaf) // blocks.count
-    if own and not leaf.is_fully_replicated:
+    if not isinstance(batch, LocalBatch):
+        return np.asarray(leaf)[: count_rows_by_block(batch)[0]]
+    size = len(leaf) // blocks.count
+    numbers = blocks.local if local else range(blocks.count)
+    if local and not leaf.is_fully_replicated:
         shards = {s.index[0].start or 0: s.data for s in leaf.addressable_shards}
-        whole = np.concatenate([np.asarray(shards[at]) for at in sorted(shards)])
-        places = zip(range(0, len(whole), per_block), blocks.local, strict=True)
+        rows = np.concatenate([np.asarray(shards[start]) for start in sorted(shards)])
+        starts: Any = range(0, len(rows), size)
     else:
-        whole = np.asarray(leaf)
-        numbers = blocks.local if own else range(blocks.count)
-        places = [(block * per_block, block) for block in numbers]
-    return np.concatenate([whole[at : at + batch.counts[n]] for at, n in places])
+        rows = np.asarray(leaf)
+        starts = [number * size for number in numbers]
+    pairs = zip(starts, numbers, strict=True)
+    return np.concatenate([rows[s : s + batch.counts[n]] for s, n in pairs])

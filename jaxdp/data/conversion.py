@@ -1,4 +1,4 @@
-"""Batches of a user's loader as NumPy arrays that JAX takes: checked and narrowed."""
+"""Checks the batches of a loader, and converts them to arrays of at most 32 bits."""
 
 import dataclasses
 import itertools
@@ -15,7 +15,7 @@ import numpy as np
 from ..basics.console import join_some
 from ..basics.tree import is_key
 from ..step import NOTHING, Batch, KeyData, SingleRowBatch, find_batched_leaves
-from .batches import Portion, is_there, leaf_name, taken
+from .batches import LocalBatch, has_jax_arrays, leaf_name, take_until_error
 
 _NARROW = {
     np.dtype(np.int64): np.dtype(np.int32),
@@ -26,26 +26,26 @@ _NARROW = {
 
 
 _PLAIN = {np.dtype(name) for name in ("float32", "int32", "uint8", "bool")}
-"""What needs neither a check nor a conversion."""
+"""Dtypes that need neither a check nor a conversion."""
 
-_HOST: Final = {np.ndarray}
+_NUMPY: Final = {np.ndarray}
 _NO_ROWS: Final = {(), (0,)}
-_DTYPE, _SHAPE = operator.attrgetter("dtype"), operator.attrgetter("shape")
-_ROWS = operator.itemgetter(slice(1))
+_get_dtype, _get_shape = operator.attrgetter("dtype"), operator.attrgetter("shape")
+_get_num_rows = operator.itemgetter(slice(1))
 
-_LABELS: Final = np.dtype(np.int64)
-"""What class numbers mostly are. It needs no check of its kind."""
+_INT64: Final = np.dtype(np.int64)
+"""The dtype of most class numbers, which needs no check of its kind."""
 
 _UNSIGNED = {
     np.dtype(f"int{bits}"): np.dtype(f"uint{bits}") for bits in (8, 16, 32, 64)
 }
-"""As these, negative numbers are greater than all others: one look finds both."""
+"""Viewed so, negative numbers are the greatest: one maximum finds both faults."""
 
-_FETCH_AT_ONCE: Final = 2**18
-"""Bytes of small batches that are fetched together."""
+_FETCH_BYTES: Final = 2**18
+"""Bytes of small batches that are fetched in one operation."""
 
-_MOST: Final = np.iinfo(np.int32).max
-"""The greatest number that both narrow kinds of integers have."""
+_MAX_INT: Final = np.iinfo(np.int32).max
+"""The greatest number that int32 and uint32 both have."""
 
 _SPANS = (
     "{} is a jax.Array that spans processes, of which none has all rows. With"
@@ -56,37 +56,38 @@ _SPANS = (
 
 
 def to_host(batch: Any, *, copy: bool = False) -> Batch:
-    """A batch as arrays of 32 bits at most, all with the same number of rows.
+    """Returns a batch as arrays of 32 bits at most, all with the same number of rows.
 
-    JAX's arrays stay where they are; all others come as NumPy's. Those in a `Whole`
-    need no rows, and stay in it; a batch of these alone is one row.
-    Typed PRNG keys come as `KeyData`. Arrays on the CPU are not copied,
-    unless narrowing does, or `copy` asks for it: for sources that may write the next
-    batch into the same place. A list is taken as a tuple, since torch's default collate
-    makes lists of tuples; a mapping that JAX does not know, such as tokenizers make, as
-    a dict.
+    JAX's arrays stay where they are; all others become NumPy's. Arrays in a `Whole`
+    need no rows, and a batch of these alone is one row. Typed PRNG keys become
+    `KeyData`. Lists become tuples, since torch's default collation makes lists of
+    tuples; mappings that JAX does not know, such as those of tokenizers, become dicts.
+
+    Arrays on the CPU are not copied, unless they are narrowed, or `copy` is set: for
+    sources that may write the next batch into the same memory.
     """
-
     if type(batch) is list:
         batch = tuple(batch)
     if type(batch) is tuple:  # which most are, and small steps wait for it
-        if not copy and _is_plain(batch):
-            return batch
+        if not copy and _NUMPY.issuperset(map(type, batch)):
+            if _PLAIN.issuperset(map(_get_dtype, batch)):
+                num_rows = {*map(_get_num_rows, map(_get_shape, batch))}
+                if len(num_rows) == 1 and num_rows.isdisjoint(_NO_ROWS):
+                    return batch
     else:
-        if isinstance(batch, Portion):  # of an earlier pass
+        if isinstance(batch, LocalBatch):  # an iterator yields it again
             return batch
         if isinstance(batch, Mapping) and jax.tree_util.all_leaves([batch]):
             batch = dict(batch)
     leaves, treedef = jax.tree.flatten(batch)
 
-    # Each leaf by itself.
     arrays = []
     for index, leaf in enumerate(leaves):
-        if type(leaf) is np.ndarray:  # as most are
+        if type(leaf) is np.ndarray:
             if leaf.dtype in _PLAIN:
                 arrays.append(np.array(leaf) if copy else leaf)  # on the host
                 continue
-            if leaf.dtype is _LABELS and not _has_64_bits():
+            if leaf.dtype is _INT64 and not _has_64_bits():
                 arrays.append(_narrow(leaf, batch, index))
                 continue
         is_jax = isinstance(leaf, jax.Array)
@@ -94,7 +95,7 @@ def to_host(batch: Any, *, copy: bool = False) -> Batch:
             return to_host(with_key_data(batch), copy=copy)
         array: Any = leaf if is_jax else as_numpy(leaf)
         if array is None or not _is_of_numbers(array.dtype):
-            raise TypeError(_not_numbers(batch, index, leaf))
+            raise TypeError(_explain_leaf(batch, index, leaf))
         if is_jax:
             if not array.is_fully_addressable:
                 raise ValueError(_SPANS.format(leaf_name(batch, index)))
@@ -110,7 +111,7 @@ def to_host(batch: Any, *, copy: bool = False) -> Batch:
     if not arrays:
         raise TypeError(f"a batch has no arrays in it: {batch!r}.")
 
-    # All of them: as many rows in each.
+    # All leaves have the same number of rows.
     pairs = zip(arrays, find_batched_leaves(treedef), strict=True)
     counts = {len(array) if array.ndim else 0 for array, has_rows in pairs if has_rows}
     if not counts:
@@ -142,18 +143,17 @@ def to_host(batch: Any, *, copy: bool = False) -> Batch:
     return treedef.unflatten(arrays)
 
 
-def fetch(
+def fetch_rows(
     columns: tuple[np.ndarray, ...],
     subsets: list[np.ndarray],
-    lists: Iterator[Any],
+    index_lists: Iterator[Any],
     ahead: bool = True,
 ) -> Iterator[tuple[np.ndarray, ...]]:
-    """The rows of index lists: with `ahead` of many small batches in one operation."""
+    """Yields the rows of index lists; `ahead` fetches many small batches at once.
+
+    Indices of `subsets` are applied in turn, the outer one first.
+    """
     row_bytes = sum(column.nbytes for column in columns) // len(columns[0]) + 1
-    lists = (
-        one_list if hasattr(one_list, "__len__") else list(one_list)
-        for one_list in lists
-    )
 
     def split(parts: list[Any]) -> Iterator[tuple[np.ndarray, ...]]:
         if not all(map(len, parts)):
@@ -170,13 +170,13 @@ def fetch(
         slices = [*map(slice, [0, *stops], stops)]
         return zip(*[map(column.__getitem__, slices) for column in rows], strict=True)
 
-    # As many small batches together as `_FETCH_AT_ONCE` allows.
-    for first in lists:
-        many = max(1, _FETCH_AT_ONCE // (row_bytes * max(1, len(first))))
-        parts, error = taken(lists, many - 1 if ahead else 0)
+    for rows in index_lists:
+        first = rows if hasattr(rows, "__len__") else list(rows)
+        count = max(1, _FETCH_BYTES // (row_bytes * max(1, len(first))))
+        parts, error = take_until_error(index_lists, count - 1 if ahead else 0)
         try:
             yield from split([first, *parts])
-        except (IndexError, TypeError, ValueError):  # at its own batch, others first
+        except (IndexError, TypeError, ValueError):  # raises in its own batch's turn
             for part in [first, *parts]:
                 yield from split([part])
         if error is not None:
@@ -184,10 +184,10 @@ def fetch(
 
 
 def check_targets(batch: Batch, num_classes: int | None) -> None:
-    """Raises for a negative weight in a batch `(x, y)` or `(x, y, weight)`, and for an
-    integer label that is no class of the model: JAX would clamp and wrap it, silently.
+    """Raises for a negative weight, and for a label that is no class of the model.
 
-    What is on the devices is not looked at, which would be to wait for them.
+    JAX would clamp and wrap such a label silently. The batch is `(x, y)` or `(x, y,
+    weight)`. Arrays on a device are not checked: that would wait for the device.
     """
     labels: Any
     _, labels, *weights = batch
@@ -196,32 +196,33 @@ def check_targets(batch: Batch, num_classes: int | None) -> None:
     if num_classes is None and not weights:
         return
     if num_classes is not None and not weights and type(labels) is np.ndarray:
-        if _greatest(labels) < num_classes:  # quick: small steps wait for it
+        # Small steps wait for this check.
+        unsigned = labels.view(_UNSIGNED.get(labels.dtype, labels.dtype))
+        if np.maximum.reduce(unsigned, axis=None) < num_classes:
             return
     of_tokens = math.prod(labels.shape[2:]) > 1 if num_classes is not None else False
-    looked_at = [None if num_classes is None else labels, *weights]
-    if any([isinstance(array, jax.Array) for array in looked_at]):
+    arrays = [None if num_classes is None else labels, *weights]
+    if any([isinstance(array, jax.Array) for array in arrays]):
         return
-    _check_bounds(*_bounds(looked_at), num_classes, of_tokens)
+    _check_bounds(*_find_bounds(*arrays), num_classes, of_tokens)
 
 
-def _bounds(looked_at: list[Any]) -> tuple[Any, Any, Any]:
-    """The least weight, and the least and greatest label."""
-    label, *weights = looked_at
-    least = weights[0].min() if weights else 0
-    if label is None:
+def _find_bounds(labels: Any, weights: Any = None) -> tuple[Any, Any, Any]:
+    """Returns the least weight, and the least and greatest label that has weight."""
+    least = 0 if weights is None else weights.min()
+    if labels is None:
         return least, 0, 0
-    if weights:
-        counting = _counting(weights[0])
-        axes = [1] * (label.ndim - 2)
-        label = np.where(counting.reshape(*counting.shape, *axes), label, 0)
-    return least, label.min(), label.max()
+    if weights is not None:
+        weighted = _find_weighted(weights)
+        axes = [1] * (labels.ndim - 2)
+        labels = np.where(weighted.reshape(*weighted.shape, *axes), labels, 0)
+    return least, labels.min(), labels.max()
 
 
 def _check_bounds(
     least: Any, low: Any, high: Any, num_classes: int | None, of_tokens: bool
 ) -> None:
-    """Raises for a least weight, a least label and a greatest that can't be."""
+    """Raises if the least weight, or the least or greatest label, is invalid."""
     if not least >= 0:  # NaN, too
         raise ValueError(
             "weights must be 0 or more, since the mean is divided by their sum; this"
@@ -246,27 +247,27 @@ def _check_bounds(
         )
 
 
-def without_ignored(batch: Batch, is_per_example: bool, in_step: bool) -> Batch:
-    """Stacked batches `(x, y, weight)` with other values in rows of weight 0.
+def replace_ignored_rows(batch: Batch, is_per_example: bool, in_step: bool) -> Batch:
+    """Returns stacked batches `(x, y, weight)` with copies in rows of weight 0.
 
-    NaN there would reach the gradient of all: 0 times NaN is NaN. As padding does, they
-    get a copy of a row that counts, or zeros if none does.
+    NaN in such a row would reach all gradients, since 0 times NaN is NaN. The copy is,
+    as in padding, of a row that counts, or zeros if none does.
 
     Args:
-        batch: leaves `(batches, rows, ...)`; of two elements it has no weights.
-        is_per_example: whether the step is one of functions of one example. If not,
-            such rows may have a part in others, and nothing is replaced.
+        batch: leaves `(batches, rows, ...)`; one of two elements has no weights.
+        is_per_example: whether the step consists of functions of one example. If not,
+            such rows may influence others, and are not replaced.
         in_step: whether the step replaces predictions and targets.
     """
     if len(batch) != 3:
         return batch
-    if is_there(batch):  # to look whether there are such rows would be to wait
-        return _replaced_there(batch) if is_per_example else batch
-    if (counts := _counting(batch[2])).all():
+    if has_jax_arrays(batch):  # to check for such rows would wait for the device
+        return _replace_on_device(batch) if is_per_example else batch
+    if (weighted := _find_weighted(batch[2])).all():
         return batch
     if not is_per_example:
         for index, leaf in enumerate(jax.tree.leaves(batch[:1] if in_step else batch)):
-            if leaf.dtype.kind not in "iub" and not np.isfinite(leaf[~counts]).all():
+            if leaf.dtype.kind not in "iub" and not np.isfinite(leaf[~weighted]).all():
                 raise ValueError(
                     f"{leaf_name(batch, index)} has NaN or infinity in a row of weight"
                     " 0. Such a row does not count, but the loss, a metric or a model"
@@ -275,39 +276,39 @@ def without_ignored(batch: Batch, is_per_example: bool, in_step: bool) -> Batch:
                     " take a named loss and metrics, for which it is replaced."
                 )
         return batch
-    return _replaced(batch, np)
+    return _replace_rows(batch, np)
 
 
-def _replaced(batch: Batch, numpy: Any) -> Batch:
-    """The batch with other values where rows do not count, by NumPy or JAX's."""
-    counts = _counting(batch[2])
-    first = numpy.arange(len(counts)), counts.argmax(axis=1)
+def _replace_rows(batch: Batch, numpy: Any) -> Batch:
+    """Replaces the rows of weight 0, by NumPy or by JAX's module."""
+    weighted = _find_weighted(batch[2])
+    first = numpy.arange(len(weighted)), weighted.argmax(axis=1)
 
-    def replaced(leaf: Any) -> Any:
-        shape = len(counts), *[1] * (leaf.ndim - 2)
-        some = counts.any(axis=1).reshape(shape)
+    def replace(leaf: Any) -> Any:
+        shape = len(weighted), *[1] * (leaf.ndim - 2)
+        some = weighted.any(axis=1).reshape(shape)
         rows = numpy.where(some, leaf[first], numpy.zeros((), leaf.dtype))
-        there = counts.reshape(*counts.shape, *[1] * (leaf.ndim - 2))
-        return numpy.where(there, leaf, rows[:, None])
+        mask = weighted.reshape(*weighted.shape, *[1] * (leaf.ndim - 2))
+        return numpy.where(mask, leaf, rows[:, None])
 
-    return *jax.tree.map(replaced, batch[:2]), batch[2]
+    return *jax.tree.map(replace, batch[:2]), batch[2]
 
 
 @jax.jit
-def _replaced_there(batch: Batch) -> Batch:
-    return _replaced(batch, jnp)
+def _replace_on_device(batch: Batch) -> Batch:
+    return _replace_rows(batch, jnp)
 
 
-def _counting(weight: Any) -> Any:
-    """Which rows of stacked batches `(batches, rows, ...)` have any weight."""
+def _find_weighted(weight: Any) -> Any:
+    """Returns a mask of the rows of `(batches, rows, ...)` with any weight."""
     return (weight != 0).reshape(*weight.shape[:2], -1).any(axis=2)
 
 
 def as_numpy(leaf: Any) -> np.ndarray | None:
-    """The leaf as an array over the same memory, or None if it is no array."""
+    """Returns the leaf as an array over the same memory; None if it is no array."""
     if isinstance(leaf, np.ndarray | np.generic):
-        hides = np.ma.is_masked(leaf)  # numbers, which would be there again
-        return None if hides else np.asarray(leaf)
+        is_masked = np.ma.is_masked(leaf)  # the masked numbers would count again
+        return None if is_masked else np.asarray(leaf)
     torch = sys.modules.get("torch")
     try:
         if torch is not None and isinstance(leaf, torch.Tensor):
@@ -325,7 +326,7 @@ def as_numpy(leaf: Any) -> np.ndarray | None:
 
 
 def with_key_data(tree: Any) -> Any:
-    """The tree with typed PRNG keys as `to_host` has them."""
+    """Returns the tree with typed PRNG keys as `KeyData`."""
 
     def data(path: Any, leaf: Any, has_rows: int) -> Any:
         if not (isinstance(leaf, jax.Array) and is_key(leaf)):
@@ -344,11 +345,11 @@ def with_key_data(tree: Any) -> Any:
 
 
 def _narrow(array: np.ndarray, batch: Any, index: int) -> np.ndarray:
-    """`array` in 32 bits, with an error where a value would change beyond rounding."""
+    """Returns `array` in 32 bits; raises if a value would change beyond rounding."""
     dtype = _NARROW[array.dtype]
     if dtype.kind in "iu":
         narrowed = array.astype(dtype)
-        if not array.size or _greatest(array) <= _MOST:
+        if not array.size or _find_max(array) <= _MAX_INT:
             return narrowed
         same = np.asarray(narrowed == array)
     else:
@@ -365,8 +366,8 @@ def _narrow(array: np.ndarray, batch: Any, index: int) -> np.ndarray:
     return narrowed
 
 
-def _greatest(integers: np.ndarray) -> int:
-    """The greatest of integers on the host, where negative ones count as very large."""
+def _find_max(integers: np.ndarray) -> int:
+    """Returns the greatest of integers; negative ones count as very large."""
     unsigned = _UNSIGNED.get(integers.dtype)
     if unsigned is not None:
         integers = integers.view(unsigned)
@@ -374,7 +375,7 @@ def _greatest(integers: np.ndarray) -> int:
 
 
 def _has_64_bits() -> bool:
-    """Whether JAX computes in 64 bits, and nothing is to be narrowed."""
+    """Returns whether JAX computes in 64 bits, so that nothing is narrowed."""
     return jax.dtypes.canonicalize_dtype(np.int64) == np.int64
 
 
@@ -384,17 +385,7 @@ def _is_of_numbers(dtype: np.dtype) -> bool:
     return dtype.kind not in "OUSMmV" or dtype.isbuiltin == 2
 
 
-def _is_plain(batch: tuple[Any, ...]) -> bool:
-    """Whether a tuple is a batch as it is."""
-    if not (
-        _HOST.issuperset(map(type, batch)) and _PLAIN.issuperset(map(_DTYPE, batch))
-    ):
-        return False
-    rows = {*map(_ROWS, map(_SHAPE, batch))}
-    return len(rows) == 1 and rows.isdisjoint(_NO_ROWS)
-
-
-def _not_numbers(batch: Any, index: int, leaf: Any) -> str:
+def _explain_leaf(batch: Any, index: int, leaf: Any) -> str:
     kind = type(leaf).__name__
     if hasattr(leaf, "dtype"):
         kind += f" of dtype {leaf.dtype}"

@@ -1,9 +1,9 @@
-"""Positions in a loader, and the states that loaders publish of themselves.
+"""Positions in a loader, and the states that loaders publish.
 
-torchdata's `StatefulDataLoader` does, under torch's own a dataset of Hugging Face, and
-those of Grain. A state holds for the moment it was asked for, and loaders are read
-ahead of the steps. So states are noted as batches are read; a resumed run loads the
-newest one before its position, and reads on from there.
+torchdata's `StatefulDataLoader` publishes one, and so do datasets of Hugging Face and
+loaders of Grain. A state is valid at the moment it is read, and loaders are read ahead
+of the steps. So states are noted as batches are read; a resumed run loads the newest
+one before its position, and reads on from there.
 """
 
 import json
@@ -18,23 +18,23 @@ from ..step import Batch
 
 
 class Position(NamedTuple):
-    """The number of the next batch of an epoch, and what leads to it in a loader."""
+    """The number of the next batch of an epoch, and how a loader gets there."""
 
     epoch: int = 0
     batches: int = 0
     """The number of batches before it, which are skipped."""
     state: Any = None
-    """What the loader starts the epoch from; JSON. None: as it is now."""
-    place: Any = None
+    """The loader's state at the start of the epoch; JSON. None: its present one."""
+    waypoint: Any = None
     """`{"batches": n, "state": ...}`: the loader's state before batch `n`, if known."""
-    given: int | None = 0
-    """The number of batches that an iterator gave in another process, which are
-    skipped. None if the state leads to where the epoch began."""
-    last: Any = None
+    num_yielded: int | None = 0
+    """The number of batches that an iterator yielded in another process, which are
+    skipped. None if the state leads to the start of the epoch."""
+    last_batch: Any = None
     """The batch before the position, or its checksum, if known."""
 
 
-START: Final = Position()
+EPOCH_START: Final = Position()
 
 
 class LoaderState:
@@ -43,27 +43,27 @@ class LoaderState:
     def __init__(self, owner: Any, argument: str):
         self.owner = owner
         self.argument = argument  # as the user calls the loader
-        # Hugging Face's start over with every iteration, and once a state was loaded,
-        # from that one with every iteration.
+        # Each iteration of Hugging Face's datasets starts over, or from the state that
+        # was loaded last.
         datasets = owner, getattr(owner, "dataset", None)
-        self._sticky: list[Any] = [one for one in datasets if _is_of_huggingface(one)]
+        self._restarting: list[Any] = [d for d in datasets if _is_of_huggingface(d)]
 
-    def present(self) -> Any:
-        """Returns what an epoch that began now would start from; JSON."""
-        if self._sticky:
+    def read_start(self) -> Any:
+        """Returns the state at the start of an epoch that begins now; JSON."""
+        if self._restarting:
             return None
         kind = type(self.owner).__module__
         is_torchdatas = kind.startswith("torchdata.stateful_dataloader")
         if is_torchdatas and self.owner._iterator is None:
-            return self._checked(self.owner.next_iter_state or {})  # starts no workers
-        return self.ask()
+            return self._to_json(self.owner.next_iter_state or {})  # starts no workers
+        return self.read()
 
-    def ask(self) -> Any:
-        """Returns the state of this moment as JSON, or None if JSON can't hold it."""
-        return self._checked(self._get())
+    def read(self) -> Any:
+        """Returns the present state as JSON, or None if JSON can't hold it."""
+        return self._to_json(self._get())
 
     def load(self, state: Any) -> None:
-        """Restores what `present` or `ask` returned."""
+        """Restores a state that was read."""
         if state is None:
             return
         try:
@@ -75,12 +75,12 @@ class LoaderState:
                 " Pass the same kind of loader as in the saved run."
             ) from error
 
-    def begin(self, batches: Any) -> None:
-        """Called with the iterator over the loader, before its first batch."""
+    def set_iterator(self, batches: Any) -> None:
+        """Receives the iterator over the loader, before its first batch."""
 
     def unload(self) -> None:
-        """Has the next iteration start over. Called when the present one has begun."""
-        for dataset in self._sticky:
+        """Makes the next iteration start over. The present one must have begun."""
+        for dataset in self._restarting:
             dataset.load_state_dict(None)
 
     def _get(self) -> Any:
@@ -89,7 +89,7 @@ class LoaderState:
     def _set(self, state: Any) -> None:
         self.owner.load_state_dict(state)
 
-    def _checked(self, state: Any) -> Any:
+    def _to_json(self, state: Any) -> Any:
         try:
             copy = json.loads(json.dumps(state))
             if copy == state:
@@ -108,7 +108,7 @@ class LoaderState:
 class IteratorState(LoaderState):
     """The state of iterators with `get_state` and `set_state`, as Grain's have.
 
-    An owner that is no iterator itself has one for each iteration, which starts over.
+    An owner that is no iterator itself has a new one for each iteration.
     """
 
     def __init__(self, owner: Any, argument: str):
@@ -117,10 +117,10 @@ class IteratorState(LoaderState):
         self._iterator: Any = owner
         self._loaded: Any = None
 
-    def present(self) -> Any:
-        return self.ask() if self._is_iterator else None
+    def read_start(self) -> Any:
+        return self.read() if self._is_iterator else None
 
-    def begin(self, batches: Any) -> None:
+    def set_iterator(self, batches: Any) -> None:
         self._iterator = batches
         if self._loaded is not None:
             batches.set_state(self._loaded)
@@ -138,23 +138,25 @@ class IteratorState(LoaderState):
             self._loaded = state
 
 
-def state_of(loader: Any, argument: str) -> LoaderState | None:
+def find_loader_state(loader: Any, argument: str) -> LoaderState | None:
     """Returns the `LoaderState` of a user's loader, if it publishes a state."""
     dataset = getattr(loader, "dataset", None)
-    # Without workers a torch loader is not ahead of its iterable dataset, so that
-    # this knows where both are.
-    is_near = getattr(loader, "num_workers", None) == 0 and hasattr(dataset, "__iter__")
-    for owner in (dataset, loader) if is_near else (loader,):
+    # A torch loader without workers is never ahead of its iterable dataset, so that the
+    # dataset's state is the loader's.
+    has_no_workers = getattr(loader, "num_workers", None) == 0
+    is_exact = has_no_workers and hasattr(dataset, "__iter__")
+    for owner in (dataset, loader) if is_exact else (loader,):
         if has_state_dict(owner):
             return LoaderState(owner, argument)
     is_iterator = hasattr(loader, "__next__") and hasattr(loader, "set_state")
-    if is_iterator and hasattr(loader, "get_state") or _is_of_grain(loader):
+    modules = [cls.__module__.partition(".")[0] for cls in type(loader).__mro__]
+    if is_iterator and hasattr(loader, "get_state") or "grain" in modules:
         return IteratorState(loader, argument)
     return None
 
 
-def checksum(batch: Batch | int | None) -> int | None:
-    """Returns a number that tells batches apart; of a checksum and of None, itself."""
+def compute_checksum(batch: Batch | int | None) -> int | None:
+    """Returns a checksum of the values of a batch; a checksum or None is unchanged."""
     if batch is None or isinstance(batch, int):
         return batch
     total = 0
@@ -170,8 +172,3 @@ def has_state_dict(part: Any) -> bool:
 
 def _is_of_huggingface(part: Any) -> bool:
     return type(part).__module__.startswith("datasets.") and has_state_dict(part)
-
-
-def _is_of_grain(loader: Any) -> bool:
-    classes = type(loader).__mro__
-    return any(cls.__module__.partition(".")[0] == "grain" for cls in classes)

@@ -10,21 +10,21 @@ from typing import Any, Final
 import numpy as np
 
 _KIND: Final = "torch.Generator"
-"""The only one that is saved; 0.2 had others, too."""
+"""The only kind that is saved; 0.2 had others, too."""
 
 
 @contextlib.contextmanager
-def seeded(*numbers: int, torch_alone: bool = False) -> Iterator[None]:
-    """Seeds the global generators, if numbers are given; restores them afterwards.
+def seed_globally(*numbers: int, torch_only: bool = False) -> Iterator[None]:
+    """Seeds the global generators, if numbers are given, and restores them afterwards.
 
-    With `torch_alone` nothing draws from the others, which take a while to save.
+    With `torch_only`, NumPy's and Python's are left out, which take a while to save.
     """
     import torch
 
     users = torch.get_rng_state()
-    others = None if torch_alone else (np.random.get_state(), random.getstate())
+    others = None if torch_only else (np.random.get_state(), random.getstate())
     if numbers:
-        seed_generators(seed_of(*numbers), torch_alone)
+        seed_generators(make_seed(*numbers), torch_only)
     try:
         yield
     finally:
@@ -34,25 +34,25 @@ def seeded(*numbers: int, torch_alone: bool = False) -> Iterator[None]:
             random.setstate(others[1])
 
 
-def seed_generators(seed: int, torch_alone: bool = False) -> None:
+def seed_generators(seed: int, torch_only: bool = False) -> None:
     """Seeds the global generators."""
     import torch
 
     torch.default_generator.manual_seed(seed)
-    if not torch_alone:
+    if not torch_only:
         np.random.seed(seed % 2**32)
         random.seed(seed)
 
 
-def seed_of(*numbers: int) -> int:
+def make_seed(*numbers: int) -> int:
     """Returns a seed that all of the numbers decide."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
 
 
-def torch_generators(loader: Any) -> dict[str, Any]:
+def find_torch_generators(loader: Any) -> dict[str, Any]:
     """Returns torch's generators of a torch `DataLoader` and its samplers, by path.
 
-    Each once; none of another loader.
+    Each comes once. Another loader has none.
     """
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(loader, torch.utils.data.DataLoader):
@@ -73,9 +73,15 @@ def torch_generators(loader: Any) -> dict[str, Any]:
     return generators
 
 
-def states_of(generators: Mapping[str, Any]) -> dict[str, Any]:
+def get_states(generators: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the states of torch's generators by name, for `set_states`; JSON."""
-    return {name: {"kind": _KIND, "state": _text(g)} for name, g in generators.items()}
+    return {
+        name: {
+            "kind": _KIND,
+            "state": base64.b64encode(generator.get_state().numpy()).decode(),
+        }
+        for name, generator in generators.items()
+    }
 
 
 def set_states(generators: Mapping[str, Any], states: Any) -> None:
@@ -86,7 +92,3 @@ def set_states(generators: Mapping[str, Any], states: Any) -> None:
 
             content = bytearray(base64.b64decode(states[name]["state"]))
             generators[name].set_state(torch.frombuffer(content, dtype=torch.uint8))
-
-
-def _text(generator: Any) -> str:
-    return base64.b64encode(generator.get_state().numpy().tobytes()).decode()

@@ -1,7 +1,7 @@
-"""The batches of a loader, epoch by epoch, from any position on: read -> host -> own.
+"""Readers of a loader's batches, epoch by epoch, from any position.
 
-A position is the number of the batch that comes after the last one trained on, and what
-leads there: index lists, the loader's state, or reading it again.
+A position is the number of the batch after the last one trained on, and the way there:
+index lists, the loader's state, or reading its batches again.
 """
 
 import collections
@@ -15,331 +15,367 @@ from typing import Any, Final
 from ..basics.console import SafeStream, open_bar, warn
 from ..step import Batch
 from .conversion import to_host
-from .loader_state import START, LoaderState, Position, checksum, state_of
-from .random_states import seeded, set_states, states_of
-from .shares import Share
+from .loader_state import (
+    EPOCH_START,
+    LoaderState,
+    Position,
+    compute_checksum,
+    find_loader_state,
+)
+from .partition import RowPartition
+from .random_states import get_states, seed_globally, set_states
 
-END: Final = object()
-"""What `next` gives at the end of an iterator, where None would be a batch."""
+EXHAUSTED: Final = object()
+"""Marks the end of an iterator, where None would be a batch."""
 
 _NOTE_EVERY: Final = 16
-"""Batches from one note of a loader's state to the next: as many are read again."""
+"""Batches between two notes of a loader's state; a resumed run reads them again."""
 
 _NUM_NOTES: Final = 32
-"""Notes that are kept: steps may be as many batches behind their loader."""
+"""Notes in memory: steps may be as many batches behind their loader."""
 
-ALL: Final = Share()
-"""What comes to a process that is alone: every row."""
+ALL_ROWS: Final = RowPartition()
+"""The partition of a single process."""
 
 
 class Source:
-    """The batches of `loader`, which the user calls `argument`, from any position on.
+    """The batches of `loader`, which the user calls `argument`, from any position.
 
-    There are three kinds, by what leads to a position inside an epoch: the index lists
-    of its rows (`ListSource`, `ArraysSource`, `TorchSource`); and of an
-    `IterableSource` what the loader tells of its state, or reading it again.
+    Its subclasses differ in how they get to a position inside an epoch. `ListSource`,
+    `ArraysSource` and `TorchMapSource` have index lists of its rows. `IterableSource`
+    uses the loader's state, or reads the batches again.
 
     Args:
-        loader: iterated once per epoch; an iterator continues after the last one.
-        argument: what the user calls it.
-        share: what of it comes to this process.
-        seed: decides what is drawn for an epoch. None leaves global generators alone.
+        loader: iterated once per epoch; an iterator continues where it was.
+        argument: the user's name for it.
+        partition: selects the rows of this process.
+        seed: decides the random draws of an epoch. None leaves global generators alone.
 
     Attributes:
-        begun: where the present epoch was begun, with the loader's state there.
-        to_train: whether steps are taken on its batches.
-        is_iterator: whether the loader gives each batch but once.
+        epoch_start: the position that the present epoch was read from, with the
+            loader's state there.
+        is_training: whether steps are taken on its batches.
+        is_iterator: whether the loader yields each batch only once.
+        is_single_use: whether a second pass over it has no batches.
+        needs_commits: whether `commit` must be called.
     """
 
+    needs_commits = False
+
     def __init__(
-        self, loader: Any, argument: str, share: Share = ALL, seed: int | None = None
+        self,
+        loader: Any,
+        argument: str,
+        partition: RowPartition = ALL_ROWS,
+        seed: int | None = None,
     ):
         self.loader: Any = loader
         self.argument = argument
-        self.share, self.seed = share, seed
-        self.begun: Position | None = None
-        self.to_train = False
+        self.partition, self.seed = partition, seed
+        self.epoch_start: Position | None = None
+        self.is_training = False
         self.is_iterator = hasattr(loader, "__next__")
-        # Whether a second pass has no batches; other iterators may begin anew.
-        module = type(loader).__module__
-        self.is_used_up = self.is_iterator and module in ("builtins", "itertools")
-        self._pass: Any = None  # a generator
-        # Batches of an iterator that were read, and not trained on.
-        self._ahead: collections.deque[Batch] = collections.deque()
+        module = type(loader).__module__  # other iterators may start again
+        self.is_single_use = self.is_iterator and module in ("builtins", "itertools")
+        self._epoch: Any = None  # a generator
+        # Batches that an iterator has yielded, and that were not trained on.
+        self._unread: collections.deque[Batch] = collections.deque()
 
     @property
     def num_batches(self) -> int | None:
-        """Batches per epoch, or None where that can't be known."""
+        """Batches per epoch, or None if that can't be known."""
         length = None
         with contextlib.suppress(TypeError, NotImplementedError):  # torch's: no length
             length = len(self.loader) if isinstance(self.loader, Sized) else None
-        return self.share.length(self.argument, length)
+        return self.partition.count_batches(self.argument, length)
 
     @property
-    def sure_batches(self) -> int | None:
-        """`num_batches`, where no more and no fewer can come."""
+    def exact_num_batches(self) -> int | None:
+        """`num_batches`, if an epoch can't have more or fewer."""
         return self.num_batches
 
     @property
-    def may_read_ahead(self) -> bool:
-        """Whether batches may be asked for before the steps that need them."""
+    def can_read_ahead(self) -> bool:
+        """Whether batches may be read before the steps that need them."""
         return True
 
     @property
-    def is_at_hand(self) -> bool:
-        """Whether to `peek` costs next to nothing, and changes nothing."""
+    def is_in_memory(self) -> bool:
+        """Whether `peek_batch` is cheap and runs no code of the user."""
         return False
 
     @property
     def shuffles(self) -> bool:
         """Whether rows are known to come in another order than the dataset's, also
-        where nothing is trained."""
+        outside of training."""
         return False
 
-    def epoch(self, position: Position = START) -> Iterator[Batch]:
-        """Host batches of an epoch from a position on, in order.
+    def read_epoch(self, position: Position = EPOCH_START) -> Iterator[Batch]:
+        """Yields the host batches of an epoch from a position on.
 
         Of several processes each has its rows of them.
         """
-        position = self.begun = self._begin(position)
-        # What an iterator has given for steps that were not taken comes again.
-        given = [*self._ahead] if self.to_train else []
-        if given:
-            position = position._replace(batches=position.batches + len(given))
+        position = self.epoch_start = self._start(position)
+        # An iterator's batches without a step come again.
+        unread = [*self._unread] if self.is_training else []
+        if unread:
+            position = position._replace(batches=position.batches + len(unread))
 
-        read = self._read(position)
-        batches = self._pass = self._noted(read, position)
-        peek = None if self.is_iterator else self._peek_here
-        return self.share.of(
-            itertools.chain(given, batches) if given else batches, peek
+        batches = self._epoch = self._track(self._read(position), position)
+        peek = None if self.is_iterator else self._peek_locally
+        return self.partition.split(
+            itertools.chain(unread, batches) if unread else batches, peek
         )
 
+    def end_epoch(self) -> None:
+        """Ends the present epoch, which may have more batches."""
+        if self._epoch is not None:
+            self._epoch.close()
+        self._epoch = None
+
     def close(self) -> None:
-        """Ends the pass that was not read to its end.
+        """Ends the present epoch, and frees what later ones would use.
 
-        Its frame may live on, in the traceback of an exception say. But the global
-        generators must not stay those of a pass, nor its workers wait.
+        The frames of a generator may live on in the traceback of an exception. But
+        global generators must be restored, and workers must end.
         """
-        self.end_pass()
+        self.end_epoch()
 
-    def end_pass(self) -> None:
-        """Ends the present pass; what is for more of them stays."""
-        if self._pass is not None:
-            self._pass.close()
-        self._pass = None
+    def commit(self, window: Sequence[Batch]) -> None:
+        """Advances the trained position by the batches of a step."""
+        self.discard(len(window))
 
-    def trained_on(self, window: Sequence[Batch]) -> None:
-        """A step was taken over these batches."""
-        if self._ahead:
-            self.drop(len(window))
+    def discard(self, count: int) -> None:
+        """Drops the next batches of an iterator, which would come again."""
+        for _ in range(min(count, len(self._unread))):
+            self._unread.popleft()
 
-    def drop(self, count: int) -> None:
-        """The next batches are no good: an iterator does not give them again."""
-        for _ in range(min(count, len(self._ahead))):
-            self._ahead.popleft()
+    def start_training(self) -> None:
+        """Steps are taken on the batches from now on."""
+        self.is_training = True
+        self.needs_commits = self.needs_commits or self.is_iterator
 
-    def begin_training(self) -> None:
-        """From now on steps are taken on its batches."""
-        self.to_train = True
+    def take_unread(self, other: "Source") -> None:
+        """Yields first the batches that another source of the iterator has left."""
+        self._unread = other._unread
 
-    def go_on_from(self, other: "Source") -> None:
-        """Gives first what another source has read of the same iterator too far."""
-        self._ahead = other._ahead
-
-    def present_state(self) -> Any:
-        """The `Position.state` of an epoch that started now."""
+    def read_state(self) -> Any:
+        """Returns the `Position.state` of an epoch that starts now."""
         parts: dict[str, Any] = {}
-        if generators := states_of(self._generators()):
+        if generators := get_states(self._find_generators()):
             parts["generators"] = generators
-        if samplers := [sampler.present() for sampler in self._sampler_states()]:
+        if samplers := [state.read_start() for state in self._find_sampler_states()]:
             parts["samplers"] = samplers
         return parts or None
 
-    def state_now(self) -> Any:
-        """What to start from to see what is now to be seen; a pass begins again."""
-        is_inside = self._pass is not None and self._pass.gi_frame
-        return self.begun.state if self.begun and is_inside else self.present_state()
+    def read_pass_state(self) -> Any:
+        """Returns the state at the start of the present pass, or the present one."""
+        is_inside = self._epoch is not None and self._epoch.gi_frame
+        if self.epoch_start and is_inside:
+            return self.epoch_start.state
+        return self.read_state()
 
-    def mark(self, begun: Position, epoch: int, done: int) -> Position:
-        """How another source of the same loader comes to batch number `done`, in
-        another process too.
+    def make_position(self, start: Position, epoch: int, done: int) -> Position:
+        """Returns the position of batch number `done`, also for another process.
 
-        An epoch other than the one begun has no state: it begins as the loader is then.
+        An epoch other than that of `start` has no state: it starts from the loader's
+        present one.
         """
-        if begun.epoch != epoch:
-            return START
+        if start.epoch != epoch:
+            return EPOCH_START
         if not done:
-            return Position(state=begun.state)
-        return self._inside(begun.state, done)
+            return Position(state=start.state)
+        return self._make_position(start.state, done)
 
-    def first(self, count: int | None) -> list[Batch]:
-        """The first batches, unshuffled: so many, or all."""
+    def read_first(self, count: int | None) -> list[Batch]:
+        """Returns the first `count` batches, or all, without shuffling."""
         with contextlib.closing(self):
-            return list(itertools.islice(self.epoch(), count))
+            return list(itertools.islice(self.read_epoch(), count))
 
-    def look(self, position: Position = START, count: int = 1) -> list[Batch]:
-        """The next batches from a position on; the loader is left as it was.
+    def peek_batches(
+        self, position: Position = EPOCH_START, count: int = 1
+    ) -> list[Batch]:
+        """Returns the next batches from a position on; the loader is left as it was.
 
-        Of an iterator that can't tell its position, those that it has given last.
+        Of an iterator without a state, these are the last ones that it has yielded.
         """
-        before = self.present_state()
-        kept = self.begun, self.to_train, self._pass
-        self.to_train = False
+        before = self.read_state()
+        saved = self.epoch_start, self.is_training, self._epoch
+        self.is_training = False
         try:
-            first = list(itertools.islice(self.epoch(position), count))
-            self.end_pass()
+            batches = list(itertools.islice(self.read_epoch(position), count))
+            self.end_epoch()
         finally:
-            self.begun, self.to_train, self._pass = kept
+            self.epoch_start, self.is_training, self._epoch = saved
             self.restore(before)
-        return first
+        return batches
 
-    def peek(self) -> Batch:
-        """The first batch of epoch 0; the loader is left as it was."""
+    def peek_batch(self) -> Batch:
+        """Returns the first batch of epoch 0; the loader is left as it was."""
         if self.is_iterator:
             raise TypeError(
                 f"`{self.argument}` is an iterator ({type(self.loader).__name__}), and"
                 " looking at its first batch would use it up; pass what it iterates"
                 " over, or one batch in a list."
             )
-        if not (first := self.look()):
-            raise ValueError(self.gave_nothing())
-        return first[0]
+        if not (batches := self.peek_batches()):
+            raise ValueError(self.explain_no_batches())
+        return batches[0]
 
-    def _peek_here(self) -> Batch:
-        """`peek`, whatever other processes have."""
-        share, self.share = self.share, ALL
+    def _peek_locally(self) -> Batch:
+        """Returns the first batch of this process's loader, without the others."""
+        partition, self.partition = self.partition, ALL_ROWS
         try:
-            return self.peek()
+            return self.peek_batch()
         finally:
-            self.share = share
+            self.partition = partition
 
-    def gave_nothing(self) -> str:
-        """What to say when an epoch has no batches."""
+    def explain_no_batches(self) -> str:
+        """Returns the message for an epoch without batches."""
         return (
             f"`{self.argument}` gave no batches. Is the dataset empty, shorter than one"
             " batch with drop_last=True, a generator exhausted, or a limit 0?"
         )
 
-    def _explain(self, exception: Exception) -> None:
-        """Adds what may help to an exception of the loader."""
+    def restore(self, state: Any) -> None:
+        """Restores a result of `read_state`; None changes nothing."""
+        state = state or {}
+        if (generators := state.get("generators")) is not None:
+            set_states(self._find_generators(), generators)
+        saved = state.get("samplers", ())
+        for sampler, sampler_state in zip(
+            self._find_sampler_states(), saved, strict=False
+        ):
+            sampler.load(sampler_state)
 
-    def _inside(self, state: Any, done: int) -> Position:
-        """Returns the position behind so many batches of the epoch begun at a state."""
+    # Methods of subclasses.
+
+    def _read(self, position: Position) -> Iterator[Batch]:
+        """Yields the host batches of the loader from a position on."""
+        raise NotImplementedError
+
+    def _make_position(self, state: Any, done: int) -> Position:
+        """Returns the position after `done` batches of the epoch from `state`."""
         return Position(state=state)
 
-    def _sampler_states(self) -> list[LoaderState]:
+    def _find_generators(self) -> dict[str, Any]:
+        """Returns the generators of the loader that its state must contain."""
+        return {}
+
+    def _find_sampler_states(self) -> list[LoaderState]:
         """Returns those of the user's samplers that publish one."""
         return []
 
-    def _generators(self) -> dict[str, Any]:
-        """The generators of the loader that its state must contain."""
-        return {}
-
-    def _read(self, position: Position) -> Iterator[Batch]:
-        """Host batches of what the loader gives of an epoch from a position on."""
-        raise NotImplementedError
-
-    def _parts(self) -> list[Any]:
-        """What may have a `set_epoch`."""
+    def _get_parts(self) -> list[Any]:
+        """Returns the objects that may have a `set_epoch`."""
         return [self.loader]
 
+    def _add_notes(self, exception: Exception) -> None:
+        """Adds remedies to an exception of the loader."""
+
     def _set_epoch(self, epoch: int) -> None:
-        for part in self._parts():
+        for part in self._get_parts():
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
 
-    def _begin(self, position: Position) -> Position:
-        """Has the loader be where an epoch starts; returns the position, complete."""
+    def _start(self, position: Position) -> Position:
+        """Brings the loader to the start of an epoch; returns the position with it."""
         if position.state is not None:
             self.restore(position.state)
-        elif (state := self.present_state()) is not None:
+        elif (state := self.read_state()) is not None:
             position = position._replace(state=state)
         return position
 
-    def restore(self, state: Any) -> None:
-        """Restores what `present_state` returned; nothing of None."""
-        state = state or {}
-        if (generators := state.get("generators")) is not None:
-            set_states(self._generators(), generators)
-        saved = state.get("samplers", ())
-        for sampler, sampler_state in zip(self._sampler_states(), saved, strict=False):
-            sampler.load(sampler_state)
-
-    def _noted(
+    def _track(
         self, batches: Iterator[Batch], position: Position
     ) -> Generator[Batch, None, None]:
-        """The batches from a position on; errors say in which they arose."""
-        number, keeps = position.batches, self.to_train and self.is_iterator
+        """Yields the batches; adds their number to errors."""
+        number = position.batches
+        keeps_unread = self.is_training and self.is_iterator
         try:
             for batch in batches:
-                if keeps:
-                    self._ahead.append(batch)
+                if keeps_unread:
+                    self._unread.append(batch)
                 yield batch
                 number += 1
         except Exception as exception:
             exception.add_note(
                 f"in batch {number} of epoch {position.epoch} of `{self.argument}`"
             )
-            self._explain(exception)
+            self._add_notes(exception)
             raise
 
 
 class ListSource(Source):
-    """Batches that are there, in a list or a tuple."""
-
-    def present_state(self) -> Any:
-        return None  # it draws nothing
+    """The batches of a list or a tuple."""
 
     @property
-    def is_at_hand(self) -> bool:
+    def is_in_memory(self) -> bool:
         return True
+
+    def read_state(self) -> Any:
+        return None  # it draws nothing
 
     def _read(self, position: Position) -> Iterator[Batch]:
         return map(to_host, itertools.islice(self.loader, position.batches, None))
 
 
 class IterableSource(Source):
-    """An iterable that gives batches: a generator, or a loader of another library.
+    """The batches of an iterable: a generator, or a loader of another library.
 
-    What leads to a position inside an epoch is the state that the loader publishes;
-    where it has none, or that leads astray, its batches are read again. With a seed,
-    this, the epoch and the batch decide what global generators draw.
+    It gets to a position inside an epoch by the state that the loader publishes. If
+    there is none, or it leads to another batch, all batches before are read again. With
+    a seed, the seed, the epoch and the batch decide the draws of global generators.
     """
 
-    _copies = True  # whether batches are copied: the next may be in the same memory
+    needs_commits = True
+    _copies = True  # the loader may write the next batch into the same memory
 
     def __init__(
-        self, loader: Any, argument: str, share: Share = ALL, seed: int | None = None
+        self,
+        loader: Any,
+        argument: str,
+        partition: RowPartition = ALL_ROWS,
+        seed: int | None = None,
     ):
-        super().__init__(loader, argument, share, seed)
-        self._state = state_of(loader, argument)
+        super().__init__(loader, argument, partition, seed)
+        self._state = find_loader_state(loader, argument)
         self._notes: collections.deque[Any] = collections.deque(maxlen=_NUM_NOTES)
-        self._last: Any = None  # the batch that was trained on last, or its checksum
+        self._last_batch: Any = None  # that was trained on, or its checksum
 
     @property
-    def may_read_ahead(self) -> bool:
-        # An iterator that tells its position must not be further than the steps.
+    def can_read_ahead(self) -> bool:
+        # The position of an iterator that publishes it must be that of the steps.
         return not (self._state and self.is_iterator)
 
-    def trained_on(self, window: Sequence[Batch]) -> None:
-        super().trained_on(window)
-        self._last = window[-1]
+    def commit(self, window: Sequence[Batch]) -> None:
+        super().commit(window)
+        self._last_batch = window[-1]
 
-    def present_state(self) -> Any:
-        state = super().present_state()
+    def read_state(self) -> Any:
+        state = super().read_state()
         if self._state is None:
             return state
-        return {**(state or {}), "own": self._state.present()}
+        return {**(state or {}), "own": self._state.read_start()}
 
-    def look(self, position: Position = START, count: int = 1) -> list[Batch]:
+    def restore(self, state: Any) -> None:
+        if self._state is not None and "own" in (state or {}):
+            self._state.load(state["own"])
+        super().restore(state)
+
+    def peek_batches(
+        self, position: Position = EPOCH_START, count: int = 1
+    ) -> list[Batch]:
         if not self.is_iterator or self._state is not None:
-            return super().look(position, count)
-        # What an iterator gives next, it gives but once.
-        is_known = self._last is not None and not isinstance(self._last, int)
-        passed = [self._last] if is_known else []
-        return list(self.share.of(iter(passed), None)) * count
+            return super().peek_batches(position, count)
+        # An iterator yields its next batch only once.
+        is_batch = self._last_batch is not None and not isinstance(
+            self._last_batch, int
+        )
+        last = [self._last_batch] if is_batch else []
+        return list(self.partition.split(iter(last), None)) * count
 
-    def _explain(self, exception: Exception) -> None:
+    def _add_notes(self, exception: Exception) -> None:
         if self.seed is not None and isinstance(exception, TypeError | ValueError):
             exception.add_note(
                 f"`{self.argument}` is a {type(self.loader).__name__}, each item of"
@@ -347,56 +383,51 @@ class IterableSource(Source):
                 " torch.utils.data.DataLoader(dataset, batch_size)."
             )
 
-    def _begin(self, position: Position) -> Position:
-        if "own" in (position.state or {}):  # which leads to where the epoch began
-            position = position._replace(given=None)
-        return super()._begin(position)
+    def _start(self, position: Position) -> Position:
+        if "own" in (position.state or {}):  # it leads to the start of the epoch
+            position = position._replace(num_yielded=None)
+        return super()._start(position)
 
-    def restore(self, state: Any) -> None:
-        if self._state is not None and "own" in (state or {}):
-            self._state.load(state["own"])
-        super().restore(state)
-
-    def _inside(self, state: Any, done: int) -> Position:
-        # One batch at least is read again, and compared with the last one trained on,
-        # of which several processes have their rows alone.
-        places = (note for note in reversed(self._notes) if note["batches"] < done)
-        last = self._last if self.share is ALL else None
-        return Position(state=state, place=next(places, None), last=last)
+    def _make_position(self, state: Any, done: int) -> Position:
+        # At least one batch is read again, and compared with the last one trained on.
+        # Several processes have only their rows of that.
+        notes = (note for note in reversed(self._notes) if note["batches"] < done)
+        last = self._last_batch if self.partition is ALL_ROWS else None
+        return Position(state=state, waypoint=next(notes, None), last_batch=last)
 
     def _read(self, position: Position) -> Iterator[Batch]:
         self._set_epoch(position.epoch)
-        batches = self._positioned(position)
-        if self._state is not None and self.to_train:
-            batches = self._with_notes(self._state, batches, position.batches)
+        batches = self._seek(position)
+        if self._state is not None and self.is_training:
+            batches = self._note_states(self._state, batches, position.batches)
         return map(partial(to_host, copy=self._copies), batches)
 
-    def _with_notes(
+    def _note_states(
         self, loader_state: LoaderState, batches: Iterator[Any], first: int
     ) -> Iterator[Any]:
-        """The batches, before some of which the loader's state is noted."""
+        """Yields the batches; notes the loader's state before some of them."""
         for number in itertools.count(first):
             if number % _NOTE_EVERY == 0 and number > first:
-                if (state := loader_state.ask()) is not None:
+                if (state := loader_state.read()) is not None:
                     self._notes.append({"batches": number, "state": state})
-            if (batch := next(batches, END)) is END:
+            if (batch := next(batches, EXHAUSTED)) is EXHAUSTED:
                 return
             yield batch
 
-    def _positioned(self, position: Position) -> Iterator[Any]:
-        """The loader's batches of an epoch from a position on."""
-        epoch, expected = position.epoch, checksum(position.last)
-        if self.to_train:
+    def _seek(self, position: Position) -> Iterator[Any]:
+        """Returns an iterator over the loader's batches from a position on."""
+        epoch, expected = position.epoch, compute_checksum(position.last_batch)
+        if self.is_training:
             self._notes.clear()
-        if self._state is not None and (place := position.place):
-            first = place["batches"]
-            self._state.load(place["state"])
-            batches = self._iterated(epoch, first)
-            leads_back = self._pass_over(batches, position.batches - first, expected)
+        if self._state is not None and (waypoint := position.waypoint):
+            first = waypoint["batches"]
+            self._state.load(waypoint["state"])
+            batches = self._iterate(epoch, first)
+            is_right = self._skip(batches, position.batches - first, expected)
             self._state.unload()
-            if leads_back:
-                if self.to_train:
-                    self._notes.append(place)
+            if is_right:
+                if self.is_training:
+                    self._notes.append(waypoint)
                 return batches
             warn(
                 f"`{self.argument}`: the state of {type(self._state.owner).__name__}"
@@ -405,12 +436,12 @@ class IterableSource(Source):
                 " is not part of the state?) The epoch is replayed from its start."
             )
             self.restore(position.state)
-            position = position._replace(given=None)
+            position = position._replace(num_yielded=None)
 
-        given = position.given if self.is_iterator else None
-        count = position.batches if given is None else given
-        batches = self._iterated(epoch, position.batches - count)
-        if not self._pass_over(batches, count, expected):
+        count = position.num_yielded if self.is_iterator else None
+        count = position.batches if count is None else count
+        batches = self._iterate(epoch, position.batches - count)
+        if not self._skip(batches, count, expected):
             warn(
                 f"`{self.argument}`: after {count} batches were replayed, the next"
                 " one differs from the one in the saved run. Does it count epochs, or"
@@ -421,46 +452,45 @@ class IterableSource(Source):
             )
         return batches
 
-    def _started(self) -> Iterator[Any]:
+    def _make_iterator(self) -> Iterator[Any]:
         return iter(self.loader)
 
-    def _iterated(self, epoch: int, first: int) -> Iterator[Any]:
-        """Iterates the loader, from its batch number `first` on."""
+    def _iterate(self, epoch: int, first: int) -> Iterator[Any]:
+        """Returns an iterator over the loader, whose next batch has number `first`."""
         if self.seed is None:
-            batches = self._started()
+            batches = self._make_iterator()
         else:
-            with seeded(self.seed, epoch, *self.share.sampling):
-                batches = self._started()
+            with seed_globally(self.seed, epoch, *self.partition.sampler_seed):
+                batches = self._make_iterator()
         if self._state is not None:
-            self._state.begin(batches)
-        return batches if self.seed is None else self._drawn(batches, epoch, first)
+            self._state.set_iterator(batches)
+        return batches if self.seed is None else self._seed_each(batches, epoch, first)
 
-    def _drawn(self, batches: Iterator[Any], epoch: int, first: int) -> Iterator[Any]:
-        """The batches, each of which draws from global generators of its own seed."""
-        of_epoch = self.seed or 0, epoch, *(self.share.sampling or (0,))
+    def _seed_each(
+        self, batches: Iterator[Any], epoch: int, first: int
+    ) -> Iterator[Any]:
+        """Yields the batches, before each of which global generators are seeded."""
+        of_epoch = self.seed or 0, epoch, *(self.partition.sampler_seed or (0,))
         for number in itertools.count(first):
-            with seeded(*of_epoch, max(0, number) + 1):  # 0: what starting draws
-                batch = next(batches, END)
-            if batch is END:
+            with seed_globally(*of_epoch, max(0, number) + 1):  # 0 is the iterator's
+                batch = next(batches, EXHAUSTED)
+            if batch is EXHAUSTED:
                 return
             yield batch
 
-    def _pass_over(
-        self, batches: Iterator[Any], count: int, expected: int | None
-    ) -> bool:
-        """Reads `count` batches; returns whether the last has the checksum `expected`,
-        if one is."""
+    def _skip(self, batches: Iterator[Any], count: int, expected: int | None) -> bool:
+        """Reads `count` batches; returns whether the last has the expected checksum."""
         if not count:
             return True
         from tqdm import tqdm
 
-        what = f"`{self.argument}` can't jump: replaying {count} batches"
-        batch, steps, out = END, range(count), SafeStream(sys.stderr)
-        bar = open_bar(tqdm, steps, what, file=out, delay=1, leave=False, mininterval=1)
+        text = f"`{self.argument}` can't jump: replaying {count} batches"
+        batch, steps, out = EXHAUSTED, range(count), SafeStream(sys.stderr)
+        bar = open_bar(tqdm, steps, text, file=out, delay=1, leave=False, mininterval=1)
         for _ in steps if bar is None else bar:
-            if (batch := next(batches, END)) is END:
+            if (batch := next(batches, EXHAUSTED)) is EXHAUSTED:
                 return True
-        host = to_host(batch, copy=True)
-        if self.to_train:
-            self._last = host
-        return expected in (None, checksum(host))
+        last = to_host(batch, copy=True)
+        if self.is_training:
+            self._last_batch = last
+        return expected in (None, compute_checksum(last))

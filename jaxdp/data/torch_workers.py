@@ -1,4 +1,4 @@
-"""Worker processes of torch's `DataLoader` that fetch given index lists."""
+"""Worker processes of torch's `DataLoader` that fetch our index lists."""
 
 import contextlib
 import functools
@@ -29,8 +29,8 @@ WORKER_RULES = (
 )
 
 
-class SeededLists:
-    """A batch sampler that yields the index lists it is given, each with a seed."""
+class SeededBatchSampler:
+    """A batch sampler that yields `lists` of indices, each with a seed."""
 
     lists: Iterator[tuple[int, Any]] = iter(())
 
@@ -38,16 +38,16 @@ class SeededLists:
         return self.lists
 
 
-class Seeded:
-    """A dataset whose random draws are decided by the batch, in whichever worker."""
+class SeededDataset:
+    """A dataset whose random draws depend on the batch, and not on the worker."""
 
     def __init__(self, dataset: Any):
         self.dataset = dataset
 
     def __reduce__(self) -> Any:
-        # The function is called before the dataset is unpickled, which may hold arrays
-        # of JAX's.
-        return _unpickle_seeded, (), vars(self)
+        # The function is called before the dataset is unpickled, which may have JAX's
+        # arrays.
+        return _unpickle_dataset, (), vars(self)
 
     def __getitem__(self, seeded: tuple[int, Any]) -> Any:
         seed, index = seeded
@@ -61,12 +61,12 @@ class Seeded:
         return many(indices) if many else [self.dataset[i] for i in indices]
 
 
-def _unpickle_seeded() -> Seeded:
+def _unpickle_dataset() -> SeededDataset:
     jax.config.update("jax_platforms", "cpu")  # a worker must not open a GPU
-    return Seeded(None)
+    return SeededDataset(None)
 
 
-def with_workers(loader: Any, lists: SeededLists) -> Any:
+def make_worker_loader(loader: Any, lists: SeededBatchSampler) -> Any:
     """Returns a loader like `loader` that fetches the index lists of `lists`."""
     from torch.utils.data import DataLoader
 
@@ -75,7 +75,7 @@ def with_workers(loader: Any, lists: SeededLists) -> Any:
         sampling = {"sampler": lists, "batch_size": None}
     # pin_memory is left out: it serves torch's own copies to a GPU.
     return DataLoader(
-        Seeded(loader.dataset),  # type: ignore[arg-type]
+        SeededDataset(loader.dataset),  # type: ignore[arg-type]
         **sampling,
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,
@@ -87,10 +87,10 @@ def with_workers(loader: Any, lists: SeededLists) -> Any:
     )
 
 
-def start(loader: Any, argument: str) -> Iterator[Any]:
+def start_iterator(loader: Any, argument: str) -> Iterator[Any]:
     """Returns `iter(loader)`, whose workers are not forked from this process.
 
-    A fork of JAX's threads can deadlock. A loader that names its own context keeps it.
+    A fork of JAX's threads can deadlock. A loader with a context of its own keeps it.
     """
     if not loader.num_workers:
         return iter(loader)
@@ -100,23 +100,23 @@ def start(loader: Any, argument: str) -> Iterator[Any]:
     if users[0] is None and default in ("fork", "forkserver"):
         _check_is_importable(loader, argument)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__, "torch.utils.data"])  # once for all
+        context.set_forkserver_preload([__name__, "torch.utils.data"])
         loader.multiprocessing_context = context
     loader.worker_init_fn = functools.partial(_init_worker, users[1])
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Got pickle error")  # ours says more
+            warnings.filterwarnings("ignore", "Got pickle error")  # our error has more
             return iter(loader)
     except Exception as error:
-        # Pickling runs code of the user's; a sampler's errors come through here, too.
+        # Pickling runs code of the user, and a sampler may raise.
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         for frame in frames:
-            # A half-begun iterator is ended now: left to the garbage collector, its
-            # queues close their pipes twice, by then maybe another file's.
-            end = getattr(frame.f_locals.get("self"), "_shutdown_workers", None)
-            if end is not None:
-                with contextlib.suppress(AttributeError):  # of parts not made yet
-                    end()
+            # An incomplete iterator is ended now. The garbage collector would close
+            # its pipes twice, and their numbers may be another file's by then.
+            shut_down = getattr(frame.f_locals.get("self"), "_shutdown_workers", None)
+            if shut_down is not None:
+                with contextlib.suppress(AttributeError):  # it lacks some parts
+                    shut_down()
         if isinstance(error, BrokenPipeError | ConnectionResetError | EOFError):
             raise RuntimeError(
                 f"`{argument}`: its workers ended when they were started. They import"
@@ -135,11 +135,11 @@ def start(loader: Any, argument: str) -> Iterator[Any]:
 
 
 def _check_is_importable(loader: Any, argument: str) -> None:
-    """Raises for what is defined in a notebook, which no other process can import."""
+    """Raises for parts that a notebook defines, which no other process can import."""
     main = sys.modules["__main__"]
     if getattr(main, "__file__", None) or getattr(main, "__spec__", None):
         return
-    dataset = getattr(loader.dataset, "dataset", loader.dataset)  # of `Seeded`
+    dataset = getattr(loader.dataset, "dataset", loader.dataset)  # of `SeededDataset`
     for part in (type(dataset), loader.collate_fn, loader.worker_init_fn):
         if getattr(part, "__module__", None) == "__main__":
             raise TypeError(
@@ -150,30 +150,30 @@ def _check_is_importable(loader: Any, argument: str) -> None:
 
 
 def _init_worker(users: Any, worker_id: int) -> None:
-    """Runs the user's `worker_init_fn`, which sees the user's dataset, unwrapped."""
+    """Runs the user's `worker_init_fn`, which gets the user's dataset."""
     jax.config.update("jax_platforms", "cpu")
     from torch.utils.data import get_worker_info
 
-    # Ctrl-C and, from SLURM for one, SIGTERM go to the whole process group; they are
-    # the trainer's to answer, which may need a batch more to come to a stop.
+    # Ctrl-C and, from SLURM, SIGTERM go to the full process group. The trainer handles
+    # them, and may need one more batch to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(20))  # to end soon
-    threading.Thread(target=_end_with_trainer, name="jaxdp watch", daemon=True).start()
+    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(20))  # it ends within 20 s
+    threading.Thread(target=_exit_with_trainer, name="jaxdp watch", daemon=True).start()
 
     info: Any = get_worker_info()
-    if isinstance(info.dataset, Seeded):
+    if isinstance(info.dataset, SeededDataset):
         object.__setattr__(info, "dataset", info.dataset.dataset)  # it is frozen
     if users is not None:
         users(worker_id)
 
 
-def _end_with_trainer() -> None:
-    """Ends this process with the trainer, however that ended.
+def _exit_with_trainer() -> None:
+    """Ends this process when the trainer has ended, for any reason.
 
-    torch's workers look whether they have another parent, but theirs is the fork
-    server, which stays as long as they do.
+    torch's workers check for another parent, but theirs is the fork server, which lives
+    as long as they do.
     """
     if (trainer := multiprocessing.parent_process()) is not None:
         trainer.join()

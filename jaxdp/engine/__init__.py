@@ -1,5 +1,5 @@
-"""The placed state of a run, and compiled steps taken on it."""
+"""The train state on the devices, and the compiled steps that advance it."""
 
 from .engine import Engine
-from .pace import num_in_flight, wait
-from .step import Kind, Program, StepOptions
+from .in_flight import num_in_flight, wait
+from .step import Program, StepKind, StepOptions

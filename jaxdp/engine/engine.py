@@ -1,4 +1,4 @@
-"""Compiled steps, taken on the placed state of a trainer."""
+"""Compiled steps on the train state of a trainer."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -26,55 +26,62 @@ from ..step import (
 )
 from ..strategies import DataParallel
 from ..strategies.base import count_shards, make_row_blocks
-from .bodies import traced
-from .compiling import Compilations, debug_settings
-from .out_of_memory import check_memory
-from .pace import InFlight, most_bytes_in_flight
-from .state import Model, State, first_of, placed_state, shapes_of_first
+from .compile_log import CompileLog
+from .in_flight import InFlightQueue, max_bytes_in_flight
+from .out_of_memory import check_error, check_program
+from .state import (
+    DeviceState,
+    ModelStructure,
+    make_abstract_state,
+    make_first_state,
+    place_state,
+)
 from .step import (
-    WHAT,
-    Kind,
-    Placed,
+    KIND_NAMES,
+    PlacedBatches,
     Program,
     SingleStepsOnly,
     Step,
+    StepKind,
     StepOptions,
-    rows_in,
+    count_padded_rows,
+    get_debug_settings,
 )
+from .step_functions import trace_jaxpr
 
 
 class Engine:
-    """Runs steps: packs batches, compiles once per shape, keeps the state.
+    """Packs batches, compiles a step once per shape, and keeps the train state.
 
     Args:
         parts: the model as (trained leaves, other arrays, the rest).
         model_state: its `eqx.nn.State`, or None.
-        pure: what the steps do.
-        strategy: places the state and lays the steps out.
+        pure: the functions of the steps.
+        strategy: places the state and lays out the steps.
         seed: decides all randomness inside the steps.
-        micro_batches: how many batches a train step takes.
-        steps_per_execution: train steps per dispatch, at most.
-        view: from the state to the one whose weights are evaluated and handed out.
+        micro_batches: of a train step.
+        steps_per_execution: the maximum number of train steps per dispatch.
+        view: maps the state to the one that is evaluated and handed out.
         in_order: whether the real rows of several processes' batches come first, and
             all padding last.
         compiler_options: the user's, of XLA.
         offload: whether large leaves of the optimizer's state are in host memory
             between steps.
-        abstract: whether there are only shapes: nothing is placed, no step can run.
+        abstract: whether the state has shapes only; then no step can run.
 
     Attributes:
+        device_state: the present state.
         steps: each kind of step, with its programs.
-        tell: says something once.
-        puts_ahead: whether the next dispatch is put on the devices before the present
-            one is launched: where they are no CPUs. A test on CPUs may set it.
-        held: the present state.
-        options: how train steps are compiled from now on.
-        steps_per_execution: how many steps a dispatch takes at present.
-        begins_epoch: whether the next step is the first of an epoch, whose sums begin
-            at zero.
+        options: of compiling train steps.
+        log_once: reports a note once.
+        prefetches: whether the next dispatch is transferred before the present one is
+            launched. It is on accelerators; a test on CPUs may set it.
+        steps_per_execution: the present number of steps per dispatch.
+        starts_epoch: whether the next step is the first of an epoch, so that the
+            epoch's sums start from zero.
     """
 
-    held: State
+    device_state: DeviceState
 
     def __init__(
         self,
@@ -92,159 +99,197 @@ class Engine:
         offload: bool = False,
         abstract: bool = False,
     ):
-        self._compiler_options, self._offloads = compiler_options, offload
+        self._compiler_options, self._offload = compiler_options, offload
         self.micro_batches = micro_batches
-        self.in_flight = InFlight()
-        self.begins_epoch = False
+        self.in_flight = InFlightQueue()
+        self.starts_epoch = False
         self.options = StepOptions()
-        self._is_inferred, self._settings = False, debug_settings()
+        self._is_inferred, self._settings = False, get_debug_settings()
         self.pure, self.strategy = pure, strategy
-        self._compilations = Compilations(quiet=abstract)
-        self.tell = self._compilations.tell
-        self._most_steps = self.steps_per_execution = steps_per_execution
+        self._compile_log = CompileLog(quiet=abstract)
+        self.log_once = self._compile_log.log_once
+        self._max_steps = self.steps_per_execution = steps_per_execution
         several = not abstract and jax.process_count() > 1
         self._blocks = make_row_blocks(strategy) if several else RowBlocks()
-        self.steps: dict[Kind, Step] = {
-            kind: Step(
-                kind,
-                strategy,
-                self._blocks,
-                in_order,
-                pads=functools.partial(pure.is_padded, kind),
+        self.steps: dict[StepKind, Step] = {}
+        for kind in KIND_NAMES:
+            should_pad = functools.partial(pure.is_padded, kind)
+            self.steps[kind] = Step(
+                kind, strategy, self._blocks, in_order, should_pad=should_pad
             )
-            for kind in WHAT
-        }
-        own = jax.eval_shape(lambda *trees: trees, *parts[:2])
-        self._model = Model(parts[2], own, view)
-        first = parts, model_state, pure
+        shapes = jax.eval_shape(lambda *trees: trees, *parts[:2])
+        self._structure = ModelStructure(parts[2], shapes, view)
         with clear_mesh(), pause_gc():
+            first = parts, model_state, pure
             if abstract:
-                self.state = shapes_of_first(*first, strategy, self._offloads)
+                self.state = make_abstract_state(*first, strategy, offload)
             else:
-                self.state = self.place(first_of(*first, seed, strategy))
-        self.puts_ahead = self._devices[0].platform != "cpu" and not abstract
-        self.follow_settings()
+                self.state = self.place(make_first_state(*first, seed, strategy))
+        self.prefetches = self._devices[0].platform != "cpu" and not abstract
+        self.update_debug_settings()
         if not abstract:
-            self.in_flight.most_bytes = most_bytes_in_flight(self._devices)
+            self.in_flight.max_bytes = max_bytes_in_flight(self._devices)
 
-    def set(self, **fields: Any) -> None:
-        """Replaces some fields of `pure`, for what is compiled from now on."""
-        self.pure = self.pure._replace(**fields)
+    # The state and the settings.
 
-    def infer(self, objective: Objective) -> None:
-        """Takes the objective that the first batch shows to fit.
+    @property
+    def state(self) -> TrainState:
+        """The placed state. The next step overwrites its arrays: copy before that."""
+        return self.device_state.tree
 
-        If that does not compile, the next batch may show another.
-        """
-        self.set(objective=objective)
-        self._is_inferred = True
+    @state.setter
+    def state(self, state: TrainState) -> None:
+        self.device_state = DeviceState.from_tree(state, self._structure)
 
     def place(self, state: TrainState) -> TrainState:
-        """A state on the devices: the first one, or one that was saved."""
-        return placed_state(self.strategy, state, self._offloads)
+        """Returns a state on the devices: the first one, or a saved one."""
+        return place_state(self.strategy, state, self._offload)
 
-    def follow_settings(self) -> None:
-        """Adapts to the platform, and to JAX's settings for debugging as they are now.
+    def set_leaves(self, leaves: Mapping[int, np.ndarray]) -> None:
+        """Sets leaves of the state, by index, to others of their shape and dtype."""
+        self.device_state = self.device_state.replace_leaves(leaves)
 
-        On CPUs, XLA rewrites convolutions for its library outside of loops alone.
-        Inside a loop they take about five times as long, and round otherwise.
+    @property
+    def _devices(self) -> list[Any]:
+        return [*self.device_state.leaves[0].sharding.device_set]
+
+    def replace_pure(self, **fields: Any) -> None:
+        """Replaces fields of `pure`, for the steps that are compiled from now on."""
+        self.pure = self.pure._replace(**fields)
+
+    def infer_objective(self, objective: Objective) -> None:
+        """Sets the objective that fits the first batch.
+
+        If its step does not compile, another batch may give another objective.
+        """
+        self.replace_pure(objective=objective)
+        self._is_inferred = True
+
+    def set_options(self, options: StepOptions) -> None:
+        """Sets the options of train steps that are compiled from now on."""
+        if options != self.options:
+            self.options = options
+            self.replace_pure(skip_nonfinite=options.skip_nonfinite)
+            self.steps["train"].programs.clear()
+
+    def update_debug_settings(self) -> None:
+        """Adapts to JAX's present settings for debugging, and to the platform.
+
+        On CPUs, XLA rewrites convolutions for its library only outside of loops. Inside
+        a loop they take about five times as long, and round differently.
         """
         is_cpu = self._devices[0].platform == "cpu"
-        settings = debug_settings()
-        self.set(unroll_convolutions=is_cpu and not settings[0])
-        self.steps_per_execution = 1 if any(settings) else self._most_steps
+        settings = get_debug_settings()
+        self.replace_pure(unroll_convolutions=is_cpu and not settings[0])
+        self.steps_per_execution = 1 if any(settings) else self._max_steps
         if settings != self._settings:
             self._settings = settings
             for step in self.steps.values():
                 step.programs.clear()
 
     @property
-    def state(self) -> TrainState:
-        """The placed state. The next step overwrites its arrays: copy what you keep."""
-        return self.held.tree
-
-    @state.setter
-    def state(self, state: TrainState) -> None:
-        self.held = State.of(state, self._model)
-
-    def write(self, leaves: Mapping[int, np.ndarray]) -> None:
-        """Sets leaves of the state, by their place in it, to others of their kind."""
-        self.held = self.held.with_leaves(leaves)
-
-    @property
-    def _devices(self) -> list[Any]:
-        return [*self.held.leaves[0].sharding.device_set]
-
-    def set_options(self, options: StepOptions) -> None:
-        """How train steps are compiled from now on."""
-        if options != self.options:
-            self.options = options
-            self.set(skip_nonfinite=options.skip_nonfinite)
-            self.steps["train"].programs.clear()
-
-    def train_program(self) -> Program | None:
-        """The first of the train steps that are in use."""
-        return next(iter(self.steps["train"].programs.values()), None)
-
-    @property
     def padding(self) -> dict[str, int]:
-        """How many rows batches are padded to, by `"<kind> <form>"`."""
+        """The number of rows that batches are padded to, by `"<kind> <spec>"`."""
         return {
-            f"{kind} {form}": rows
+            f"{kind} {spec}": rows
             for kind, step in self.steps.items()
-            for form, rows in step.packer.forms.sizes.items()
+            for spec, rows in step.packer.specs.sizes.items()
         }
 
-    def pad_as(self, padding: Mapping[str, int]) -> None:
-        """Takes up the `padding` of another engine, or of an earlier state of this one.
+    def load_padding(self, padding: Mapping[str, int]) -> None:
+        """Restores the `padding` of another engine, or of an earlier state.
 
         Another size would be another program, whose sums may round differently.
         """
         named = [(*name.partition(" ")[::2], rows) for name, rows in padding.items()]
         for kind, step in self.steps.items():
-            sizes = {form: rows for of, form, rows in named if of == kind and rows}
-            step.packer.forms.start_from(sizes)
+            sizes = {spec: rows for of, spec, rows in named if of == kind and rows}
+            step.packer.specs.load_sizes(sizes)
+
+    # Compiling.
 
     def pack(self, windows: list[Window]) -> Dispatch:
-        """The batches of optimizer steps, for one call of the compiled step."""
+        """Packs the batches of optimizer steps for one call of the compiled step."""
         return self.steps["train"].packer.pack(windows, self.micro_batches)
 
-    def prepare_training(self, dispatch: Dispatch) -> list[Dispatch]:
-        """Compiles for `dispatch`; returns it, or those it must be taken apart to."""
+    def compile_training(self, dispatch: Dispatch) -> list[Dispatch]:
+        """Compiles for `dispatch`; returns it, or its single steps if better."""
         try:
-            program = self.compiled_for("train", dispatch)
-        except SingleStepsOnly:  # so each of the steps is now taken alone
+            program = self.get_program("train", dispatch)
+        except SingleStepsOnly:
             first, *others = [self.pack([window]) for window in dispatch.windows]
-            return [*self.prepare_training(first), *others]
-        if self.steps_per_execution > 1 and not self._loops_well(program):
-            self._most_steps = self.steps_per_execution = 1
+            return [*self.compile_training(first), *others]
+        reason = ""
+        if program.may_raise:
+            reason = "a step calls Python that may raise, which ends the steps after it"
+        elif self.pure.unroll_convolutions and program.has_convolutions:
+            reason = (
+                "XLA's convolutions are slow inside loops on the CPU, and round"
+                " differently there"
+            )
+        if reason and self.steps_per_execution > 1:
+            self._max_steps = self.steps_per_execution = 1
+            self.log_once(f"`steps_per_execution`: 1 at a time, because {reason}")
         return [dispatch]
 
-    def prepare(self, kind: Kind, batch: Batch) -> tuple[Dispatch, Program]:
-        """`batch` packed for a pass, and the step for its shape, maybe compiled now."""
+    def prepare(self, kind: StepKind, batch: Batch) -> tuple[Dispatch, Program]:
+        """Returns `batch` packed for an evaluation, and the program for its shape."""
+        dispatch = self.steps[kind].packer.pack([[batch]])
+        return dispatch, self.get_program(kind, dispatch)
+
+    def get_train_program(self) -> Program | None:
+        """Returns the first program of the present train step."""
+        return next(iter(self.steps["train"].programs.values()), None)
+
+    def get_program(self, kind: StepKind, dispatch: Dispatch) -> Program:
+        """Returns the program for batches of this shape; compiles a new one."""
         step = self.steps[kind]
-        dispatch = step.packer.pack([[batch]])
-        return dispatch, self.compiled_for(kind, dispatch)
+        if (program := step.programs.get(dispatch.shape)) is not None:
+            return program
+        state, name = self.device_state, KIND_NAMES[kind]
+        inputs = state.tree if kind == "train" else state.evaluated.weights
+        donate = self.options.donate if kind == "train" else "none"
+        try:
+            with clear_mesh(), self._compile_log.time_compile(name, dispatch):
+                program = step.compile(
+                    self.pure, dispatch, inputs, donate, self._compiler_options
+                )
+            rows = sum(dispatch.rows)
+            check_program(f"the {name} step", state.leaves, rows, program.compiled)
+        except SingleStepsOnly:
+            raise
+        except Exception as error:
+            if self._is_inferred and not any(s.programs for s in self.steps.values()):
+                self.replace_pure(objective=None)
+            step.add_compile_notes(error, dispatch)
+            raise
+        for note in step.facts.notes:
+            self.log_once(note)
+        self._compile_log.log_unsplit(dispatch, count_shards(self.strategy))
+        self._compile_log.log_program(self._devices, program, self.pure)
+        return program
+
+    # Running.
 
     def train(self, dispatch: Dispatch) -> list[Metrics]:
-        """Takes the steps of `dispatch`; returns each one's metrics."""
-        # What must hold, before the state is given away.
-        step, held = self.steps["train"], self.held
+        """Runs the steps of `dispatch`; returns the metrics of each."""
+        # All that may raise comes before the step overwrites the state.
+        step, state = self.steps["train"], self.device_state
         program = step.programs.get(dispatch.shape)
         if program is None:
-            program = self.compiled_for("train", dispatch)
-        steps = len(dispatch.rows)
-        if held.handed_out is not None:
-            held.check_handed_out()  # the last moment: it will be outdated
+            program = self.get_program("train", dispatch)
+        if state.user_tree is not None:
+            state.check_not_written()  # the step outdates it: the last moment
 
         # The steps. Nothing here waits for the device.
-        inputs = held.leaves_from_zero() if self.begins_epoch else held.leaves
-        placed, results = self.run("train", dispatch, program, inputs)
+        leaves = state.get_reset_leaves() if self.starts_epoch else state.leaves
+        placed, results = self.run("train", dispatch, program, leaves)
         leaves, (means, inside) = results
-        self.held, self.begins_epoch = State(leaves, held.kind), False
+        self.device_state, self.starts_epoch = DeviceState(leaves, state.layout), False
         facts = step.facts  # without jit, of this call
 
-        # Not too many at once.
+        # Bounds the dispatches in flight.
+        steps = len(dispatch.rows)
         if steps > 1:
             self.in_flight.add(means, placed.nbytes, LONG_IN_FLIGHT)
             return [Metrics(facts, means, inside, index) for index in range(steps)]
@@ -252,85 +297,40 @@ class Engine:
         return [Metrics(facts, means, inside)]
 
     def run(
-        self, kind: Kind, dispatch: Dispatch, of: Program, *inputs: Any
-    ) -> tuple[Placed, Any]:
-        """The only call of a compiled step, on `inputs` and the placed batches."""
+        self, kind: StepKind, dispatch: Dispatch, program: Program, *inputs: Any
+    ) -> tuple[PlacedBatches, Any]:
+        """Calls a compiled step, as nothing else does, on `inputs` and the batches."""
         try:
-            placed = self.steps[kind].placed(dispatch, of, ahead=self.puts_ahead)
-            results = of.compiled(*inputs, placed.groups)
-            if of.may_raise:
+            placed = self.steps[kind].place(dispatch, program, ahead=self.prefetches)
+            results = program.compiled(*inputs, placed.groups)
+            if program.may_raise:
                 jax.block_until_ready(results)  # waits for the device
             return placed, results
         except jax.errors.JaxRuntimeError as error:
             _raise_as_equinox(error)
-            self._check_memory(kind, dispatch, of, error)
+            check_error(f"the {KIND_NAMES[kind]} step", self.device_state.leaves, error)
             raise
 
-    def _check_memory(
-        self, kind: Kind, dispatch: Dispatch, of: Program, error: Any = None
-    ) -> None:
-        what, leaves = f"the {WHAT[kind]} step", self.held.leaves
-        check_memory(what, leaves, sum(dispatch.rows), of.compiled, error)
-
-    def epoch_means(self) -> dict[str, float]:
-        """Means over the epoch's rows so far. Waits for the device."""
+    def fetch_epoch_means(self) -> dict[str, float]:
+        """Returns the means over the epoch's rows so far. Waits for the device."""
         facts = self.steps["train"].facts
-        return self.pure.compute_means(self.held.fetch_totals(), facts)
+        return self.pure.compute_means(self.device_state.fetch_totals(), facts)
 
-    def flops_per_row(self, window: Sequence[Batch]) -> float:
-        """Operations of a train step over `window`, per row that is computed."""
+    def count_flops_per_row(self, window: Sequence[Batch]) -> float:
+        """Returns the operations of a train step per row that it computes."""
         packer = self.steps["train"].packer
         if self._blocks.count > 1:
-            packer = Packer(1, packer.what)  # of the rows that are here
+            packer = Packer(1, packer.kind)  # for the rows of this process
         dispatch = packer.pack([list(window)], self.micro_batches)
         pure = self.pure._replace(inside=(), remat=Recomputed())
-        jaxpr = traced(pure.train, self.state, dispatch.groups)
-        return products(jaxpr).total() / rows_in(dispatch.groups)
-
-    def compiled_for(self, kind: Kind, dispatch: Dispatch) -> Program:
-        """The step for batches of this shape, compiled if it is a new one."""
-        step = self.steps[kind]
-        if (program := step.programs.get(dispatch.shape)) is not None:
-            return program
-        inputs = self.held.tree if kind == "train" else self.held.evaluated.weights
-        donate = self.options.donate if kind == "train" else "none"
-        given = dispatch, inputs, donate, self._compiler_options
-        try:
-            with clear_mesh(), self._compilations.timed(WHAT[kind], dispatch):
-                program = step.compile(self.pure, *given)
-            self._check_memory(kind, dispatch, program)
-        except SingleStepsOnly:
-            raise
-        except Exception as error:
-            if self._is_inferred and not any(s.programs for s in self.steps.values()):
-                self.set(objective=None)
-            step.explain(error, dispatch)
-            raise
-        for note in step.facts.notes:
-            self.tell(note)
-        self._compilations.tell_of_whole(dispatch, count_shards(self.strategy))
-        self._compilations.tell_of_program(self._devices, program, self.pure)
-        return program
-
-    def _loops_well(self, program: Program) -> bool:
-        """Returns whether a loop over steps is as good as they are; says so if not."""
-        reason = ""
-        if program.may_raise:
-            reason = "a step calls Python that may raise, which ends the steps after it"
-        elif self.pure.unroll_convolutions and program.convolves:
-            reason = (
-                "XLA's convolutions are slow inside loops on the CPU, and round"
-                " differently there"
-            )
-        if reason:
-            self.tell(f"`steps_per_execution`: 1 at a time, because {reason}")
-        return not reason
+        jaxpr = trace_jaxpr(pure.train, self.state, dispatch.groups)
+        return products(jaxpr).total() / count_padded_rows(dispatch.groups)
 
 
 def _raise_as_equinox(error: Exception) -> None:
-    """Raises the error of an `eqx.error_if`, as `eqx.filter_jit` does, if it is one."""
-    _, found, text = str(error).partition("_EquinoxRuntimeError: ")
-    if found:
+    """Raises the error of an `eqx.error_if` as `eqx.filter_jit` does, if it is one."""
+    _, mark, text = str(error).partition("_EquinoxRuntimeError: ")
+    if mark:
         message = text.split("\n\n\n-----")[0]
-        where = "for the line that raised it, run it under jax.disable_jit()"
-        raise eqx.EquinoxRuntimeError(f"{message} ({where})") from None
+        remedy = "for the line that raised it, run it under jax.disable_jit()"
+        raise eqx.EquinoxRuntimeError(f"{message} ({remedy})") from None

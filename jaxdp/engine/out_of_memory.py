@@ -1,7 +1,7 @@
-"""What to do where a step needs more memory than a device has."""
+"""Errors for steps that need more memory than a device has."""
 
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import jax
 
@@ -19,69 +19,49 @@ _REMEDIES: Final = (
 )
 
 
-class Need(NamedTuple):
-    """Bytes of one device for a step, as its compiler has laid them out."""
+def check_program(step: str, state: Sequence[Any], rows: int, compiled: Any) -> None:
+    """Raises if a compiled `step` needs more memory than its devices have.
 
-    peak: int
-    temporary: int
-
-
-def need_of(compiled: Any) -> Need | None:
-    """What a program needs, or None if it does not say."""
-    analysis = getattr(compiled, "memory_analysis", lambda: None)()
-    if analysis is None:
-        return None
-    results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-    temporary = analysis.temp_size_in_bytes
-    return Need(analysis.argument_size_in_bytes + results + temporary, temporary)
-
-
-def check_memory(
-    what: str,
-    arrays: Sequence[Any],
-    rows: int,
-    compiled: Any,
-    error: BaseException | None = None,
-) -> None:
-    """Raises where memory is short: by the plan of a step, or as JAX has found out.
+    A plan without devices, and a program or a device that reports no memory, pass.
 
     Args:
-        what: of which step: "the training step".
-        arrays: the state, which is on the devices, or its shapes.
+        step: its name: "the training step".
+        state: leaves on the devices, or their shapes.
         rows: of its batch.
         compiled: its program.
-        error: what JAX has raised; None before the step.
     """
-    if error is not None:
-        if _MARK in str(error):
-            state_is_lost = any(leaf.is_deleted() for leaf in arrays)
-            raise _explained(what, error, state_is_lost=state_is_lost) from error
+    analysis = getattr(compiled, "memory_analysis", lambda: None)()
+    if analysis is None or not hasattr(state[0], "is_deleted"):
         return
-    is_there = hasattr(arrays[0], "is_deleted")  # and not only planned
-    limit = get_smallest_memory(arrays[0].sharding.device_set) if is_there else None
-    need = None if limit is None else need_of(compiled)
-    if limit is None or need is None or need.peak <= limit:
-        return
-    raise jax.errors.JaxRuntimeError(
-        f"{_MARK}: {what} needs {format_bytes(need.peak)} by its plan, and the device"
-        f" gives programs {format_bytes(limit)}; {format_bytes(need.temporary)} are"
-        f" temporary, and mostly grow with the {rows} rows of the batch. {_REMEDIES}"
-        " Nothing was computed, and the state is as it was."
-    )
+    results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    temporary = analysis.temp_size_in_bytes
+    peak = analysis.argument_size_in_bytes + results + temporary
+    limit = get_smallest_memory(state[0].sharding.device_set)
+    if limit is not None and peak > limit:
+        raise jax.errors.JaxRuntimeError(
+            f"{_MARK}: {step} needs {format_bytes(peak)} by its plan, and the device"
+            f" gives programs {format_bytes(limit)}; {format_bytes(temporary)} are"
+            f" temporary, and mostly grow with the {rows} rows of the batch."
+            f" {_REMEDIES} Nothing was computed, and the state is as it was."
+        )
 
 
-def check_late(error: BaseException) -> None:
-    """Raises where a step that was launched before has run out of memory."""
+def check_error(step: str, state: Sequence[Any], error: BaseException) -> None:
+    """Raises an error with remedies if `error` says that `step` lacks memory."""
+    if any(leaf.is_deleted() for leaf in state):
+        check_earlier_step(error, step)
+    _raise_with_remedies(step, error, "The state is as it was before the step.")
+
+
+def check_earlier_step(error: BaseException, step: str = "an earlier step") -> None:
+    """As `check_error`, for a step that has overwritten the state."""
+    end = "The state is lost with the step: load the last checkpoint to go on."
+    _raise_with_remedies(step, error, end)
+
+
+def _raise_with_remedies(step: str, error: BaseException, end: str) -> None:
     if _MARK in str(error):
-        raise _explained("an earlier step", error, state_is_lost=True) from error
-
-
-def _explained(what: str, error: BaseException, *, state_is_lost: bool) -> Exception:
-    """The error to raise in the place of JAX's, whose text is its end."""
-    end = "The state is as it was before the step."
-    if state_is_lost:
-        end = "The state is lost with the step: load the last checkpoint to go on."
-    return jax.errors.JaxRuntimeError(
-        f"{_MARK}: {what} does not fit into the device's memory. {_REMEDIES} {end}"
-        f" JAX says: {str(error)[:500]}"
-    )
+        raise jax.errors.JaxRuntimeError(
+            f"{_MARK}: {step} does not fit into the device's memory. {_REMEDIES} {end}"
+            f" JAX says: {str(error)[:500]}"
+        ) from error

@@ -1,20 +1,17 @@
-"""The state between steps: a flat list of its leaves, how users see it, and what of it
-they may set.
+"""The train state on the devices, as a flat list of leaves.
 
-It crosses into the compiled step like this, because to flatten a model's tree in Python
-costs more than a small step.
+Compiled steps take this list, because to flatten a model's tree in Python costs more
+than a small step.
 """
 
 import operator
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import DictKey, GetAttrKey
 from jaxtyping import Array, PyTree
 
 from ..basics.host_memory import clear_mesh, use_auto_axes
@@ -33,119 +30,114 @@ from ..strategies.base import adds_state, state_shardings
 from ..strategies.offload import offload_optimizer
 from ..strategies.placement import fetch, gather_arrays, place_copy
 
-RATES: Final = ("learning_rate", "lr", "step_size")
-"""How optimizers call their learning rate."""
-
-
 View = Callable[[TrainState], TrainState] | None
-"""From a state to the one that is evaluated, if that is another."""
+"""Maps a state to the one that is evaluated, if that is another."""
+
+_ModelParts = tuple[PyTree, PyTree, PyTree]
 
 
-class Model(NamedTuple):
-    """What of a model its state does not tell, and how it is seen."""
+class ModelStructure(NamedTuple):
+    """The parts of a model that its state lacks, and its view."""
 
     static: PyTree
     """The leaves that are not arrays."""
-    own: PyTree
-    """Shapes of its trained leaves and other arrays, before they were placed."""
+    shapes: PyTree
+    """Of its trained leaves and other arrays, before they were placed."""
     view: View
     """That of a callback which chooses the weights to evaluate."""
 
 
-class State:
-    """A placed `TrainState` as a flat list of leaves; replaced, never changed.
+class _Layout(NamedTuple):
+    """The properties that all states of a run share."""
 
-    What is made of it for others (the whole tree, the model, what is evaluated) is made
-    when it is asked for.
+    treedef: Any
+    totals: int
+    """The index of the epoch's sums among the leaves."""
+    select_weights: Callable[[list[Array]], tuple[Array, ...]]
+    """Selects the leaves that are evaluated: parameters, and at least the step."""
+    zeros: np.ndarray
+    """The first value of the sums over an epoch or evaluation, on the host."""
+    is_placed: bool
+    """Whether there are arrays, not shapes alone."""
+    view: View
+    structure: ModelStructure
+
+
+class DeviceState:
+    """A placed `TrainState` as a list of leaves; replaced, never changed.
+
+    The tree, the model and the evaluated state are made on the first use.
 
     Attributes:
-        leaves: which cross into the compiled step, and are overwritten by it.
-        treedef: how they make a `TrainState`.
-        kind: what all states of a run have in common.
-        handed_out: the tree that a user has, and the leaves it was made of.
+        leaves: the arguments of a train step, which overwrites them.
+        layout: shared by all states of a run.
+        user_tree: the tree that a user has, and the leaves it was made of.
     """
 
-    __slots__ = ("_made", "handed_out", "kind", "leaves")
+    __slots__ = ("_cache", "layout", "leaves", "user_tree")
 
-    def __init__(self, leaves: list[Array], kind: "_Kind"):
-        self.leaves, self.kind = leaves, kind
-        self._made: dict[str, Any] = {}
-        self.handed_out: tuple[TrainState, list[Any]] | None = None
+    def __init__(self, leaves: list[Array], layout: _Layout):
+        self.leaves, self.layout = leaves, layout
+        self._cache: dict[str, Any] = {}
+        self.user_tree: tuple[TrainState, list[Any]] | None = None
 
     @classmethod
-    def of(cls, tree: TrainState, model: Model) -> "State":
-        """A state that a strategy has placed."""
+    def from_tree(cls, tree: TrainState, structure: ModelStructure) -> "DeviceState":
+        """Returns the state of a tree that a strategy has placed."""
         leaves, treedef = jax.tree.flatten(tree)
         totals = tree.totals
-        places = treedef.unflatten(range(len(leaves)))
-        kind = _Kind(
+        indices = treedef.unflatten(range(len(leaves)))
+        layout = _Layout(
             treedef,
             next(i for i, leaf in enumerate(leaves) if leaf is totals),
-            operator.itemgetter(*jax.tree.leaves(places.weights)),
+            operator.itemgetter(*jax.tree.leaves(indices.weights)),
             np.zeros(totals.shape, totals.dtype),
             isinstance(totals, jax.Array),
-            _first_of_views(model.view, make_weights_view(tree.opt_state)),
-            model,
+            _compose_views(structure.view, make_weights_view(tree.opt_state)),
+            structure,
         )
-        state = cls(leaves, kind)
-        state._made["tree"] = tree
+        state = cls(leaves, layout)
+        state._cache["tree"] = tree
         return state
 
-    @property
-    def treedef(self) -> Any:
-        return self.kind.treedef
+    def replace_leaves(self, changes: Mapping[int, np.ndarray]) -> "DeviceState":
+        """Returns the state with other leaves, by index, of the same spec."""
+        self.check_not_written()
+        leaves = list(self.leaves)
+        with clear_mesh():
+            for index, leaf in changes.items():
+                leaves[index] = make_global_array(leaf, leaves[index].sharding)
+        return DeviceState(leaves, self.layout)
 
-    @property
-    def zeros(self) -> np.ndarray:
-        """What the sums over a pass begin at, on the host."""
-        return self.kind.zeros
-
-    def leaves_from_zero(self) -> list[Any]:
-        """The leaves with the epoch's sums at zero, which the call of a step moves."""
+    def get_reset_leaves(self) -> list[Any]:
+        """Returns the leaves with zeros of the host as the epoch's sums."""
         leaves: list[Any] = list(self.leaves)
-        leaves[self.kind.totals] = self.kind.zeros
+        leaves[self.layout.totals] = self.layout.zeros
         return leaves
-
-    def _once(self, name: str, make: Callable[[], Any]) -> Any:
-        if name not in self._made:
-            # Values, though a function of the user's be traced in which they are read.
-            with jax.ensure_compile_time_eval():
-                self._made[name] = make()
-        return self._made[name]
 
     @property
     def tree(self) -> TrainState:
-        """The placed state. The next step overwrites its arrays: copy what you keep."""
-        self.check()
-        return self._once("tree", lambda: self.treedef.unflatten(self.leaves))
+        """The placed state. The next step overwrites its arrays: copy before that."""
+        self.check_not_lost()
+        return self._get("tree", lambda: self.layout.treedef.unflatten(self.leaves))
 
-    def hand_out(self) -> TrainState:
-        """`tree` for a user, who may keep it until the next step but not change it."""
-        self.check_handed_out()
-        if self.handed_out is None:
-            leaves, treedef = jax.tree.flatten(self.tree)
-            self.handed_out = treedef.unflatten(leaves), leaves
-        return self.handed_out[0]
+    @property
+    def evaluated(self) -> TrainState:
+        """The state whose weights are evaluated."""
+        view = self.layout.view
+        return self._get("evaluated", lambda: view(self.tree)) if view else self.tree
 
-    def check_handed_out(self) -> None:
-        """Raises where code has put something into the state it was handed.
+    def _get(self, name: str, make: Callable[[], Any]) -> Any:
+        """Returns a part of the state, which is made once."""
+        if name not in self._cache:
+            # Values, even while a function of the user is traced.
+            with jax.ensure_compile_time_eval():
+                self._cache[name] = make()
+        return self._cache[name]
 
-        It would read back as set, and no step would ever see it.
-        """
-        where = self.handed_out and _written_to(*self.handed_out)
-        if where is None:
-            return
-        self.handed_out = None
-        raise RuntimeError(
-            f"`trainer.state` was written to, at {where}, but that has no effect:"
-            " it only shows what is on the devices. Use `trainer.set_hyperparams`"
-            " for what optax.inject_hyperparams holds, and `trainer.load` for a"
-            " whole state."
-        )
-
-    def check(self) -> None:
-        """Raises where a step that failed has taken the state along."""
-        if self.kind.is_placed and any(map(_is_deleted, self.leaves)):
+    def check_not_lost(self) -> None:
+        """Raises if a step has failed while it overwrote the state."""
+        if self.layout.is_placed and any(map(_is_deleted, self.leaves)):
             raise RuntimeError(
                 "the state is lost: a step failed while it was overwriting it."
                 " Resume from the last checkpoint with a new Trainer (`fit(...,"
@@ -153,135 +145,133 @@ class State:
                 " leaves the state as it was."
             )
 
-    def with_leaves(self, changes: Mapping[int, np.ndarray]) -> "State":
-        """The same with other leaves of the same kind, by their places."""
-        self.check_handed_out()
-        leaves = list(self.leaves)
-        with clear_mesh():
-            for place, leaf in changes.items():
-                leaves[place] = make_global_array(leaf, leaves[place].sharding)
-        return State(leaves, self.kind)
+    # For users.
+
+    def get_user_tree(self) -> TrainState:
+        """Returns the tree for a user, who may keep it until the next step."""
+        self.check_not_written()
+        if self.user_tree is None:
+            leaves, treedef = jax.tree.flatten(self.tree)
+            self.user_tree = treedef.unflatten(leaves), leaves
+        return self.user_tree[0]
+
+    def check_not_written(self) -> None:
+        """Raises if a user has written to the tree.
+
+        The value would read back as set, and no step would use it.
+        """
+        if self.user_tree is None:
+            return
+        tree, leaves = self.user_tree
+        path = _find_written_leaf(tree, leaves)
+        if path is not None:
+            self.user_tree = None
+            raise RuntimeError(
+                f"`trainer.state` was written to, at {path}, but that has no effect:"
+                " it only shows what is on the devices. Use `trainer.set_hyperparams`"
+                " for what optax.inject_hyperparams holds, and `trainer.load` for a"
+                " whole state."
+            )
 
     def fetch_totals(self) -> np.ndarray:
-        """The epoch's sums. Waits for the device."""
-        return np.asarray(self.leaves[self.kind.totals])  # waits for the device
+        """Returns the epoch's sums. Waits for the device."""
+        return np.asarray(self.leaves[self.layout.totals])  # waits for the device
 
-    @property
-    def evaluated(self) -> TrainState:
-        """The state whose weights are evaluated."""
-        view = self.kind.view
-        if view is None:
-            return self.tree
-        return self._once("evaluated", lambda: view(self.tree))
-
-    def weights(self) -> list[Array]:
-        """The leaves that are evaluated, without making a tree of them."""
-        if self.kind.view is not None:
+    def get_weights(self) -> list[Array]:
+        """Returns the leaves that are evaluated, without their tree."""
+        if self.layout.view is not None:
             return jax.tree.leaves(self.evaluated.weights)
-        self.check()
-        return list(self.kind.weights(self.leaves))
+        self.check_not_lost()
+        return list(self.layout.select_weights(self.leaves))
 
     def gather(self) -> tuple[PyTree, PyTree]:
-        """The model and its state, whole and live."""
-        return self._once("model", self._gathered)
+        """Returns the evaluated model and its state, gathered from their shards."""
+        return self._get("model", self._gather)
 
-    def _gathered(self) -> tuple[PyTree, PyTree]:
-        fetched = self._made.pop("fetched", None)
+    def _gather(self) -> tuple[PyTree, PyTree]:
+        fetched = self._cache.pop("fetched", None)
         if fetched is None:
-            return self.model_of(self.evaluated)
-        return self._as_model(jax.tree.map(jnp.asarray, fetched))
+            return self.gather_model(self.evaluated)
+        return self._combine(jax.tree.map(jnp.asarray, fetched))
 
     def fetch(self) -> None:
-        """Brings the model to this host, if it is split between processes.
+        """Copies a model that is sharded over processes to this host.
 
-        All processes must call it; `gather` is then a matter of each.
+        All processes must call it; afterwards `gather` needs no other process.
         """
-        if jax.process_count() == 1:
-            return
-        state = self.evaluated
-        parts = state.params, state.buffers, state.model_state
-        if not all(leaf.is_fully_replicated for leaf in jax.tree.leaves(parts)):
-            self._made["fetched"] = fetch(parts)
+        if jax.process_count() > 1:
+            parts = _get_model_parts(self.evaluated)
+            if not all(leaf.is_fully_replicated for leaf in jax.tree.leaves(parts)):
+                self._cache["fetched"] = fetch(parts)
 
-    def model_of(self, state: TrainState) -> tuple[PyTree, PyTree]:
-        """The model and its state as `state` has them, whole and live."""
-        parts = state.params, state.buffers, state.model_state
-        return self._as_model(gather_arrays(parts))
+    def gather_model(self, state: TrainState) -> tuple[PyTree, PyTree]:
+        """Returns the model of `state` and its state, gathered from their shards."""
+        return self._combine(gather_arrays(_get_model_parts(state)))
 
-    def _as_model(self, parts: tuple[PyTree, PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+    def _combine(self, parts: _ModelParts) -> tuple[PyTree, PyTree]:
         params, buffers, model_state = parts
-        model = self.kind.model
-        params, buffers = cast_to_original((params, buffers), model.own)
-        return eqx.combine(params, buffers, model.static), model_state
+        structure = self.layout.structure
+        params, buffers = cast_to_original((params, buffers), structure.shapes)
+        return eqx.combine(params, buffers, structure.static), model_state
 
-    def shapes(self) -> TrainState:
-        """The state without its values: nothing is looked at on the devices."""
-        return self.treedef.unflatten(
+    def get_shapes(self) -> TrainState:
+        """Returns shapes and shardings of the state."""
+        return self.layout.treedef.unflatten(
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
             for leaf in self.leaves
         )
 
 
-class _Kind(NamedTuple):
-    """What all states of a run have in common."""
-
-    treedef: Any
-    totals: int
-    """The place of the epoch's sums among the leaves."""
-    weights: Callable[[list[Array]], tuple[Array, ...]]
-    """Takes those of what is evaluated: parameters, and at least the step's number."""
-    zeros: np.ndarray
-    is_placed: bool
-    """Whether there are arrays, not shapes alone."""
-    view: View
-    model: Model
+_is_deleted: Final = operator.methodcaller("is_deleted")
 
 
-def _first_of_views(chosen: View, own: View) -> View:
-    """The view that a callback has chosen; the optimizer's where that changes none."""
-    if chosen is None or own is None:
-        return chosen or own
+def _get_model_parts(state: TrainState) -> _ModelParts:
+    return state.params, state.buffers, state.model_state
+
+
+def _compose_views(chosen: View, optimizers: View) -> View:
+    """Returns a callback's view, or the optimizer's where that changes nothing."""
+    if chosen is None or optimizers is None:
+        return chosen or optimizers
 
     def view(state: TrainState) -> TrainState:
         seen = chosen(state)
-        return own(state) if seen is state else seen
+        return optimizers(state) if seen is state else seen
 
     return view
 
 
-_is_deleted: Final = operator.methodcaller("is_deleted")
-
-
-def _written_to(state: PyTree, leaves: list[Any]) -> str | None:
-    """Where a state has other leaves than those that it was made of, or None."""
+def _find_written_leaf(state: PyTree, leaves: list[Any]) -> str | None:
+    """Returns the path of a leaf of a state that is not the one of `leaves`."""
     now = jax.tree_util.tree_leaves_with_path(state)
-    for (path, leaf), held in zip(now, leaves, strict=False):
-        if leaf is not held:
+    for (path, leaf), original in zip(now, leaves, strict=False):
+        if leaf is not original:
             return leaf_path(path)
     return None if len(now) == len(leaves) else "a leaf that was added or removed"
 
 
-def first_of(
-    parts: tuple[PyTree, PyTree, PyTree],
+def make_first_state(
+    parts: _ModelParts,
     model_state: PyTree,
     steps: Steps,
     seed: int,
     strategy: DataParallel,
 ) -> TrainState:
-    """The state before the first step, to be placed."""
+    """Returns the state before the first step, which is not placed yet."""
     params, buffers, _ = cast_for_storage(use_auto_axes(parts), steps.precision)
     model = params, buffers, use_auto_axes(model_state)
     layout = None
-    # Of a model that is split already, no device need have room for all of it; zeros
-    # would be whole on each. Nor for what the strategy adds.
-    is_split = not all(leaf.is_fully_replicated for leaf in _placed(params))
-    if is_split and not strategy.mesh.empty or adds_state(strategy):
+    # No device may have the memory for all of a model that is sharded already; its
+    # zeros would be full-sized on each. The same holds for a strategy's own state.
+    arrays = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]
+    is_sharded = not all(leaf.is_fully_replicated for leaf in arrays)
+    if is_sharded and not strategy.mesh.empty or adds_state(strategy):
         shapes = jax.eval_shape(
             lambda p, b, s: first_state(p, b, s, steps, seed), *model
         )
         shardings = state_shardings(strategy, shapes)
         layout = shardings.opt_state
-        if not is_split:
+        if not is_sharded:
             model = (
                 jax.tree.map(make_global_array, params, shardings.params),
                 *model[1:],
@@ -289,16 +279,10 @@ def first_of(
     return first_state(*model, steps, seed, layout)
 
 
-def _placed(tree: PyTree) -> list[Array]:
-    return [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
-
-
-def placed_state(
-    strategy: DataParallel, state: TrainState, offloads: bool
-) -> TrainState:
-    """A state on the devices, its optimizer's part on the host if it `offloads`."""
-    if offloads:
-        return place_copy(state, _layout(strategy, state, offloads))
+def place_state(strategy: DataParallel, state: TrainState, offload: bool) -> TrainState:
+    """Returns the state on the devices; `offload` puts the optimizer's on the host."""
+    if offload:
+        return place_copy(state, _get_shardings(strategy, state, offload))
     placed = strategy.place(state)
     if not isinstance(placed, TrainState):
         raise TypeError(
@@ -309,20 +293,21 @@ def placed_state(
     return placed
 
 
-def _layout(strategy: DataParallel, state: TrainState, offloads: bool) -> TrainState:
-    """The sharding of each leaf of a state."""
+def _get_shardings(
+    strategy: DataParallel, state: TrainState, offload: bool
+) -> TrainState:
     shardings = state_shardings(strategy, state)
-    return offload_optimizer(shardings, state) if offloads else shardings
+    return offload_optimizer(shardings, state) if offload else shardings
 
 
-def shapes_of_first(
-    parts: tuple[PyTree, PyTree, PyTree],
+def make_abstract_state(
+    parts: _ModelParts,
     model_state: PyTree,
     steps: Steps,
     strategy: DataParallel,
-    offloads: bool,
+    offload: bool,
 ) -> TrainState:
-    """The first state as shapes and shardings; nothing is computed or moved."""
+    """Returns the first state as shapes and shardings, without any computation."""
 
     def first(params: PyTree, buffers: PyTree, model_state: PyTree) -> TrainState:
         params, buffers = cast_for_storage((params, buffers), steps.precision)
@@ -334,139 +319,5 @@ def shapes_of_first(
             leaf.shape, leaf.dtype, sharding=sharding
         ),
         state,
-        _layout(strategy, state, offloads),
+        _get_shardings(strategy, state, offload),
     )
-
-
-# What an optimizer keeps in its state so that it can be set between two steps:
-# `optax.inject_hyperparams` puts its arguments there. Setting one is to write an array,
-# and no step is compiled for it.
-
-
-class Hyperparam(NamedTuple):
-    """One that can be read, and unless a schedule overwrites it, set."""
-
-    name: str
-    """As its optimizer calls it."""
-    label: str
-    """The keys of dictionaries on the way to it, as `optax.partition` has them."""
-    place: int
-    """Which of the state's leaves it is."""
-    leaf: Any
-    is_scheduled: bool
-
-
-def hyperparams_in(state: PyTree) -> dict[str, Hyperparam]:
-    """All hyperparameters in a state, by the names that they are set by.
-
-    That is the optimizer's own name for it, if there is one such in the state. Several
-    have a label before it: the key that `optax.partition` or `optax.named_chain` knows
-    each by (`head/learning_rate`), or where that does not tell them apart their number
-    (`0/learning_rate`).
-    """
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    scheduled = {
-        (path[:place], path[place + 1])
-        for path, _ in leaves
-        for place, key in enumerate(path)
-        if key == GetAttrKey("hyperparams_states")
-    }
-    by_name: dict[str, list[Hyperparam]] = {}
-    for place, (path, leaf) in enumerate(leaves):
-        match path:
-            case (*owner, GetAttrKey("hyperparams"), DictKey(name)):
-                label = "/".join(str(key.key) for key in owner if type(key) is DictKey)
-                sets_itself = (tuple(owner), DictKey(name)) in scheduled
-                one = Hyperparam(name, label, place, leaf, sets_itself)
-                by_name.setdefault(name, []).append(one)
-    return {
-        name: hyperparam
-        for group in by_name.values()
-        for name, hyperparam in _told_apart(group).items()
-    }
-
-
-def hyperparam_values(state: PyTree) -> Mapping[str, Any]:
-    """The present ones, as `hyperparams_in` names them. Waits for the device."""
-    arrays = {
-        # waits for the device
-        name: np.asarray(hyperparam.leaf)
-        for name, hyperparam in hyperparams_in(state).items()
-    }
-    # on the host
-    values = {name: a if a.ndim else a.item() for name, a in arrays.items()}
-    return MappingProxyType(values)
-
-
-def leaves_to_set(state: PyTree, values: Mapping[str, Any]) -> dict[int, np.ndarray]:
-    """Which leaves of a state are to become what, to have these hyperparameters.
-
-    Raises:
-        ValueError: for a name that is not there, one that a schedule sets, and a value
-            of another shape, or that is not finite.
-        TypeError: for a value that is no number, or not of the kind of the present one.
-    """
-    present = hyperparams_in(state)
-    return {
-        _present(name, present).place: _as_present(name, value, present[name].leaf)
-        for name, value in values.items()
-    }
-
-
-def _told_apart(group: list[Hyperparam]) -> dict[str, Hyperparam]:
-    """Hyperparameters of one name, told apart."""
-    if len(group) == 1:
-        return {group[0].name: group[0]}
-    labels = [hyperparam.label for hyperparam in group]
-    if not all(labels) or len({*labels}) < len(labels):
-        labels = [str(number) for number in range(len(group))]
-    return {f"{label}/{x.name}": x for label, x in zip(labels, group, strict=True)}
-
-
-def _present(name: str, found: Mapping[str, Hyperparam]) -> Hyperparam:
-    """The hyperparameter of a name, or an error that says what there is."""
-    if name not in found:
-        alike = [key for key, hyperparam in found.items() if hyperparam.name == name]
-        listed = ", ".join(map(repr, alike or found))
-        has = f"has no {name!r}; there are {listed or 'none'}"
-        if alike:
-            has = f"has {len(alike)} named {name!r}: {listed}. Say which, as"
-            has += f" set_hyperparams(**{{{alike[0]!r}: ...}})"
-        raise ValueError(
-            f"`set_hyperparams`: the optimizer's state {has}. Only what is in it can be"
-            " set: numbers and arrays that optax.inject_hyperparams was given, for"
-            " example optax.inject_hyperparams(optax.adam)(learning_rate=1e-3) instead"
-            " of optax.adam(1e-3)."
-        )
-    if found[name].is_scheduled:
-        raise ValueError(
-            f"`set_hyperparams`: {name!r} is set by a schedule in every step,"
-            " which would overwrite the new value. Give optax.inject_hyperparams"
-            " a number instead of the schedule."
-        )
-    return found[name]
-
-
-def _as_present(name: str, value: Any, leaf: Any) -> np.ndarray:
-    """`value` in the dtype of the present one."""
-    array = np.asarray(value)  # waits for the device
-    what = f"`set_hyperparams`: {name!r} is {leaf.dtype} of shape {leaf.shape}"
-    is_floating = jnp.issubdtype(leaf.dtype, jnp.floating)
-    kinds = (jnp.floating, jnp.integer) if is_floating else (jnp.integer,)
-    if not any(jnp.issubdtype(array.dtype, kind) for kind in kinds):
-        raise TypeError(
-            f"{what}, and can't be set to {value!r} of type {type(value).__name__};"
-            f" pass {'a number' if is_floating else 'an int'}."
-        )
-    if not array.ndim:  # one for each member of an ensemble
-        array = np.broadcast_to(array, leaf.shape)
-    if array.shape != leaf.shape:
-        raise ValueError(f"{what}; got a value of shape {array.shape}.")
-
-    with np.errstate(over="ignore"):
-        new = array.astype(leaf.dtype)
-    if is_floating and not np.isfinite(new.astype(np.float64)).all():
-        raise ValueError(f"{what}, and must be finite; got {value!r}.")
-    if not is_floating and not np.array_equal(new, array):
-        raise ValueError(f"{what}, and {value!r} does not fit into it.")
-    return new

@@ -1,5 +1,5 @@
-"""One kind of step: its programs, each compiled once for a form of its batches, and how
-batches come to the devices."""
+"""One kind of step: its programs, one per shape of batch, and the transfer of batches
+to the devices."""
 
 import contextlib
 import hashlib
@@ -13,10 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
-from jaxtyping import Array
 
 from ..basics.process import pause_gc
-from ..data import Dispatch, Packer, check_targets, without_ignored
+from ..data import Dispatch, Packer, check_targets, replace_ignored_rows
 from ..distributed import RowBlocks, make_global_array
 from ..step import (
     Batch,
@@ -36,37 +35,36 @@ from ..strategies import DataParallel
 from ..strategies.base import Rows, count_shards, place_batch
 from ..strategies.fsdp_units import GATHERED_IN_BRANCH
 from ..strategies.placement import fetch
-from .bodies import BODIES, Body, traced
-from .compiling import debug_settings
+from .step_functions import STEP_FUNCTIONS, StepFunction, trace_jaxpr
 from .xla_options import options_for
 
-Kind = Literal["train", "evaluate", "predict"]
+StepKind = Literal["train", "evaluate", "predict"]
 
-WHAT: Final[dict[Kind, str]] = {
+KIND_NAMES: Final[dict[StepKind, str]] = {
     "train": "training",
     "evaluate": "validation",
     "predict": "prediction",
 }
 
-_MOST_COUNTS: Final = 128
-"""Of one program that are kept; there are more only if batches have all sizes."""
+_MAX_COUNTS: Final = 128
+"""Row counts on the devices per program. Only batches of all sizes have more."""
 
-_NOTHING_YET: Final = Facts((), None)
+_UNTRACED: Final = Facts((), None)
 
 _DONATED: Final = {"state": (0,), "all": (0, 1), "none": ()}
 
 
-class Placed(NamedTuple):
-    """Batches as a compiled step takes them, put on the devices."""
+class PlacedBatches(NamedTuple):
+    """Batches as the arguments of a compiled step."""
 
-    step: Any
+    program: Any
     groups: Any
     nbytes: int
-    """What they take of a device before their step; 0 if the call brings them there."""
+    """Bytes on a device before the step; 0 if the call itself moves them there."""
 
 
 class StepOptions(NamedTuple):
-    """How the train step is compiled; `Callback.step_options` changes it."""
+    """Options of compiling the train step; `Callback.step_options` changes them."""
 
     donate: str = "state"
     """What the step may overwrite: "state", "all" (batches, too) or "none"."""
@@ -75,30 +73,30 @@ class StepOptions(NamedTuple):
 
 
 class SingleStepsOnly(Exception):
-    """Several steps at a time were traced, which are better taken one by one."""
+    """Several steps at a time were traced, and single steps are better."""
 
 
 class Program:
-    """A step compiled for batches of one form.
+    """A step compiled for batches of one shape.
 
     Attributes:
-        compiled: what runs: a `jax.stages.Compiled`, unless a user's strategy has made
-            it.
-        steps: how many optimizer steps a call takes. Rows and micro-batches are those
-            of all of them, padding included.
-        is_known: whether it is a `jax.stages.Compiled`, which tells its layouts.
-        donated: whether it may overwrite the state that it is given.
+        compiled: a `jax.stages.Compiled`, or the callable of a custom strategy.
+        steps: the number of optimizer steps of a call.
+        rows: the rows of these steps, padding included.
+        micro_batches: the micro-batches of these steps, padding included.
+        is_compiled: whether it is a `jax.stages.Compiled`, which has shardings.
+        donates: whether it may overwrite the state that it gets.
         products: matrix operations of all devices, as traced; None if a part can't be
             counted, or another function has compiled it.
-        convolves: whether there are convolutions in it, as far as is known.
+        has_convolutions: whether it has convolutions, as far as known.
         may_raise: whether it calls Python that may raise, so that each call is waited
             for before its results are used.
-        compile_seconds: what it took to compile, and to trace if that is not known.
-        trace_seconds: what it took to trace.
+        compile_seconds: time to compile it, and to trace it if that is not known.
+        trace_seconds: time to trace it.
     """
 
     products: Products | None = None
-    convolves = False
+    has_convolutions = False
     may_raise = False
     trace_seconds: float | None = None
     compile_seconds = 0.0
@@ -107,120 +105,120 @@ class Program:
         self, compiled: Any, dispatch: Dispatch, groups: list[Group], donate: str
     ):
         self.compiled = compiled
-        self.steps, self.rows = len(dispatch.rows), rows_in(groups)
+        self.steps, self.rows = len(dispatch.rows), count_padded_rows(groups)
         self.micro_batches = sum(len(group.counts) for group in groups)
-        self.donated = donate != "none"
-        # What a step may overwrite is not there for the next one, and a strategy of the
-        # user's may return any callable, and counts of its own.
-        self.is_known = isinstance(compiled, jax.stages.Compiled)
-        self._keeps = self.is_known and donate != "all"
-        self._layouts: list[Any] | None = None  # of the leaves of groups, in order
-        self._counts: dict[Any, Array] = {}
-        self._last_counts: tuple[Any, Any] = (None, None)  # of the call before
+        self.donates = donate != "none"
+        self.is_compiled = isinstance(compiled, jax.stages.Compiled)
+        # A step that overwrites its batches leaves no counts for the next one. A custom
+        # strategy may return any callable, and counts of its own.
+        self._reuses_counts = self.is_compiled and donate != "all"
+        self._shardings: list[Any] | None = None  # of all leaves of the groups
+        self._counts: dict[tuple[int, int], tuple[np.ndarray, Any]] = {}
 
-    def with_kept(self, groups: Any) -> Any:
-        """`groups` with their row counts as they are kept on the devices.
+    def reuse_counts(self, groups: Any) -> Any:
+        """Returns the groups with their row counts as arrays on the devices.
 
-        Most batches have as many rows as one before, and what comes from the host is
-        sent to each device by itself: 50 us for four bytes on eight of them.
+        Most batches have the rows of an earlier one, and an array of the host is sent
+        to each device separately: 50 us for four bytes on eight devices.
         """
-        group, *others = groups
-        before, placed = self._last_counts
-        if group.counts is before and group.whole is None and not others:
-            return [Group(group.batch, placed, None)]
-        if not self._keeps or type(group.counts) is not np.ndarray:
+        if not self._reuses_counts:
             return groups
-        kept = self._counts
-        if len(kept) > _MOST_COUNTS:
-            kept.clear()
-        counted = []
-        for place, group in enumerate(groups):
+        known, placed = self._counts, []
+        for index, group in enumerate(groups):
             counts = group.counts
-            key = place, counts.tobytes()
-            if key not in kept:
-                positional, _ = self.compiled.input_shardings
-                sharding = positional[-1][place].counts
-                # None where the step has no use for them, as prediction has not.
-                kept[key] = (
-                    counts if sharding is None else make_global_array(counts, sharding)
+            if type(counts) is np.ndarray:  # the packer returns each of them again
+                key = index, id(counts)
+                counts = (
+                    known[key][1] if key in known else self._put_counts(*key, counts)
                 )
-            counted.append(Group(group.batch, kept[key], group.whole))
-            self._last_counts = counts, kept[key]
-        return counted
+            placed.append(Group(group.batch, counts, group.whole))
+        return placed
 
-    def moved(self, groups: Sequence[Group], *, all_of_them: bool) -> Sequence[Group]:
-        """`groups` with JAX's arrays as it takes them; NumPy's too, if `all_of_them`.
+    def _put_counts(self, index: int, key: int, counts: np.ndarray) -> Any:
+        if len(self._counts) > _MAX_COUNTS:
+            self._counts.clear()
+        positional, _ = self.compiled.input_shardings
+        sharding = positional[-1][index].counts
+        # A step that does not use them, as a prediction, has no sharding for them.
+        placed = counts if sharding is None else make_global_array(counts, sharding)
+        self._counts[index, key] = counts, placed  # a reference keeps the id its own
+        return placed
 
-        What is there already, and so laid out, is not copied. Nothing waits for the
-        device.
+    def transfer(self, groups: Sequence[Group], *, include_numpy: bool) -> list[Group]:
+        """Returns the groups with JAX's arrays, or all, in the step's shardings.
+
+        An array that has its sharding is not copied. Does not wait for the device.
         """
-        flat = [jax.tree.flatten((group.batch, group.whole)) for group in groups]
-        if self._layouts is None:
-            positional, _ = self.compiled.input_shardings
-            self._layouts = [
-                treedef.flatten_up_to((layout.batch, layout.whole))
-                for (_, treedef), layout in zip(flat, positional[-1], strict=True)
-            ]
-        there = []
-        for group, (leaves, treedef), layouts in zip(
-            groups, flat, self._layouts, strict=True
-        ):
-            # None is the layout of what the step has no use for; and what spans
-            # processes was placed by the strategy.
-            places = [
-                place
-                for place, (leaf, layout) in enumerate(
-                    zip(leaves, layouts, strict=True)
-                )
-                if layout is not None
-                and getattr(leaf, "is_fully_addressable", all_of_them)
-            ]
-            arrays = [leaves[place] for place in places]
-            arrays = jax.device_put(arrays, [layouts[place] for place in places])
-            for place, array in zip(places, arrays, strict=True):
-                leaves[place] = array
-            batch, whole = treedef.unflatten(leaves)
-            there.append(group._replace(batch=batch, whole=whole))
-        return there
+        leaves, treedef = jax.tree.flatten([(g.batch, g.whole) for g in groups])
+        shardings = self._shardings
+        if shardings is None:
+            positional: Any = self.compiled.input_shardings[0]
+            pairs = [(group.batch, group.whole) for group in positional[-1]]
+            shardings = self._shardings = treedef.flatten_up_to(pairs)
+        # An argument that the step does not use has no sharding. The strategy has
+        # placed arrays that span processes.
+        indices = [
+            i
+            for i, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True))
+            if sharding is not None
+            and getattr(leaf, "is_fully_addressable", include_numpy)
+        ]
+        arrays = jax.device_put(
+            [leaves[i] for i in indices], [shardings[i] for i in indices]
+        )
+        for i, array in zip(indices, arrays, strict=True):
+            leaves[i] = array
+        return [
+            Group(batch, group.counts, whole)
+            for group, (batch, whole) in zip(
+                groups, treedef.unflatten(leaves), strict=True
+            )
+        ]
 
 
 class Step:
-    """One kind of step under a strategy, compiled once for each form of batches.
+    """One kind of step under a strategy, compiled once for each shape of batch.
 
         program = step.programs.get(dispatch.shape) or step.compile(...)
-        placed = step.placed(dispatch, program, ahead=False)
+        placed = step.place(dispatch, program, ahead=False)
         results = program.compiled(*inputs, placed.groups)
 
     Attributes:
         packer: of its batches.
-        facts: what tracing has told, the last time; no names before.
+        facts: those of the last trace; no names before it.
         programs: by the shapes of dispatches. There is no other cache of them.
         digests: of the programs' texts, in a job of several processes.
     """
 
     def __init__(
         self,
-        kind: Kind,
+        kind: StepKind,
         strategy: DataParallel,
         blocks: RowBlocks,
         in_order: bool,
         *,
-        pads: Callable[[Batch], bool] | None,
+        should_pad: Callable[[Batch], bool] | None,
     ):
         def collect(leaves: list[Any]) -> list[np.ndarray]:
             (group,) = place_batch(strategy, [Group(leaves, None)], split=True)
             return fetch(group.batch)
 
-        shards = count_shards(strategy)
-        self.kind: Kind = kind
-        self.packer = Packer(shards, WHAT[kind], blocks, in_order, collect, pads=pads)
-        self.facts = _NOTHING_YET
+        self.kind: StepKind = kind
+        self.packer = Packer(
+            count_shards(strategy),
+            KIND_NAMES[kind],
+            blocks,
+            in_order,
+            collect,
+            should_pad,
+        )
+        self.facts = _UNTRACED
         self.programs: dict[Hashable, Program] = {}
         self.digests: tuple[str, ...] = ()
         self._strategy = strategy
-        # Of named losses: how many classes there are, by the forms of batches whose
-        # targets are to be looked at.
-        self._classes: dict[tuple[str, ...], int | None] = {}
+        # The number of classes of named losses, by the specs of batches whose targets
+        # are checked.
+        self._num_classes: dict[tuple[str, ...], int | None] = {}
         self._steps: Steps | None = None  # those that were compiled last
 
     def compile(
@@ -231,33 +229,34 @@ class Step:
         donate: str,
         options: Mapping[str, Any],
     ) -> Program:
-        """Traces and compiles a step for batches like those of `dispatch`.
+        """Traces and compiles the step for batches like those of `dispatch`.
 
-        Under `jax.disable_jit` and `jax_debug_nans` it is left to `jax.jit`, which then
-        runs it operation by operation, or finds the line that makes NaN.
+        Under `jax.disable_jit` and `jax_debug_nans`, `jax.jit` is called instead. It
+        runs the step operation by operation, or finds the line that makes NaN.
 
         Args:
-            steps: what it does.
+            steps: the pure functions.
             dispatch: batches, or their shapes.
-            inputs: what a step takes besides: the state to train, else the weights.
+            inputs: the state to train, or else the weights.
             donate: of `StepOptions`.
             options: the user's, of XLA.
 
         Raises:
             ValueError: if the step calls Python that may raise, on several devices.
-            SingleStepsOnly: if it is better compiled for one step at a time.
+            SingleStepsOnly: if single steps are better than several at a time.
         """
-        groups = self._of_all_processes(dispatch, inputs)
-        body = BODIES[self.kind](steps, inputs, groups, len(dispatch.rows), self._note)
-        without_jit, looks_for_nan = debug_settings()
+        groups = self._get_global_groups(dispatch, inputs)
+        make = STEP_FUNCTIONS[self.kind]
+        function = make(steps, inputs, groups, len(dispatch.rows), self._set_facts)
+        is_eager, finds_nan = get_debug_settings()
         # Without jit, a `jax.shard_map` would run on each device in turn.
-        is_apart = steps.is_per_example(self.kind) and not without_jit
+        is_apart = steps.is_per_example(self.kind) and not is_eager
         rows: Rows = "apart" if is_apart else "together"
-        if without_jit or looks_for_nan:  # what has failed is run once more
+        if is_eager or finds_nan:  # a step that fails is run again
             donate = "none"
         before, started = self.facts, time.perf_counter()
         jitted = self._strategy.compile(
-            *body, donate=_DONATED[donate], rows=rows if dispatch.split else "whole"
+            *function, donate=_DONATED[donate], rows=rows if dispatch.split else "whole"
         )
         if not callable(jitted):
             raise TypeError(
@@ -265,27 +264,29 @@ class Step:
                 f" {type(jitted).__name__}; it must return the jitted step, which"
                 " is called with the arguments of `step` less the first."
             )
-        step = jaxpr = None
-        if hasattr(jitted, "trace") and not (without_jit or looks_for_nan):
+        traced = jaxpr = None
+        if hasattr(jitted, "trace") and not (is_eager or finds_nan):
             with pause_gc():
-                step = jitted.trace(*body.arguments)
-            jaxpr = step.jaxpr
-        elif self.facts is before and not without_jit:  # it was not traced yet
-            jaxpr = traced(body.function, *body.arguments)
+                traced = jitted.trace(*function.arguments)
+            jaxpr = traced.jaxpr
+        elif self.facts is before and not is_eager:  # it was not traced yet
+            jaxpr = trace_jaxpr(function.function, *function.arguments)
         convolves = jaxpr is not None and has_convolutions(jaxpr)
         if convolves and steps.unroll_convolutions and len(dispatch.rows) > 1:
             raise SingleStepsOnly
 
         seconds = time.perf_counter() - started
-        if step is None:
-            jitted = _with_arrays(jitted) if without_jit else jitted
+        if traced is None:
+            jitted = _with_jax_arrays(jitted) if is_eager else jitted
             program = Program(jitted, dispatch, groups, donate)
             program.compile_seconds = seconds
         else:
-            instead = getattr(jitted, "compiler_options", None)
-            program = self._compiled(step, body, dispatch, donate, options, instead)
+            replacement = getattr(jitted, "compiler_options", None)
+            program = self._compile_traced(
+                traced, function, dispatch, donate, options, replacement
+            )
             program.trace_seconds = seconds
-        program.convolves = convolves
+        program.has_convolutions = convolves
 
         if self.facts.names:
             if before.names and self.programs:
@@ -293,156 +294,164 @@ class Step:
             self._steps = steps
             is_named = isinstance(steps.objective, CriterionObjective)
             if is_named and (self.facts.num_classes or self.facts.weighted):
-                self._classes[dispatch.forms] = self.facts.num_classes
+                self._num_classes[dispatch.specs] = self.facts.num_classes
         self.programs[dispatch.shape] = program
         return program
 
-    def _compiled(
+    def _compile_traced(
         self,
-        step: Any,
-        body: Body,
+        traced: Any,
+        function: StepFunction,
         dispatch: Dispatch,
         donate: str,
         options: Mapping[str, Any],
-        instead: dict[str, Any] | None,
+        replacement: dict[str, Any] | None,
     ) -> Program:
-        """The program of a traced step; `instead` has a strategy's options of XLA."""
-        started, leaves = time.perf_counter(), jax.tree.leaves(body.arguments)
-        is_to_run = any(isinstance(leaf, jax.Array) for leaf in leaves)
-        if gathers_in_branches(step.jaxpr):
+        """Returns the program; `replacement` has a strategy's options of XLA."""
+        started, leaves = time.perf_counter(), jax.tree.leaves(function.arguments)
+        will_run = any(isinstance(leaf, jax.Array) for leaf in leaves)
+        if gathers_in_branches(traced.jaxpr):
             raise ValueError(GATHERED_IN_BRANCH)
-        if may_raise := is_to_run and calls_python(step.jaxpr):
-            _check_is_alone(self._strategy, step, leaves)
+        if may_raise := will_run and calls_python(traced.jaxpr):
+            _check_single_device(self._strategy, traced, leaves)
             if len(dispatch.rows) > 1:  # the state before an error would be lost
                 raise SingleStepsOnly
-            # The state that a step began with must survive its error.
-            step, donate = _not_donating(step, body.arguments), "none"
-        options = options_for(step.jaxpr, body.arguments, instead, options)
+            # The state before a step must survive the step's error.
+            traced, donate = _trace_undonated(traced, function.arguments), "none"
+        options = options_for(traced.jaxpr, function.arguments, replacement, options)
         with warnings.catch_warnings():
             if donate == "all":
-                # A batch has no result of its shape to become; DonateBuffers reports
-                # what matters.
+                # No result has the shape of a batch. DonateBuffers reports the cases
+                # that matter.
                 unused = "Some donated buffers were not usable"
                 warnings.filterwarnings("ignore", unused)
             with pause_gc():
-                lowered = step.lower()
+                lowered = traced.lower()
             compiled = lowered.compile(dict(options))
         if jax.process_count() > 1:
             text = lowered.as_text().encode()
             self.digests += (hashlib.blake2b(text, digest_size=6).hexdigest(),)
 
-        program = Program(compiled, dispatch, body.arguments[-1], donate)
+        program = Program(compiled, dispatch, function.arguments[-1], donate)
         program.compile_seconds = time.perf_counter() - started
         program.may_raise = may_raise
-        with contextlib.suppress(KeyError):  # JAX has renamed something
-            program.products = products(step.jaxpr)
+        with contextlib.suppress(KeyError):  # JAX has renamed a primitive
+            program.products = products(traced.jaxpr)
         return program
 
-    def _note(self, facts: Facts) -> None:
+    def _set_facts(self, facts: Facts) -> None:
         self.facts = facts
 
-    def _of_all_processes(self, dispatch: Dispatch, inputs: Any) -> list[Group]:
-        """What it is compiled for: the batches of all processes."""
-        # Where JAX's arrays are now is not where the step takes them.
+    def _get_global_groups(self, dispatch: Dispatch, inputs: Any) -> list[Group]:
+        """Returns the batches of all processes, which the step is compiled for."""
+        # The step takes JAX's arrays in another place than where they are now.
         is_abstract = not isinstance(jax.tree.leaves(inputs)[0], jax.Array)
-        all_of_them = is_abstract or jax.process_count() > 1
-        kinds: Any = object if all_of_them else jax.Array
+        needs_shapes = is_abstract or jax.process_count() > 1
+        types: Any = object if needs_shapes else jax.Array
 
-        def shape_of(leaf: Any) -> Any:
-            if not isinstance(leaf, kinds):
+        def get_shape(leaf: Any) -> Any:
+            if not isinstance(leaf, types):
                 return leaf
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
-        groups = jax.tree.map(shape_of, dispatch.groups)
+        groups = jax.tree.map(get_shape, dispatch.groups)
         blocks = self.packer.blocks
         if not dispatch.split or blocks.count == 1:
             return groups
         return [blocks.make_global_shapes(group) for group in groups]
 
-    # How batches come to the devices. Nothing here waits for the device.
+    # The transfer of batches to the devices. It does not wait for the device.
 
-    def put(self, dispatch: Dispatch) -> Dispatch:
-        """The same with its batches on the way to the devices, if its step is known.
+    def prefetch(self, dispatch: Dispatch) -> Dispatch:
+        """Starts the transfer of the batches, if the step is compiled for them.
 
-        What is wrong with them is told when their turn comes.
+        Invalid batches raise later, in their turn.
         """
         program = self.programs.get(dispatch.shape)
-        if program is None or not program.is_known:
+        if program is None or not program.is_compiled:
             return dispatch
         try:
-            return dispatch._replace(placed=self.placed(dispatch, program, ahead=True))
+            return dispatch._replace(placed=self.place(dispatch, program, ahead=True))
         except ValueError:
             return dispatch
 
-    def placed(self, dispatch: Dispatch, program: Program, *, ahead: bool) -> Placed:
-        """The batches of a dispatch, checked, as its program takes them.
+    def place(
+        self, dispatch: Dispatch, program: Program, *, ahead: bool
+    ) -> PlacedBatches:
+        """Returns the batches of a dispatch, checked, as arguments of its program.
 
         Args:
-            ahead: whether to bring what is on the host to the devices, too, which on
-                CPUs the compiled call does sooner.
+            ahead: whether to transfer NumPy's arrays too. On CPUs the compiled call
+                moves them faster.
         """
-        if dispatch.placed is not None and dispatch.placed.step is program:
+        if dispatch.placed is not None and dispatch.placed.program is program:
             return dispatch.placed
-        if dispatch.forms in self._classes:
-            classes = self._classes[dispatch.forms]
+        if dispatch.specs in self._num_classes:
+            num_classes = self._num_classes[dispatch.specs]
             try:
                 for group in dispatch.groups:
-                    check_targets(group.batch, classes)
+                    check_targets(group.batch, num_classes)
             except ValueError:
-                self._unpad()
+                self._revert_sizes()
                 raise
         if self.kind == "train" and self.facts.weighted:
-            dispatch = self._without_ignored(dispatch)
+            dispatch = self._replace_ignored_rows(dispatch)
         groups = place_batch(self._strategy, dispatch.groups, split=dispatch.split)
-        if program.is_known:
-            groups = program.with_kept(groups)
-            if ahead or dispatch.are_there:
-                groups = program.moved(groups, all_of_them=ahead)
-        nbytes = self.bytes_per_device(dispatch) if ahead else 0
-        return Placed(program, groups, nbytes)
+        if program.is_compiled:
+            groups = program.reuse_counts(groups)
+            if ahead or dispatch.has_device_arrays:
+                groups = program.transfer(groups, include_numpy=ahead)
+        nbytes = self._count_bytes(dispatch) if ahead else 0
+        return PlacedBatches(program, groups, nbytes)
 
-    def bytes_per_device(self, dispatch: Dispatch) -> int:
-        """Bytes of the rows that a device has of a dispatch."""
+    def _count_bytes(self, dispatch: Dispatch) -> int:
+        """Returns the bytes of a dispatch on one device."""
         blocks = self.packer.blocks
         shards = count_shards(self._strategy) * len(blocks.local) // blocks.count
         return dispatch.nbytes // (max(1, shards) if dispatch.split else 1)
 
-    def explain(self, error: Exception, dispatch: Dispatch) -> None:
-        """Notes what may be wrong with batches that it could not be compiled for."""
-        self._unpad()
+    def add_compile_notes(self, error: Exception, dispatch: Dispatch) -> None:
+        """Adds notes to an error of compiling for these batches."""
+        self._revert_sizes()
         if not self.programs:
-            # The first batch did not fit the model; the next one may be another.
-            self.packer.forget()
-        for note in filter(None, map(self.packer.forms.note, dispatch.groups)):
+            # The first batch does not fit the model; the next one may differ.
+            self.packer.reset()
+        for note in filter(None, map(self.packer.specs.describe, dispatch.groups)):
             error.add_note(note)
 
-    def _unpad(self) -> None:
-        """No batch is padded to the size of one that is refused."""
-        if self.packer.blocks.count == 1:  # several processes must stay of one mind
-            self.packer.forms.refuse()
+    def _revert_sizes(self) -> None:
+        """Pads no batch to the size of an invalid one."""
+        if self.packer.blocks.count == 1:  # all processes must have the same sizes
+            self.packer.specs.revert_sizes()
 
-    def _without_ignored(self, dispatch: Dispatch) -> Dispatch:
-        """The same with copies of real rows in the place of those of weight 0."""
+    def _replace_ignored_rows(self, dispatch: Dispatch) -> Dispatch:
+        """Returns the dispatch with copies of real rows instead of rows of weight 0."""
         assert self._steps is not None
         objective = self._steps.objective
         if not isinstance(objective, CriterionObjective):
-            return dispatch  # only its author knows what in a batch is a weight
-        which = self._steps.is_per_example(self.kind), objective.is_per_example
+            return dispatch  # only its author knows which part of a batch is a weight
+        flags = self._steps.is_per_example(self.kind), objective.is_per_example
         groups = [
-            group._replace(batch=without_ignored(group.batch, *which))
+            group._replace(batch=replace_ignored_rows(group.batch, *flags))
             for group in dispatch.groups
         ]
         return dispatch._replace(groups=groups)
 
 
-def _with_arrays(jitted: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a step that is given JAX's arrays, also where jit is disabled."""
-    return lambda *given: jitted(*jax.tree.map(jnp.asarray, given))
+def get_debug_settings() -> tuple[bool, bool]:
+    """Returns whether JAX's jit is disabled, and whether JAX looks for NaN."""
+    config: Any = jax.config
+    return config.jax_disable_jit, config.jax_debug_nans or config.jax_debug_infs
 
 
-def _not_donating(step: Any, arguments: tuple[Any, ...]) -> Any:
+def _with_jax_arrays(jitted: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a step that gets JAX's arrays, also where jit is disabled."""
+    return lambda *args: jitted(*jax.tree.map(jnp.asarray, args))
+
+
+def _trace_undonated(traced: Any, arguments: tuple[Any, ...]) -> Any:
     """Returns a traced step of one device without its donation."""
-    flat, tree = jaxpr_as_fun(step.jaxpr), jax.tree.structure(step.out_info)
+    flat, tree = jaxpr_as_fun(traced.jaxpr), jax.tree.structure(traced.out_info)
 
     def run(*arguments: Any) -> Any:
         return tree.unflatten(flat(*jax.tree.leaves(arguments)))
@@ -450,8 +459,8 @@ def _not_donating(step: Any, arguments: tuple[Any, ...]) -> Any:
     return jax.jit(run).trace(*arguments)
 
 
-def _check_is_alone(
-    strategy: DataParallel, step: Any, arguments: Sequence[Any]
+def _check_single_device(
+    strategy: DataParallel, traced: Any, arguments: Sequence[Any]
 ) -> None:
     """Raises if a step that calls Python is to run on several devices.
 
@@ -459,7 +468,8 @@ def _check_is_alone(
     aborts the process.
     """
     devices = next(x.sharding.device_set for x in arguments if hasattr(x, "sharding"))
-    if len(devices) > 1 or not isinstance(step, jax.stages.Traced):  # as of Bitwise
+    # Another class than `Traced` is Bitwise's.
+    if len(devices) > 1 or not isinstance(traced, jax.stages.Traced):
         raise ValueError(
             "`strategy`: the step calls Python that may raise an error"
             " (jax.pure_callback): eqx.error_if does, and so does every diffrax solver."
@@ -472,6 +482,6 @@ def _check_is_alone(
         )
 
 
-def rows_in(groups: list[Group]) -> int:
-    """All rows of the micro-batches, padding included."""
+def count_padded_rows(groups: list[Group]) -> int:
+    """Returns the rows of all micro-batches, padding included."""
     return sum(math.prod(jax.tree.leaves(group.batch)[0].shape[:2]) for group in groups)

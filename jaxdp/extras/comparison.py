@@ -15,10 +15,10 @@ from ..basics.console import format_columns
 from ..basics.tracebacks import TracebackFilter
 from ..basics.tree import leaf_path
 from ..checkpoint import key_to_data
-from ..data import own_of
+from ..data import get_local
 from ..engine import Engine
 from ..fit import checks
-from ..fit.feed import windows
+from ..fit.feed import make_windows
 from ..step import Batch
 from ..strategies import DataParallel, SingleDevice
 from ..strategies.placement import gather_arrays
@@ -178,11 +178,11 @@ def compare_strategies(
     with TracebackFilter():
         source = run.open_source(loader, "loader", "train")
         with contextlib.closing(source):
-            batches = map(own_of, source.epoch())
-            all_windows = windows(batches, config.accumulate_grad_batches)
+            batches = map(get_local, source.read_epoch())
+            all_windows = make_windows(batches, config.accumulate_grad_batches)
             first = list(itertools.islice(all_windows, steps))
         if not first:
-            raise ValueError(source.gave_nothing())
+            raise ValueError(source.explain_no_batches())
 
         config.decide_loss(run.engine, first[0][0])
         engine_here = run.checked_engine()
@@ -208,7 +208,7 @@ def trace(engine: Engine, strategy: Any, windows: Iterable[Sequence[Batch]]) -> 
     values, compiling = [], 0.0
     for window in windows:
         start = time.perf_counter()
-        (dispatch,) = engine.prepare_training(engine.pack([window]))
+        (dispatch,) = engine.compile_training(engine.pack([window]))
         prepared = time.perf_counter()
         (metrics,) = engine.train(dispatch)
         jax.block_until_ready(engine.state)  # waits for the device

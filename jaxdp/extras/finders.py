@@ -19,9 +19,9 @@ from ..basics.figures import Curve, draw
 from ..basics.files import save_figure
 from ..callbacks import Callback
 from ..callbacks.learning_rate_monitor import is_rate
-from ..data.random_states import set_states, states_of, torch_generators
+from ..data.random_states import find_torch_generators, get_states, set_states
 from ..engine import StepOptions
-from ..engine.state import hyperparams_in
+from ..engine.hyperparams import find_hyperparams
 from ..fit import checks
 from ..trainer import Trainer
 
@@ -177,8 +177,8 @@ def lr_find(
     best, lost = math.inf, 0
     with contextlib.ExitStack() as stack:
         # A torch loader's generators end as they were.
-        generators = torch_generators(train_loader)
-        stack.callback(set_states, generators, states_of(generators))
+        generators = find_torch_generators(train_loader)
+        stack.callback(set_states, generators, get_states(generators))
         for rate in rates:
             twin.set_hyperparams(**{name: like * rate for name, like in held.items()})
             if (metrics := next(steps, None)) is None:
@@ -223,14 +223,14 @@ def _make_twin(trainer: Trainer, optimizer: Callable[[float], Any] | None) -> Tr
 
 def _make_rate_shapes(trainer: Trainer, only_added: bool) -> dict[str, np.ndarray]:
     """Returns ones in the shapes of the rates to set: all, or only the added one."""
-    hyperparams_by_name = hyperparams_in(trainer.run.engine.state)
+    hyperparams_by_name = find_hyperparams(trainer.run.engine.state)
     rates = {
         name: hyperparam
         for name, hyperparam in hyperparams_by_name.items()
         if is_rate(name)
     }
     if only_added:  # at the end
-        rates = dict([max(rates.items(), key=lambda item: item[1].place)])
+        rates = dict([max(rates.items(), key=lambda item: item[1].index)])
     if not rates or any(rate.is_scheduled for rate in rates.values()):
         raise ValueError(
             "`lr_find`: the optimizer has no learning rate that can be set. Pass"

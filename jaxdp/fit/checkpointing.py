@@ -63,7 +63,7 @@ def start_saving(trainer: "Trainer", path: str | os.PathLike[str]) -> checkpoint
     with run.interrupts.defer_signals():
         run.renew_hooks(trainer.callbacks, to_train=True)
         run.check_between_dispatches("`save`")
-        held = run.checked_engine().held
+        held = run.checked_engine().device_state
         state = held.tree
         run.record.flush()
         meta = make_metadata(trainer)
@@ -104,7 +104,7 @@ def make_metadata(trainer: "Trainer") -> dict[str, Any]:
     run, config = trainer.run, trainer.run.config
     return {
         "run_id": run.record.run_id,
-        **run.progress.state_dict(run.share("train")),
+        **run.progress.state_dict(run.make_partition("train")),
         "history": trainer.history.state_dict(),
         "callbacks": {
             name: _check_json(name, callback.state_dict())
@@ -135,7 +135,7 @@ def load_weights_at(
 
     The trainer does not change. Its optimizer and callbacks may be others.
     """
-    held = trainer.run.engine.held
+    held = trainer.run.engine.device_state
     with trainer.run.interrupts.defer_signals():
         state, meta = checkpoint.restore(path, lambda _: held.tree, evaluated=True)
         _check_frozen(path, meta, held.tree)
@@ -155,8 +155,8 @@ def load(trainer: "Trainer", path: str | os.PathLike[str]) -> None:
         without, unmatched_callbacks = find_unmatched(trainer, meta)
 
         run.engine.state = state
-        run.engine.pad_as({})  # forgets larger batches that came since then
-        run.progress.load_state_dict(meta, run.share("train"))
+        run.engine.load_padding({})  # forgets larger batches that came since then
+        run.progress.load_state_dict(meta, run.make_partition("train"))
         trainer.history.load_state_dict(meta["history"])
         run.record.rewind(meta["run_id"], meta["global_step"])
         run.loaded = CheckpointInfo(meta["padded_rows"], unmatched_callbacks)

@@ -18,7 +18,7 @@ from ..basics.other_libraries import INSTEAD
 from ..basics.tracebacks import NoteOnError
 from ..basics.tree import leaf_path
 from ..callbacks import Callback, check_hooks
-from ..data import own_of, to_host
+from ..data import get_local, to_host
 from ..distributed import get_process_group
 from ..step import (
     CriterionObjective,
@@ -399,7 +399,7 @@ def check_first_batch(loader: Any, argument: str, *, needs_pairs: bool) -> None:
     """
     if not isinstance(loader, list | tuple) or not loader:
         return
-    batch = own_of(loader[0])
+    batch = get_local(loader[0])
     if isinstance(batch, Mapping | Whole):
         return  # later errors say more
     batch = tuple(batch) if type(batch) is list else batch

@@ -14,8 +14,8 @@ from jaxtyping import PyTree
 from ..basics.console import log_info, warn
 from ..basics.tracebacks import NoteOnError, TracebackFilter
 from ..callbacks.base import Hooks
-from ..data import Dispatch, Packer, Source, inputs_of, own_of, real_rows
-from ..engine import Kind, Program
+from ..data import Dispatch, Packer, Source, fetch_real_rows, get_inputs, get_local
+from ..engine import Program, StepKind
 from ..step import IN_FLIGHT, Batch, Whole
 from ..strategies.placement import replicate
 from .checkpointing import load_weights_at
@@ -108,7 +108,9 @@ class Evaluator:
         run, trainer = self._run, self._trainer
         with run.record.redirect_logs({}) as logged:
             self._start(trainer)
-            weights = run.engine.held.weights() if weights is None else weights
+            weights = (
+                run.engine.device_state.get_weights() if weights is None else weights
+            )
             numbers = itertools.count()
             totals = [
                 self._sum_pass(prefix, weights, numbers) for prefix in self._sources
@@ -133,7 +135,7 @@ class Evaluator:
         """Returns the sums over a pass; keeps the outputs that a `PassMetric` needs."""
         trainer, engine = self._trainer, self._run.engine
         source, outputs = self._sources[prefix], self._outputs[prefix]
-        first = totals = engine.held.zeros
+        first = totals = engine.device_state.layout.zeros
         ready = _iterate_prepared(
             trainer, "evaluate", source, prefix, self._limits.get(prefix)
         )
@@ -148,10 +150,10 @@ class Evaluator:
                     outputs.add(values, batch)
                 self._after_batch(trainer, next(numbers))
         finally:
-            source.end_pass()
+            source.end_epoch()
 
         if totals is first:
-            raise ValueError(source.gave_nothing())
+            raise ValueError(source.explain_no_batches())
         return totals
 
 
@@ -246,7 +248,7 @@ def predict(
         )
         hooks.on_predict_start(trainer)
         with run.interrupts:
-            weights = engine.held.weights() if weights is None else weights
+            weights = engine.device_state.get_weights() if weights is None else weights
             ready = _iterate_prepared(trainer, "predict", source, "predict", limit)
             for number, (batch, dispatch, program) in enumerate(ready):
                 with NoteOnError(f"in batch {number}"):
@@ -256,7 +258,7 @@ def predict(
                 predictions.add(result, batch)
             rows = predictions.collect_rows()
         if rows is None:
-            raise ValueError(source.gave_nothing())
+            raise ValueError(source.explain_no_batches())
         hooks.on_predict_end(trainer)
     return rows
 
@@ -264,14 +266,14 @@ def predict(
 def compile_ahead(trainer: "Trainer", sources: Loaders) -> None:
     """Compiles for validation before the first epoch, so that errors come early."""
     for source in sources.values():
-        if source.is_at_hand:
+        if source.is_in_memory:
             with NoteOnError(f"in the first batch of `{source.argument}`"):
-                trainer.run.engine.prepare("evaluate", source.peek())
+                trainer.run.engine.prepare("evaluate", source.peek_batch())
 
 
 def _iterate_prepared(
     trainer: "Trainer",
-    kind: Kind,
+    kind: StepKind,
     source: Source,
     activity: str,
     limit: int | None,
@@ -284,14 +286,14 @@ def _iterate_prepared(
     run, engine = trainer.run, trainer.run.engine
     run.processes.all_gather(f"the start of {activity}", None)
     waiting: collections.deque[tuple[Batch, Dispatch, Program]] = collections.deque()
-    for number, batch in enumerate(itertools.islice(source.epoch(), limit)):
+    for number, batch in enumerate(itertools.islice(source.read_epoch(), limit)):
         run.processes.sync_step(f"batch {number} of {activity}")
         with NoteOnError(f"in batch {number}"):
             dispatch, program = _prepare_batch(trainer, kind, batch)
-        if engine.puts_ahead:
-            dispatch = engine.steps[kind].put(dispatch)
+        if engine.prefetches:
+            dispatch = engine.steps[kind].prefetch(dispatch)
         waiting.append((batch, dispatch, program))
-        if len(waiting) > engine.puts_ahead:
+        if len(waiting) > engine.prefetches:
             yield waiting.popleft()
         run.interrupts.check()
     yield from waiting
@@ -299,15 +301,15 @@ def _iterate_prepared(
 
 
 def _prepare_batch(
-    trainer: "Trainer", kind: Kind, batch: Any
+    trainer: "Trainer", kind: StepKind, batch: Any
 ) -> tuple[Dispatch, Program]:
     engine = trainer.run.engine
     if kind != "predict":
         return trainer.run.config.decide_loss(engine, batch).prepare(kind, batch)
     try:
-        return engine.prepare(kind, inputs_of(batch))
+        return engine.prepare(kind, get_inputs(batch))
     except Exception as error:
-        rows = own_of(batch)
+        rows = get_local(batch)
         beside = rows[1:] if isinstance(rows, tuple) else ()
         if any(isinstance(part, Whole) for part in beside):
             error.add_note(
@@ -326,9 +328,9 @@ class _OutputFetcher:
         gather: whether each process gets all rows, instead of its own.
     """
 
-    def __init__(self, trainer: "Trainer", kind: Kind, *, gather: bool = True):
+    def __init__(self, trainer: "Trainer", kind: StepKind, *, gather: bool = True):
         self._engine, self._gather = trainer.run.engine, gather
-        self._kind: Kind = kind
+        self._kind: StepKind = kind
         self._waiting: collections.deque[tuple[PyTree, Batch]] = collections.deque()
         self._done: list[PyTree] = []
 
@@ -355,7 +357,9 @@ class _OutputFetcher:
         values, batch = self._waiting.popleft()
 
         def real(leaf: Any) -> np.ndarray:
-            return real_rows(leaf, batch, self._packer.blocks, own=not self._gather)
+            return fetch_real_rows(
+                leaf, batch, self._packer.blocks, local=not self._gather
+            )
 
         # Waits for the device, `IN_FLIGHT` batches late.
         rows = jax.tree.map(real, values)
@@ -369,7 +373,7 @@ class _OutputFetcher:
         for one, other in pairs:
             if one.shape[1:] != other.shape[1:]:
                 raise ValueError(
-                    f"in {self._packer.what} the model returns {one.shape[1:]} for"
+                    f"in {self._packer.kind} the model returns {one.shape[1:]} for"
                     f" a row of batch 0 and {other.shape[1:]} for one of batch"
                     f" {number}, and one array can't hold both. Predict batches of"
                     " one shape at a time, or let the model return one shape for"

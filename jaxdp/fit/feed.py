@@ -1,4 +1,4 @@
-"""The batches of an epoch, as many at a time as a dispatch takes."""
+"""Reads the batches of an epoch, and packs them for the compiled step."""
 
 import itertools
 from collections.abc import Iterable, Iterator
@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from ..basics.console import log_info
 from ..callbacks.base import Hooks
-from ..data import Dispatch, Position, Source, Window, are_alike, taken
+from ..data import (
+    Dispatch,
+    Position,
+    Source,
+    Window,
+    have_equal_shapes,
+    take_until_error,
+)
 from ..engine import wait
 from ..step import Batch
 from .progress import Limits
@@ -18,16 +25,16 @@ if TYPE_CHECKING:
 
 
 class Feed:
-    """What is to be trained on, packed for the compiled step.
+    """The dispatches of a trainer's epochs.
 
     Args:
-        trainer: whose steps.
+        trainer: runs the steps.
         source: of the batches.
-        hooks: of the fit, which say how the step is compiled.
-        limits: of the fit, or None if its caller has the loop.
+        hooks: of the fit, which decide options of the step.
+        limits: of the fit, or None if the user has the loop.
 
     Attributes:
-        prepared: what the engine has made of the first dispatch.
+        prepared: the dispatches that the engine has made of the first one.
     """
 
     def __init__(
@@ -40,93 +47,99 @@ class Feed:
         self._run = trainer.run
         self._source, self._hooks, self._limits = source, hooks, limits
         self.prepared: Iterable[Dispatch] = ()
-        self._left: Iterator[Dispatch] | None = None  # after the first one
-        self._waiting: list[Window] = []  # steps that are read, and not begun
-        self._refused: Exception | None = None  # by the engine, while some wait
-        # The batches of a caller's loop, which it may decide, are read when it asks.
-        is_known = limits is not None or isinstance(source.loader, list | tuple)
-        self._reads_ahead = is_known and source.may_read_ahead
+        self._remaining: Iterator[Dispatch] | None = None  # after the first one
+        self._waiting: list[Window] = []  # steps that are read, and not launched
+        self._pack_error: Exception | None = None  # while some are waiting
+        # A user's loop may decide its batches, so it reads only those that it needs.
+        is_fixed = limits is not None or isinstance(source.loader, list | tuple)
+        self._can_read_ahead = is_fixed and source.can_read_ahead
 
-    def first(self) -> Dispatch | None:
-        """Reads the first batch, to be `prepared`; `epoch` goes on from there.
+    def read_first(self) -> Dispatch | None:
+        """Reads the first dispatch, to be `prepared`; `read_epoch` continues there.
 
-        None if all batches of the epoch are done, and it lacks its end alone.
+        None if all batches of the epoch are done, and only its end is missing.
         """
         progress = self._run.progress
         self._set_up_engine()
 
-        self._left = self._dispatches()
-        first = next(self._left, None)
+        self._remaining = self._make_dispatches()
+        first = next(self._remaining, None)
         if first is None and not progress.done:
-            raise ValueError(self._source.gave_nothing())
+            raise ValueError(self._source.explain_no_batches())
         if first is None and (progress.epoch_ended or not self._compile_at_end()):
-            self._say_epoch_is_over()
+            self._log_epoch_is_over()
             progress.next_epoch()
-            return self.first()
+            return self.read_first()
         return first
 
-    def epoch(self) -> Iterator[Dispatch]:
-        """What is left of the present epoch."""
-        left, self._left = self._left, None
-        dispatches = self._dispatches() if left is None else left
+    def read_epoch(self) -> Iterator[Dispatch]:
+        """Yields the remaining dispatches of the present epoch."""
+        remaining, self._remaining = self._remaining, None
+        dispatches = self._make_dispatches() if remaining is None else remaining
         prepared, self.prepared = self.prepared, ()
         dispatches = itertools.chain(prepared, dispatches)
         engine = self._run.engine
-        if not engine.puts_ahead:
+        if not engine.prefetches:
             return dispatches
-        return self._ahead(map(engine.steps["train"].put, dispatches))
+        return self._prefetch(map(engine.steps["train"].prefetch, dispatches))
 
-    def _ahead(self, dispatches: Iterator[Dispatch]) -> Iterator[Dispatch]:
-        """Each dispatch once the next one is there; if that fails, those before it are
-        taken first."""
-        coming, error = taken(dispatches, 1)
-        while coming:
-            (present,), coming = coming, []
-            if self._may_read_on(present):
+    def _prefetch(self, dispatches: Iterator[Dispatch]) -> Iterator[Dispatch]:
+        """Yields each dispatch after the next one was read.
+
+        An error is raised after the dispatches before it.
+        """
+        following, error = take_until_error(dispatches, 1)
+        while following:
+            (present,), following = following, []
+            if self._should_read_on(present):
                 self._waiting = present.windows
-                coming, error = taken(dispatches, 1)
+                following, error = take_until_error(dispatches, 1)
             yield present
             self._waiting = []
-            if not coming and error is None:
-                coming, error = taken(dispatches, 1)
+            if not following and error is None:
+                following, error = take_until_error(dispatches, 1)
         if error is None:
             return
-        if error is self._refused:
-            blame(self._run, error)
+        if error is self._pack_error:
+            add_batch_note(self._run, error)
         raise error
 
-    def _may_read_on(self, present: Dispatch) -> bool:
-        """Whether what comes after a dispatch may be read before that is begun."""
+    def _should_read_on(self, present: Dispatch) -> bool:
+        """Returns whether to read the next dispatch before the present step."""
         after = self._run.progress.global_step + len(present.windows)
         is_last = self._limits is not None and self._limits.is_reached(after, 0)
-        return self._reads_ahead and not is_last
+        return self._can_read_ahead and not is_last
 
     def _set_up_engine(self) -> None:
-        """Has the engine compile what the callbacks of this fit need."""
-        engine = self._run.engine
-        engine.held.check()
-        engine.in_flight.wait = self._run.record.stopwatch.time_function("device", wait)
+        """Sets the options of this fit's callbacks in the engine."""
+        engine, stopwatch = self._run.engine, self._run.record.stopwatch
+        engine.device_state.check_not_lost()
+        engine.in_flight.wait = stopwatch.time_function("device", wait)
         engine.set_options(self._hooks.step_options())
 
     def _compile_at_end(self) -> bool:
         """Compiles for an epoch that was left between its last step and its end.
 
         Returns:
-            Whether that was done, now or before; else there was no batch for it.
+            Whether the step is compiled; False if there is no batch for it.
         """
-        run, begun = self._run, self._source.begun
-        assert begun is not None
-        start = Position(begun.epoch, state=begun.state)
-        window = self._source.look(start, run.config.accumulate_grad_batches)
+        run, start = self._run, self._source.epoch_start
+        assert start is not None
+        position = Position(start.epoch, state=start.state)
+        num_batches = run.config.accumulate_grad_batches
+        window = self._source.peek_batches(position, num_batches)
         if window:
             engine = run.config.decide_loss(run.engine, window[0])
-            engine.prepare_training(engine.pack([window]))
-        self._left = iter(())
+            engine.compile_training(engine.pack([window]))
+        self._remaining = iter(())
         return bool(run.engine.steps["train"].facts.names)
 
-    def _say_epoch_is_over(self) -> None:
-        """An earlier fit stopped at the end of an epoch of unknown length, or this one
-        has a smaller loader."""
+    def _log_epoch_is_over(self) -> None:
+        """Reports an epoch without another batch.
+
+        An earlier fit stopped at the end of an epoch of unknown length, or this one has
+        a smaller loader.
+        """
         progress = self._run.progress
         limit = None if self._limits is None else self._limits.train_batches
         is_cut = limit is not None and limit <= progress.done
@@ -136,96 +149,98 @@ class Feed:
             f" `train_loader` are done, and {last}"
         )
 
-    def _dispatches(self) -> Iterator[Dispatch]:
-        """read -> host -> own rows -> windows -> pack; `epoch` puts them ahead."""
+    def _make_dispatches(self) -> Iterator[Dispatch]:
+        """Reads windows of batches and packs them; `read_epoch` prefetches them."""
         run, source, progress = self._run, self._source, self._run.progress
         limit = None if self._limits is None else self._limits.train_batches
         left = None if limit is None else max(0, limit - progress.done)
 
-        batches = itertools.islice(source.epoch(progress.position()), left)
-        steps = windows(batches, run.config.accumulate_grad_batches)
-        steps = run.record.stopwatch.time_iterator("data", steps)
+        batches = itertools.islice(source.read_epoch(progress.position()), left)
+        windows = make_windows(batches, run.config.accumulate_grad_batches)
+        windows = run.record.stopwatch.time_iterator("data", windows)
         if self._limits is not None and self._limits.sure_batches is None:
-            steps = self._noting_end(steps, self._limits)
+            windows = self._find_end(windows, self._limits)
         engine, slots = run.engine, run.config.accumulate_grad_batches
         pack = engine.steps["train"].packer.pack
-        for window in steps:
+        for window in windows:
             groups, error = [[window]], None
             if engine.steps_per_execution > 1:
-                groups, error = self._together(window, steps)
+                groups, error = self._group(window, windows)
             try:
                 for group in groups:
                     yield pack(group, slots)
-            except Exception as wrong:
+            except Exception as pack_error:
                 if self._waiting:
-                    self._refused = wrong
+                    self._pack_error = pack_error
                 else:
-                    blame(run, wrong)
+                    add_batch_note(run, pack_error)
                 raise
             if error is not None:
                 raise error
 
-    def _noting_end(self, steps: Iterator[Window], limits: Limits) -> Iterator[Window]:
-        """Each step once the next one is read, so that hooks know the last one; if
-        reading fails, the steps before are taken first."""
+    def _find_end(self, windows: Iterator[Window], limits: Limits) -> Iterator[Window]:
+        """Yields each window after the next one was read, so that hooks know the last.
+
+        An error is raised after the windows before it.
+        """
         progress = self._run.progress
         step, end = progress.global_step, progress.done
-        coming, error = taken(steps, 1)
-        if not coming and error is None:
+        following, error = take_until_error(windows, 1)
+        if not following and error is None:
             progress.end = end
-        while coming:
-            (present,), coming = coming, []
+        while following:
+            (present,), following = following, []
             step, end = step + 1, end + len(present)
-            may_read_on = self._source.may_read_ahead and not limits.is_reached(step, 0)
-            if may_read_on:
-                coming, error = taken(steps, 1)
-                if not coming and error is None:
+            reads_on = self._source.can_read_ahead and not limits.is_reached(step, 0)
+            if reads_on:
+                following, error = take_until_error(windows, 1)
+                if not following and error is None:
                     progress.end = end
             yield present
-            if not may_read_on:
-                coming, error = taken(steps, 1)
+            if not reads_on:
+                following, error = take_until_error(windows, 1)
         if error is not None:
             raise error
 
-    def _together(
-        self, window: Window, steps: Iterator[Window]
+    def _group(
+        self, window: Window, windows: Iterator[Window]
     ) -> tuple[list[list[Window]], Exception | None]:
-        """A step with those that run with it as one; or alone, or all one by one.
+        """Returns a window with those of the same dispatch, or each in its own.
 
-        A limit or a validation comes after the very step that it is due at. Of a loader
-        that fails, the batches before are trained on first.
+        A dispatch ends before the step that a limit or a validation is due at. An
+        error of the loader is returned with the windows before it.
         """
         engine, progress, left = self._run.engine, self._run.progress, None
         if self._limits is not None:
             step = progress.global_step + len(self._waiting)
             done = progress.done + sum(map(len, self._waiting))
             left = self._limits.steps_until_stop(step, done)
-        most = engine.steps_per_execution
-        is_cut = left is not None and left < most
-        if is_cut or not self._source.may_read_ahead:
+        count = engine.steps_per_execution
+        is_cut = left is not None and left < count
+        if is_cut or not self._source.can_read_ahead:
             return [[window]], None
-        more, error = taken(steps, most - 1)
-        together = [window, *more]
-        if len(together) == most and are_alike(together, engine.micro_batches):
-            return [together], error
-        return [[each] for each in together], error
+        more, error = take_until_error(windows, count - 1)
+        group = [window, *more]
+        if len(group) == count and have_equal_shapes(group, engine.micro_batches):
+            return [group], error
+        return [[each] for each in group], error
 
 
-def windows(batches: Iterable[Batch], size: int) -> Iterator[Any]:
-    """Lists or tuples of `size` batches; the last may be shorter."""
+def make_windows(batches: Iterable[Batch], size: int) -> Iterator[Any]:
+    """Yields lists or tuples of `size` batches; the last may be shorter."""
     if size == 1:
-        return zip(batches)  # quick: small steps wait for it
+        return zip(batches)  # fast: small steps wait for it
     batches = iter(batches)
     return iter(lambda: [*itertools.islice(batches, size)], [])
 
 
-def blame(run: "Run", wrong: Exception, steps: int = 1) -> None:
-    """Says which batches the next steps went wrong on, which do not come again."""
+def add_batch_note(run: "Run", error: Exception, steps: int = 1) -> None:
+    """Adds the numbers of the next steps' batches to an error, and discards them."""
     first, size = run.progress.done, steps * run.config.accumulate_grad_batches
     where = f"in batch {first}"
     if size > 1:
         where = f"in one of the batches {first} to {first + size - 1}"
-    if not isinstance(wrong, ValueError):
+    if not isinstance(error, ValueError):
         where = f"at step {run.progress.global_step + 1}, {where}"
-    wrong.add_note(f"{where} of epoch {run.progress.epoch} of `train_loader`")
+    error.add_note(f"{where} of epoch {run.progress.epoch} of `train_loader`")
     run.progress.discard_batches(size)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from ..basics.console import log_info, warn
 from ..basics.tracebacks import TracebackFilter
 from ..callbacks.base import HOOKS, Hooks
-from ..data import Dispatch, ListSource, Source, Window, own_of, read_only
+from ..data import Dispatch, ListSource, Source, Window, get_local, make_read_only
 from ..distributed import PeriodicVote, Preempted, is_graceful_stop, log_stop
 from ..step import Metrics
 from . import evaluation, resume
-from .feed import Feed, blame
+from .feed import Feed, add_batch_note
 from .lifecycle import attach_second_error, check_may_train, run_with_teardown
 from .progress import FitArguments, Limits, check_limit, resolve_limit
 
@@ -123,7 +123,7 @@ class FitLoop:
                 self._end_epoch()
 
             self._log_max_time()
-            self._run.engine.held.fetch()  # with several processes, gather the model
+            self._run.engine.device_state.fetch()  # by all processes
 
     def has_nothing_to_do(self) -> bool:
         """Returns True, and warns, if earlier fits have reached the limits.
@@ -205,7 +205,7 @@ class FitLoop:
         steps, sizes, *saved = loaded.padded_rows
         now = limits.count_steps(*saved or [limits.accumulate])
         if steps == now:
-            run.engine.pad_as(sizes)  # the same loader, resumed
+            run.engine.load_padding(sizes)  # the same loader, resumed
         elif steps and self.progress.done:
             warn(
                 f"an epoch of `train_loader` had {steps} steps when this run was"
@@ -224,7 +224,9 @@ class FitLoop:
             if self._is_validation_due():  # the run stopped before it
                 self._validate()
                 self.hooks.on_boundary(self.trainer)
-        steps = run_steps(self.trainer, self.feed.epoch(), self.hooks, after_dispatch)
+        steps = run_steps(
+            self.trainer, self.feed.read_epoch(), self.hooks, after_dispatch
+        )
         with contextlib.closing(steps):  # nothing here waits for the device
             while not (self._is_loader_exhausted or self._is_done()):
                 self._is_loader_exhausted = next(steps, None) is None
@@ -271,7 +273,7 @@ class FitLoop:
         """
         progress, record = self.progress, self._record
         with record.stopwatch.measure("device"):
-            means = self._run.engine.epoch_means()
+            means = self._run.engine.fetch_epoch_means()
         if not math.isfinite(means["loss"]):
             self._warn_of_nan(means["loss"])
         means |= progress.val_metrics | progress.logged
@@ -408,7 +410,7 @@ class FitLoop:
 def _read_overfit_batches(source: Source, limit: Any) -> Source:
     """Returns a source of the batches that `overfit_batches` selects."""
     count = resolve_limit("overfit_batches", limit, source.num_batches)
-    return ListSource(source.first(count), source.argument)
+    return ListSource(source.read_first(count), source.argument)
 
 
 def run_setup_hooks(trainer: "Trainer", hooks: Hooks) -> Hooks:
@@ -449,7 +451,7 @@ def _iterate_steps(
         feed = Feed(trainer, source, hooks)
         compile_first_batch(trainer, feed)
 
-        steps = run_steps(trainer, feed.epoch(), hooks)
+        steps = run_steps(trainer, feed.read_epoch(), hooks)
         while True:
             with run.interrupts:  # not around the caller's code
                 metrics = next(steps, None)
@@ -462,13 +464,13 @@ def _iterate_steps(
 def compile_first_batch(trainer: "Trainer", feed: Feed) -> None:
     """Reads the first batch and compiles the step for its shapes."""
     run = trainer.run
-    if (first := feed.first()) is None:
+    if (first := feed.read_first()) is None:
         return  # only the end of the epoch remains
     try:
         engine = run.config.decide_loss(run.engine, first.windows[0][0])
-        feed.prepared = engine.prepare_training(first)
+        feed.prepared = engine.compile_training(first)
     except Exception as wrong:
-        blame(run, wrong)
+        add_batch_note(run, wrong)
         raise
 
 
@@ -489,8 +491,8 @@ def run_steps(
     """
     run, record = trainer.run, trainer.record
     engine, progress = run.engine, run.progress
-    engine.begins_epoch = progress.done == 0
-    if engine.begins_epoch:
+    engine.starts_epoch = progress.done == 0
+    if engine.starts_epoch:
         progress.begin_epoch()
 
     # A small step takes as long as a few Python calls, so hooks that no callback has
@@ -513,7 +515,7 @@ def run_steps(
                     try:
                         results = iter(engine.train(dispatch))
                     except Exception as wrong:
-                        blame(run, wrong, last + 1)
+                        add_batch_note(run, wrong, last + 1)
                         raise
                 progress.count_step(window, dispatch.rows[number])
                 progress.ahead = last - number
@@ -548,5 +550,5 @@ def _count_remaining_steps(run: "Run", dispatch: Dispatch) -> None:
 
 def _make_hook_batch(run: "Run", window: Window) -> Any:
     """Returns the batch for hooks: the rows of this process, read-only."""
-    batches = [read_only(own_of(batch)) for batch in window]
+    batches = [make_read_only(get_local(batch)) for batch in window]
     return batches[0] if run.config.accumulate_grad_batches == 1 else batches

@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from ..basics.arguments import check_count, parse_duration
-from ..data import NO_LOADER, Position, Share, Source, Window, checksum
+from ..data import NO_LOADER, Position, RowPartition, Source, Window, compute_checksum
 
 _ONLY: Final = "val"
 """The name of the validation loader, if there is only one."""
@@ -50,9 +50,9 @@ class Progress:
     def resume_loaders(self, source: Source, vals: Mapping[str, Source]) -> None:
         """Continues with `source`, after the completed batches of the epoch."""
         last = self._source
-        if last is not None and (begun := last.begun) is not None:
+        if last is not None and (start := last.epoch_start) is not None:
             continues = last.loader is source.loader or self.done
-            marked = last.mark(begun, self.epoch, self.done)
+            marked = last.make_position(start, self.epoch, self.done)
             self._position = marked if continues else Position()
         self._set_source(source)
         for name, val in vals.items():
@@ -83,7 +83,7 @@ class Progress:
     def abandon_epoch(self) -> None:
         """Skips the remaining batches of the epoch."""
         self.next_epoch()
-        self._position = Position(given=self._position.given)
+        self._position = Position(num_yielded=self._position.num_yielded)
 
     def count_step(self, window: Window, rows: int) -> None:
         """Counts a step over these batches, which have `rows` real rows."""
@@ -92,37 +92,37 @@ class Progress:
         self.epoch_ended = False
         self.done += len(window)
         self.seen += len(window)
-        if self._source is not None:
-            self._source.trained_on(window)
+        if self._source is not None and self._source.needs_commits:
+            self._source.commit(window)
 
     def discard_batches(self, batches: int) -> None:
         """Discards the next batches, which an iterator cannot yield again."""
         if self._source is not None:
-            self._source.drop(batches)
+            self._source.discard(batches)
 
-    def state_dict(self, share: Share) -> dict[str, Any]:
+    def state_dict(self, partition: RowPartition) -> dict[str, Any]:
         """Returns JSON for `load_state_dict`."""
         # A finished epoch is saved as the start of the next one.
         current = Progress() if self.is_finished else self
         epoch, position = self.epoch + self.is_finished, self._position
         source = self._source
-        if source is not None and source.begun is not None:
-            position = source.mark(source.begun, epoch, current.done)
+        if source is not None and source.epoch_start is not None:
+            position = source.make_position(source.epoch_start, epoch, current.done)
             if position.state is None:
-                position = position._replace(state=source.present_state())
+                position = position._replace(state=source.read_state())
 
         states = dict(self._val_states)
-        states |= {name: val.state_now() for name, val in self._vals.items()}
-        vals = {name: share.states(states[name]) for name in sorted(states)}
+        states |= {name: val.read_pass_state() for name, val in self._vals.items()}
+        vals = {name: partition.gather_states(states[name]) for name in sorted(states)}
         return {
             "global_step": self.global_step,
             "current_epoch": epoch,
             "batches_seen": self.seen,
             "examples_seen": self.examples,
-            "source": share.states(position.state),
-            "place": share.states(position.place),
+            "source": partition.gather_states(position.state),
+            "place": partition.gather_states(position.waypoint),
             "validation": vals.get(_ONLY) if set(vals) <= {_ONLY} else vals,
-            "after": checksum(position.last),
+            "after": compute_checksum(position.last_batch),
             "batches_done": current.done,
             "epoch_ended": current.epoch_ended,
             "val_metrics": current.val_metrics,
@@ -130,7 +130,7 @@ class Progress:
             "validated_at": current.validated_at,
         }
 
-    def load_state_dict(self, state: dict[str, Any], share: Share) -> None:
+    def load_state_dict(self, state: dict[str, Any], partition: RowPartition) -> None:
         self.global_step, self.epoch = state["global_step"], state["current_epoch"]
         self.done, self.examples = state["batches_done"], state["examples_seen"]
         self.seen = state["batches_seen"]
@@ -140,18 +140,21 @@ class Progress:
         self.validated_at = state["validated_at"]
         self._source = None
         self._position = Position(
-            state=share.state(state["source"]),
-            place=share.state(state["place"]),
-            given=self.seen,
-            last=state["after"],
+            state=partition.select_state(state["source"]),
+            waypoint=partition.select_state(state["place"]),
+            num_yielded=self.seen,
+            last_batch=state["after"],
         )
         saved = _split_by_name(state["validation"])
-        self._vals, self._val_states = {}, {n: share.state(s) for n, s in saved.items()}
+        self._vals, self._val_states = (
+            {},
+            {n: partition.select_state(s) for n, s in saved.items()},
+        )
 
     def _set_source(self, source: Source) -> None:
-        source.begin_training()
+        source.start_training()
         if self._source is not None and self._source.loader is source.loader:
-            source.go_on_from(self._source)
+            source.take_unread(self._source)
         self._source = source
 
 
@@ -256,7 +259,7 @@ class Limits:
             for name, val in vals.items()
         }
         counts = [
-            _min_known(v.sure_batches, self.val_limits[n]) for n, v in vals.items()
+            _min_known(v.exact_num_batches, self.val_limits[n]) for n, v in vals.items()
         ]
         known = [count for count in counts if count is not None]
         self.val_batches = sum(known) if len(known) == len(vals) > 0 else None
@@ -268,7 +271,7 @@ class Limits:
         )
         per_epoch = _min_known(train.num_batches, self.train_batches)
         self._is_sized = train.num_batches is not None
-        self.sure_batches = _min_known(train.sure_batches, self.train_batches)
+        self.sure_batches = _min_known(train.exact_num_batches, self.train_batches)
         self.val_interval = self._resolve_interval(
             arguments.val_check_interval, per_epoch
         )
@@ -309,7 +312,7 @@ class Limits:
                     " each would take batches from the other; pass two of them."
                 )
             is_read_again = self.val_interval is not None or num_validations > 1
-            if is_read_again and val.is_used_up and self.val_limits[name] is None:
+            if is_read_again and val.is_single_use and self.val_limits[name] is None:
                 raise ValueError(
                     f"`{val.argument}` is a {type(val.loader).__name__}, which can be"
                     " iterated once, and there will be several validations; pass a"

@@ -17,18 +17,18 @@ from ..callbacks import Lockstep, ProgressBar
 from ..callbacks.base import Callback, Hooks
 from ..callbacks.state_matching import reset_reused
 from ..data import (
-    ALL,
+    ALL_ROWS,
     NO_LOADER,
-    GlobalShare,
-    LocalShare,
-    Share,
+    GlobalPartition,
+    LocalPartition,
+    RowPartition,
     Source,
+    get_local,
     open_loader,
-    own_of,
     to_host,
 )
 from ..distributed import SignalHandler, find_missing_initialize, get_process_group
-from ..engine import Engine, Kind
+from ..engine import Engine, StepKind
 from ..engine.xla_options import DETERMINISTIC, check_options
 from ..record import Record
 from ..step import (
@@ -135,14 +135,14 @@ class TrainerConfig:
     def decide_loss(self, engine: Engine, batch: Batch) -> Engine:
         """Returns `engine`, whose loss the first batch decides if no argument does."""
         if engine.pure.objective is None:
-            engine.infer(self.make_objective(batch))
+            engine.infer_objective(self.make_objective(batch))
         return engine
 
     def make_objective(self, batch: Batch) -> Objective:
         """Returns the loss and metrics of steps over batches such as this."""
         if self._objective is not None:
             return self._objective
-        name, reason = losses.infer_loss(split_batch(own_of(batch))[1])
+        name, reason = losses.infer_loss(split_batch(get_local(batch))[1])
         log_info(f"`loss` is not given: {name!r}, as {reason}")
         keeps = bool(self.pass_metrics)
         loss = losses.LOSSES[name]
@@ -247,7 +247,7 @@ class Run:
 
     def checked_engine(self) -> Engine:
         """Returns the engine; raises if code has written into `trainer.state`."""
-        self.engine.held.check_handed_out()
+        self.engine.device_state.check_not_written()
         return self.engine
 
     def check_between_dispatches(self, what: str) -> None:
@@ -260,13 +260,13 @@ class Run:
                 f" (`steps_per_execution`): do it there, as `on_boundary` does."
             )
 
-    def open_source(self, loader: Any, argument: str, kind: Kind) -> Source:
+    def open_source(self, loader: Any, argument: str, kind: StepKind) -> Source:
         """Opens the loader that a user passed as `argument`.
 
         None trains a `loss_fn` that takes no batch.
         """
         if self._engine is not None and self.doing != "a fit":
-            self._engine.follow_settings()
+            self._engine.update_debug_settings()
         config = self.config
         has_own_loss = self.arguments["loss_fn"] is not None or config.optimizer_parts
         if loader is None and kind == "train" and has_own_loss:
@@ -275,20 +275,20 @@ class Run:
             loader,
             argument,
             config.seed,
-            self.share(kind),
+            self.make_partition(kind),
             in_order=kind != "train",
         )
         if kind != "predict":
             checks.check_first_batch(loader, argument, needs_pairs=not has_own_loss)
         return source
 
-    def share(self, kind: Kind) -> Share:
+    def make_partition(self, kind: StepKind) -> RowPartition:
         """Returns the partition of the rows over the processes."""
         if self.processes.count == 1:
-            return ALL
+            return ALL_ROWS
         if self.config.data == "local":
-            return LocalShare(self.processes)
-        return GlobalShare(self.processes, lambda: self.engine.steps[kind].packer)
+            return LocalPartition(self.processes)
+        return GlobalPartition(self.processes, lambda: self.engine.steps[kind].packer)
 
     def renew_hooks(
         self, callbacks: Sequence[Callback], *, to_train: bool = False
@@ -336,7 +336,9 @@ class Run:
         """
         batches = [batch] if self.config.accumulate_grad_batches == 1 else batch
         window = [to_host(batch) for batch in batches]
-        return self.config.decide_loss(self.engine, window[0]).flops_per_row(window)
+        return self.config.decide_loss(self.engine, window[0]).count_flops_per_row(
+            window
+        )
 
     def model_of(self, state: Any) -> Any:
         """Returns the model with the weights of a placed `state`, like `trainer.model`.
@@ -344,11 +346,11 @@ class Run:
         `trainer.state` has the trained weights. With `WeightAveraging`, `trainer.model`
         has others.
         """
-        return self.engine.held.model_of(state)[0]
+        return self.engine.device_state.gather_model(state)[0]
 
     def shapes(self) -> Any:
         """Returns the state as shapes with shardings, also within a dispatch."""
-        return self.engine.held.shapes()
+        return self.engine.device_state.get_shapes()
 
     def put_back(self, names: Iterable[str], source: Mapping[str, Any] | str) -> None:
         """Restores fields of an earlier state into the current one.

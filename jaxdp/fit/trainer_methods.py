@@ -7,7 +7,7 @@ import jax
 
 from ..basics.other_libraries import INSTEAD, find_near
 from ..callbacks.run_metadata import plain
-from ..engine.state import hyperparam_values, leaves_to_set
+from ..engine.hyperparams import convert_hyperparams, fetch_hyperparams
 from ..step import InferenceModel
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def gather_model(run: "Run") -> tuple[Any, Any]:
     """Gathers copies of the model as trained so far and of its `eqx.nn.State`."""
     if not run.has_engine:
         return run.config.model, run.config.model_state
-    return run.checked_engine().held.gather()
+    return run.checked_engine().device_state.gather()
 
 
 def inference_model(run: "Run", member: int | None) -> InferenceModel:
@@ -90,7 +90,7 @@ def get_shapes(run: "Run") -> tuple[Any, Any, Any]:
     config = run.config
     try:
         if run.has_engine:
-            state = run.engine.held.shapes()
+            state = run.engine.device_state.get_shapes()
         else:
             strategy = config.strategy
             state = config.make_engine(strategy, run.hooks, abstract=True).state
@@ -101,19 +101,19 @@ def get_shapes(run: "Run") -> tuple[Any, Any, Any]:
 
 def get_hyperparams(run: "Run") -> Mapping[str, Any]:
     """Implements `Trainer.hyperparams`."""
-    return hyperparam_values(run.checked_engine().state)
+    return fetch_hyperparams(run.checked_engine().state)
 
 
 def set_hyperparams(run: "Run", values: Mapping[str, Any]) -> None:
     """Implements `Trainer.set_hyperparams`."""
     engine = run.checked_engine()
     run.processes.check_equal("values in `set_hyperparams`", values)
-    engine.write(leaves_to_set(engine.state, values))
+    engine.set_leaves(convert_hyperparams(engine.state, values))
 
 
 def compiled_train_step(run: "Run") -> jax.stages.Compiled | None:
     """Implements `Trainer.compiled_train_step`."""
-    program = run.engine.train_program() if run.has_engine else None
+    program = run.engine.get_train_program() if run.has_engine else None
     return None if program is None else program.compiled
 
 

@@ -14,7 +14,7 @@ from toys import batches, on_one_device
 from jaxdp import Callback, Pmap, Sharded, SingleDevice, Trainer
 from jaxdp.basics.stopwatch import NO_STOPWATCH, PHASES
 from jaxdp.callbacks import CSVLogger, ModelCheckpoint, ThroughputMonitor
-from jaxdp.engine.pace import wait
+from jaxdp.engine.in_flight import wait
 from jaxdp.step import products
 
 

@@ -94,7 +94,7 @@ def test_a_batch_that_can_not_be_trained_on_is_refused(batch, error, words):
      "not an iterable of batches"),
     (lambda: open_loader(3, "train_loader", seed=0), TypeError, "can't be iterated"),
     (lambda: list(open_loader(
-        [(np.ones(2),), None], "train_loader", 0).epoch()), TypeError,
+        [(np.ones(2),), None], "train_loader", 0).read_epoch()), TypeError,
      "a batch has no arrays in it: None"),
 ])  # fmt: skip
 def test_what_is_no_loader_is_refused(make, error, words):

@@ -24,8 +24,8 @@ from torch.utils.data import (  # noqa: E402
 
 from jaxdp import Callback, Trainer  # noqa: E402
 from jaxdp.data import Position, open_loader  # noqa: E402
-from jaxdp.data.random_states import seed_of  # noqa: E402
-from jaxdp.data.torch_source import TorchSource  # noqa: E402
+from jaxdp.data.random_states import make_seed  # noqa: E402
+from jaxdp.data.torch_source import TorchMapSource  # noqa: E402
 
 
 class Listening(torch.utils.data.Sampler):
@@ -105,8 +105,8 @@ def test_batches_are_those_of_plain_iteration(dataset, options):
     loader = DataLoader(dataset, **options)
     source = open_loader(loader, "train_loader", seed=7)
     for epoch in range(2):
-        ours = list(source.epoch(Position(epoch)))
-        torch.manual_seed(seed_of(7, epoch))
+        ours = list(source.read_epoch(Position(epoch)))
+        torch.manual_seed(make_seed(7, epoch))
         assert_same(ours, loader)
 
 
@@ -115,7 +115,7 @@ def test_more_batches_than_the_length_says_all_count():
     loader = DataLoader(Sized(), 4, num_workers=2)
     assert len(loader) == 3
     source = open_loader(loader, "train_loader", seed=7)
-    assert len(list(source.epoch())) == 4
+    assert len(list(source.read_epoch())) == 4
     trainer = Trainer(
         linear(), loss_fn=lambda model, x: (x + 0 * jax.vmap(model)(x))[:, 0]
     )
@@ -137,7 +137,7 @@ def test_a_sampler_may_listen_to_training(dataset):
     sampler = Listening()
     source = open_loader(DataLoader(dataset, 1, sampler=sampler), "train_loader", 7)
     found = []
-    for sampler.told, batch in enumerate(source.epoch(), 1):
+    for sampler.told, batch in enumerate(source.read_epoch(), 1):
         found.append(int(batch[1][0] if dataset is TENSORS else batch[0][0]))
     assert found == [0, 1, 2, 3, 4, 5]
 
@@ -153,7 +153,7 @@ def test_a_sampler_may_listen_to_training(dataset):
 )
 def test_indices_that_are_none_are_refused_at_their_batch(lists, error, match):
     loader = DataLoader(TENSORS, batch_sampler=lists)
-    batches = open_loader(loader, "train_loader", seed=7).epoch()
+    batches = open_loader(loader, "train_loader", seed=7).read_epoch()
     next(batches)
     with pytest.raises(error, match=match) as caught:
         next(batches)
@@ -163,13 +163,13 @@ def test_indices_that_are_none_are_refused_at_their_batch(lists, error, match):
 def test_values_that_are_never_drawn_need_not_fit():
     wide = torch.tensor([2**40, 1, 2])
     dataset = Subset(TensorDataset(wide), [1, 2])
-    (batch,) = open_loader(DataLoader(dataset, 2), "train_loader", seed=7).epoch(
+    (batch,) = open_loader(DataLoader(dataset, 2), "train_loader", seed=7).read_epoch(
         Position(0)
     )
     np.testing.assert_array_equal(batch[0], [1, 2])
     with pytest.raises(ValueError, match=str(2**40)) as caught:
         list(
-            open_loader(DataLoader(TensorDataset(wide)), "loader", seed=7).epoch(
+            open_loader(DataLoader(TensorDataset(wide)), "loader", seed=7).read_epoch(
                 Position(0)
             )
         )
@@ -187,18 +187,18 @@ def test_a_loaders_own_generator_is_respected(workers):
     theirs = make(0)
     ours = open_loader(make(workers), "train_loader", seed=7)
     for epoch in range(3):
-        assert_same(ours.epoch(Position(epoch)), theirs)
+        assert_same(ours.read_epoch(Position(epoch)), theirs)
 
 
 def test_a_sampler_that_draws_as_it_goes_is_seeded_too():
     loader = DataLoader(Squares(), batch_sampler=Pairs())
     source = open_loader(loader, "train_loader", seed=1)
-    first = flat(source.epoch())
+    first = flat(source.read_epoch())
     torch.rand(3)
-    assert_same(source.epoch(), first)
+    assert_same(source.read_epoch(), first)
     assert any(
         (a[0] != b[0]).any()
-        for a, b in zip(flat(source.epoch(Position(1))), first, strict=True)
+        for a, b in zip(flat(source.read_epoch(Position(1))), first, strict=True)
     )
 
 
@@ -210,7 +210,9 @@ def test_the_seed_and_the_epoch_decide_the_order_and_global_generators_are_left_
             np.concatenate(
                 [
                     b[0]
-                    for b in TorchSource(loader, "x", seed=seed).epoch(Position(epoch))
+                    for b in TorchMapSource(loader, "x", seed=seed).read_epoch(
+                        Position(epoch)
+                    )
                 ]
             )
         )
@@ -224,10 +226,10 @@ def test_the_seed_and_the_epoch_decide_the_order_and_global_generators_are_left_
 
 
 def test_epochs_that_are_cut_short_leave_global_generators_alone():
-    source = TorchSource(DataLoader(Squares(noisy=True), 4), "train_loader")
+    source = TorchMapSource(DataLoader(Squares(noisy=True), 4), "train_loader")
     before = torch.get_rng_state()
     for epoch in range(2):
-        batches = source.epoch(Position(epoch))
+        batches = source.read_epoch(Position(epoch))
         assert len(list(itertools.islice(batches, 2))) == 2
         assert not torch.equal(torch.get_rng_state(), before)
     source.close()
@@ -238,7 +240,7 @@ def test_iterable_datasets_are_iterated():
     for workers in (0, 2):
         loader = DataLoader(Stream(), 4, num_workers=workers)
         source = open_loader(loader, "train_loader", seed=0)
-        seen = np.concatenate([batch for batch in source.epoch()])
+        seen = np.concatenate([batch for batch in source.read_epoch()])
         assert sorted(seen) == list(range(20))
     assert source.num_batches is None
 
@@ -253,12 +255,12 @@ class Shuffled(IterableDataset):
 
 def test_an_iterable_dataset_may_give_batches_and_the_seed_decides_what_it_draws():
     source = open_loader(Shuffled(), "train_loader", seed=0)
-    first, second = flat(source.epoch()), flat(source.epoch(Position(1)))
+    first, second = flat(source.read_epoch()), flat(source.read_epoch(Position(1)))
     assert len(first) == 4 and source.num_batches is None
     order = [[batch[0][0] for batch in epoch] for epoch in (first, second)]
     assert sorted(order[0]) == [0, 3, 6, 9] and order[0] != order[1]
     random.random(), torch.rand(1)
-    assert_same(open_loader(Shuffled(), "train_loader", seed=0).epoch(), first)
+    assert_same(open_loader(Shuffled(), "train_loader", seed=0).read_epoch(), first)
 
 
 def test_an_iterable_dataset_of_single_examples_is_refused_with_the_remedy():
@@ -267,16 +269,16 @@ def test_an_iterable_dataset_of_single_examples_is_refused_with_the_remedy():
             yield np.zeros((2, 2)), 1
 
     with pytest.raises(ValueError, match="share a leading axis") as caught:
-        list(open_loader(Single(), "train_loader", seed=0).epoch())
+        list(open_loader(Single(), "train_loader", seed=0).read_epoch())
     assert "DataLoader(dataset, batch_size)" in "".join(caught.value.__notes__)
 
 
 def test_a_loader_may_batch_and_collate_in_its_own_way():
     whole = DataLoader([np.full((3, 2), i) for i in range(4)], batch_size=None)
-    batches = list(open_loader(whole, "train_loader", seed=0).epoch())
+    batches = list(open_loader(whole, "train_loader", seed=0).read_epoch())
     assert [int(batch[0, 0]) for batch in batches] == [0, 1, 2, 3]
     loader = DataLoader(Squares(6), 3, collate_fn=collate_sum)
-    batches = list(open_loader(loader, "train_loader", seed=0).epoch())
+    batches = list(open_loader(loader, "train_loader", seed=0).read_epoch())
     np.testing.assert_array_equal(batches[1]["sum"], [12, 20, 30])
 
 
@@ -323,7 +325,7 @@ TOLD = {
 def test_set_epoch_is_called_on_all_parts_that_have_it(part):
     source = open_loader(TOLD[part](), "train_loader", seed=0)
     for epoch in (3, 5):
-        assert next(source.epoch(Position(epoch))).tolist() == [epoch] * 4
+        assert next(source.read_epoch(Position(epoch))).tolist() == [epoch] * 4
 
 
 @pytest.mark.parametrize("kind", ["one list", "iterators"])
@@ -337,7 +339,7 @@ def test_batch_samplers_may_be_generators(kind):
     rows = torch.arange(10)
     for dataset in (TensorDataset(rows), [(row,) for row in rows]):
         loader = DataLoader(dataset, batch_sampler=lists())
-        batches = list(open_loader(loader, "train_loader", seed=0).epoch())
+        batches = list(open_loader(loader, "train_loader", seed=0).read_epoch())
         assert [x.tolist() for (x,) in batches] == [[i, i + 1] for i in range(0, 10, 2)]
 
 
@@ -392,14 +394,17 @@ def test_a_loader_may_reuse_its_memory(make):
     )
     trainer.fit(make())
     assert seen == [[number] * 2 for number in range(4)]
-    batches = list(open_loader(make(), "train_loader", seed=7).epoch())
+    batches = list(open_loader(make(), "train_loader", seed=7).read_epoch())
     assert [batch[0].ravel().tolist() for batch in batches] == seen
 
 
 def test_an_iterator_goes_on_from_epoch_to_epoch():
     source = open_loader(iter([(np.full(2, i),) for i in range(6)]), "train_loader", 0)
     for epoch in range(2):
-        got = [int(b[0][0]) for b in itertools.islice(source.epoch(Position(epoch)), 3)]
+        got = [
+            int(b[0][0])
+            for b in itertools.islice(source.read_epoch(Position(epoch)), 3)
+        ]
         assert got == [3 * epoch, 3 * epoch + 1, 3 * epoch + 2]
 
 
@@ -412,7 +417,7 @@ def test_errors_say_where_in_the_data_they_arose():
 
     source = open_loader(DataLoader(Broken(), 4), "train_loader", seed=0)
     with pytest.raises(RuntimeError, match="item nine is bad") as caught:
-        list(source.epoch(Position(1)))
+        list(source.read_epoch(Position(1)))
     assert caught.value.__notes__[0] == "in batch 2 of epoch 1 of `train_loader`"
 
 
@@ -423,7 +428,7 @@ def test_a_dataset_that_runs_out_does_not_end_the_epoch_early():
     loader = DataLoader(Squares(), 4, collate_fn=out_of_rows)
     source = open_loader(loader, "train_loader", seed=0)
     with pytest.raises(RuntimeError, match="StopIteration"):
-        list(source.epoch())
+        list(source.read_epoch())
 
 
 def test_a_look_at_the_first_batch_leaves_the_pass_where_it_is():
@@ -434,7 +439,7 @@ def test_a_look_at_the_first_batch_leaves_the_pass_where_it_is():
         [(x, y)],
     ):
         source = open_loader(loader, "loader", 0)
-        next(source.epoch(Position(5)))
-        before = source.begun
-        source.peek()
-        assert source.begun is before and before.epoch == 5
+        next(source.read_epoch(Position(5)))
+        before = source.epoch_start
+        source.peek_batch()
+        assert source.epoch_start is before and before.epoch == 5

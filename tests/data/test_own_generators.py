@@ -121,5 +121,5 @@ def test_generators_of_other_kinds_in_an_older_checkpoint_are_passed_over():
     other = {"kind": "PCG64", "state": {"bit_generator": "PCG64"}}
     states = {"sampler.gone": other, "sampler.generator": other}
     source = open_loader(DataLoader(DATA, 6, sampler=sampler), "loader", 0)
-    source.epoch(Position(state={"generators": states}))
+    source.read_epoch(Position(state={"generators": states}))
     assert torch.equal(sampler.generator.get_state(), before)

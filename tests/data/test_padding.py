@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jaxdp.data import open_loader
-from jaxdp.data.batches import Portion
+from jaxdp.data.batches import LocalBatch
 from jaxdp.data.conversion import to_host
-from jaxdp.data.padding import Packer, are_alike
+from jaxdp.data.packing import Packer, have_equal_shapes
 
 
 def test_lists_become_tuples_and_nested_batches_keep_their_structure():
@@ -23,7 +23,7 @@ def test_lists_become_tuples_and_nested_batches_keep_their_structure():
 
     # A mapping that JAX does not know, as the tokenizers of transformers give.
     other = [collections.UserDict(a=x)]
-    (found,) = open_loader(other, "loader", 0).epoch()
+    (found,) = open_loader(other, "loader", 0).read_epoch()
     assert isinstance(found, dict) and [*found] == ["a"]
 
 
@@ -79,12 +79,14 @@ def test_only_full_windows_of_batches_of_one_shape_are_alike():
     sizes = [16, 16, 16, 16, 15]
     batches = [{"x": (np.zeros((size, 2), np.float32),)} for size in sizes]
     alone = [[batch] for batch in batches]
-    assert are_alike(alone[:4], 1) and are_alike([batches[:2], batches[2:4]], 2)
-    assert not are_alike(alone, 1)
-    assert not are_alike([batches[:2], batches[2:3]], 2)
-    assert not are_alike([alone[0], [(batches[0],)]], 1)
-    portions = [[Portion(batches[0], counts)] for counts in ((16, 16), (16, 12))]
-    assert not are_alike(portions, 1) and are_alike(portions[:1] * 2, 1)
+    assert have_equal_shapes(alone[:4], 1) and have_equal_shapes(
+        [batches[:2], batches[2:4]], 2
+    )
+    assert not have_equal_shapes(alone, 1)
+    assert not have_equal_shapes([batches[:2], batches[2:3]], 2)
+    assert not have_equal_shapes([alone[0], [(batches[0],)]], 1)
+    portions = [[LocalBatch(batches[0], counts)] for counts in ((16, 16), (16, 12))]
+    assert not have_equal_shapes(portions, 1) and have_equal_shapes(portions[:1] * 2, 1)
 
 
 def test_a_batch_that_changes_is_named_leaf_by_leaf():

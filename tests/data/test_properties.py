@@ -8,7 +8,7 @@ import pytest
 from toys import batches, linear_on_one_device, rows
 
 from jaxdp import Arrays, Sharded
-from jaxdp.data import GlobalShare, Packer, Position, open_loader
+from jaxdp.data import GlobalPartition, Packer, Position, open_loader
 from jaxdp.distributed import RowBlocks
 
 hypothesis = pytest.importorskip("hypothesis")
@@ -66,7 +66,7 @@ def test_padding_keeps_each_row_once_and_adds_copies_that_do_not_count(shards, w
 @settings()
 @given(SHARDS, WINDOWS)
 def test_what_is_not_padded_has_the_rows_that_came(shards, windows):
-    packer = Packer(shards, "train", pads=None)
+    packer = Packer(shards, "train", should_pad=None)
     for window in windows:
         data = [numbered(itertools.count(), *each) for each in window]
         dispatch, found = packer.pack([data], slots=3), []
@@ -92,14 +92,20 @@ def test_of_several_processes_each_row_comes_to_one(processes, devices, sizes, p
     own = []
     for process in range(processes):
         blocks = RowBlocks(processes, (process,))
-        packer = Packer(count, "train", blocks, pads=(lambda _: True) if pads else None)
+        packer = Packer(
+            count, "train", blocks, should_pad=(lambda _: True) if pads else None
+        )
         own.append(
-            [*GlobalShare(None, lambda packer=packer: packer).of(iter(data), None)]
+            [
+                *GlobalPartition(None, lambda packer=packer: packer).split(
+                    iter(data), None
+                )
+            ]
         )
     for (whole,), *parts in zip(data, *own, strict=True):
         assert len({part.counts for part in parts}) == 1
         each = [
-            part.own[0][:real]  # one that has none has a row to fill its block with
+            part.batch[0][:real]  # one that has none has a row to fill its block with
             for part, real in zip(parts, parts[0].counts, strict=True)
         ]
         np.testing.assert_array_equal(np.concatenate(each), whole)
@@ -156,9 +162,9 @@ def test_from_any_position_on_come_the_batches_behind_it(
     def source():
         return open_loader(LOADERS[kind](x, size), "loader", seed)
 
-    whole = list(source().epoch(Position(epoch)))
+    whole = list(source().read_epoch(Position(epoch)))
     at = data.draw(draw.integers(0, len(whole)))
-    rest = list(source().epoch(Position(epoch, batches=at)))
+    rest = list(source().read_epoch(Position(epoch, batches=at)))
     assert len(whole) == -(-count // size) and len(rest) == len(whole) - at
     for one, other in zip(rest, whole[at:], strict=True):
         np.testing.assert_array_equal(one, other)

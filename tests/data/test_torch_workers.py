@@ -58,7 +58,7 @@ def test_random_augmentations_are_the_same_for_any_number_of_workers():
         dataset = Squares(16, noisy=True)
         loader = DataLoader(dataset, 4, shuffle=True, num_workers=workers)
         source = open_loader(loader, "train_loader", seed=5)
-        return [flat(source.epoch(Position(epoch))) for epoch in range(2)]
+        return [flat(source.read_epoch(Position(epoch))) for epoch in range(2)]
 
     epochs = {workers: epochs_with(workers) for workers in (0, 1, 2)}
     for epoch in range(2):
@@ -73,7 +73,7 @@ def test_workers_give_the_same_batches_without_fork_warnings(persistent):
     source = open_loader(loader, "train_loader", seed=0)
     plain = DataLoader(Squares(), 4)
     for epoch in range(2):
-        assert_same(source.epoch(Position(epoch)), plain)
+        assert_same(source.read_epoch(Position(epoch)), plain)
     assert loader.multiprocessing_context is None
 
 
@@ -86,7 +86,7 @@ class Platforms(Squares):
 
 def test_workers_never_open_a_gpu():
     loader = DataLoader(Platforms(), 4, num_workers=1)
-    for batch in open_loader(loader, "train_loader", seed=0).epoch():
+    for batch in open_loader(loader, "train_loader", seed=0).read_epoch():
         assert np.asarray(batch).all()
 
 
@@ -96,7 +96,7 @@ def test_parts_that_workers_cannot_import_are_refused_with_the_remedy(monkeypatc
     monkeypatch.setattr(main, "__file__", __file__, raising=False)
     loader = DataLoader(Squares(), 4, num_workers=1, collate_fn=lambda items: items)
     with pytest.raises(TypeError, match="can't be sent to its workers.*num_workers=0"):
-        list(open_loader(loader, "train_loader", seed=0).epoch())
+        list(open_loader(loader, "train_loader", seed=0).read_epoch())
 
 
 class Held(Squares):
@@ -115,10 +115,10 @@ class Broken(torch.utils.data.Sampler):
 def test_errors_of_sending_and_of_samplers_are_told_apart():
     loader = DataLoader(Held(), 4, num_workers=1)
     with pytest.raises(TypeError, match="`x` can't be sent to its workers: holds a l"):
-        list(open_loader(loader, "x", seed=0).epoch())
+        list(open_loader(loader, "x", seed=0).read_epoch())
     loader = DataLoader(Squares(), 4, num_workers=1, sampler=Broken())
     with pytest.raises(ValueError, match="nothing to draw from"):
-        list(open_loader(loader, "x", seed=0).epoch())
+        list(open_loader(loader, "x", seed=0).read_epoch())
     assert not multiprocessing.active_children()
 
 
@@ -146,7 +146,7 @@ if __name__ == "__main__":
     dataset = Unpacked()
     dataset.any = 1  # else there is nothing to unpack
     loader = DataLoader(dataset, 2, num_workers=1)
-    (batch,) = open_loader(loader, "train_loader", seed=0).epoch()
+    (batch,) = open_loader(loader, "train_loader", seed=0).read_epoch()
     print(batch.tolist())
 """
 
@@ -180,9 +180,9 @@ class Rows(Squares):
     pass
 
 loader = DataLoader(Squares(), 4, num_workers=1)
-print(len(list(open_loader(loader, "train_loader", seed=0).epoch())))
+print(len(list(open_loader(loader, "train_loader", seed=0).read_epoch())))
 loader = DataLoader(Rows(), 4, num_workers=1)
-next(open_loader(loader, "train_loader", seed=0).epoch())
+next(open_loader(loader, "train_loader", seed=0).read_epoch())
 """
 
 
@@ -210,7 +210,7 @@ def test_generators_that_workers_copy_are_warned_of():
         source = open_loader(DataLoader(Drawing(), 4, num_workers=workers), "loader", 0)
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
-            source.begin_training()
+            source.start_training()
         told = [str(w.message) for w in seen if "`rng`, a Generator" in str(w.message)]
         assert len(told) == count
 

@@ -18,7 +18,7 @@ def train(local=False):
     weights, predictions = [], []
     for batches, ahead in (data, False), (there, False), (data, True), (there, True):
         run = trainer(data="local" if local else "global")
-        run.run.engine.puts_ahead = ahead
+        run.run.engine.prefetches = ahead
         run.fit(batches, batches, max_epochs=2)
         weights.append([np.asarray(w).tolist() for w in jax.tree.leaves(run.model)[:2]])
         predictions.append(run.predict(batches).tolist())

@@ -8,7 +8,7 @@ import pytest
 from toys import Mlp, rows
 
 from jaxdp import Callback, Sharded, SingleDevice, Trainer
-from jaxdp.engine.pace import InFlight, most_bytes_in_flight, num_in_flight
+from jaxdp.engine.in_flight import InFlightQueue, max_bytes_in_flight, num_in_flight
 
 X, Y = rows(24)
 BATCHES = [(X[start : start + 4], Y[start : start + 4]) for start in range(0, 24, 4)]
@@ -24,7 +24,7 @@ def trainer(strategy=None, *, ahead=True, **options):
         enable_progress_bar=False,
         **options,
     )
-    made.run.engine.puts_ahead = ahead
+    made.run.engine.prefetches = ahead
     return made
 
 
@@ -157,7 +157,7 @@ def test_passes_bound_it_too(ahead):
     made, waited = trainer(ahead=ahead), []
     made.fit(BATCHES)
     flight = made.run.engine.in_flight
-    flight.most_bytes, flight.wait = 1, waited.append
+    flight.max_bytes, flight.wait = 1, waited.append
     made.validate(BATCHES)
     made.predict(BATCHES)
     # Of all but two dispatches the device is done; on CPUs eight are in flight.
@@ -174,10 +174,10 @@ def test_what_is_in_flight_is_bounded_by_bytes():
         def memory_stats(self):
             return self.limit and {"bytes_limit": self.limit}
 
-    assert most_bytes_in_flight([Device(2000), Device(1000)]) == 50
-    assert most_bytes_in_flight([Device(None)]) == float("inf")
-    waited, flight = [], InFlight()
-    flight.wait, flight.most_bytes = waited.append, 50
+    assert max_bytes_in_flight([Device(2000), Device(1000)]) == 50
+    assert max_bytes_in_flight([Device(None)]) == float("inf")
+    waited, flight = [], InFlightQueue()
+    flight.wait, flight.max_bytes = waited.append, 50
     for number, nbytes in enumerate([20, 20, 20, 60, 60, 60, 1, 1, 1]):
         flight.add(number, nbytes)
     assert waited == [0, 1, 2, 3, 4, 5]  # two at least are on their way

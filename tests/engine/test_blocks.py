@@ -308,7 +308,7 @@ def test_without_anyone_to_look_the_start_of_a_block_is_overwritten():
     )
     trainer.fit(batches(*[16] * 4))
     step = trainer.compiled_train_step()
-    held = sum(x.nbytes for x in trainer.run.engine.held.leaves)
+    held = sum(x.nbytes for x in trainer.run.engine.device_state.leaves)
     assert step.memory_analysis().alias_size_in_bytes == held
 
 

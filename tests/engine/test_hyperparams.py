@@ -18,7 +18,7 @@ from jaxdp.callbacks import (
     ReduceLROnPlateau,
     WeightAveraging,
 )
-from jaxdp.engine.state import hyperparams_in
+from jaxdp.engine.hyperparams import find_hyperparams
 from jaxdp.history import History
 
 DATA = batches(8, 8, 8, 8)
@@ -303,7 +303,7 @@ def test_an_optimizer_state_alone_is_looked_through_from_its_root_on():
         lambda decay: optax.chain(optax.add_decayed_weights(decay), injected())
     )(decay=0.3)
     params = jnp.ones(3)
-    found = hyperparams_in(optimizer.init(params))
+    found = find_hyperparams(optimizer.init(params))
     assert {name: float(each.leaf) for name, each in found.items()} == pytest.approx(
         {"decay": 0.3, "learning_rate": 0.1}
     )

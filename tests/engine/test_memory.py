@@ -11,7 +11,7 @@ import pytest
 
 from jaxdp import FSDP, Pmap, Sharded, SingleDevice, Stack, Trainer
 from jaxdp.data import Packer
-from jaxdp.engine.compiling import Compilations
+from jaxdp.engine.compile_log import CompileLog
 
 ROWS, WIDTH, DEPTH = 1024, 64, 16
 
@@ -118,9 +118,9 @@ def test_the_leaves_of_the_state_are_the_arguments_of_the_step(strategy):
 
 
 def test_no_batch_is_kept_for_messages_about_compilations():
-    compilations, packer = Compilations(quiet=True), Packer(1, "training")
+    compilations, packer = CompileLog(quiet=True), Packer(1, "training")
     dispatch = packer.pack([[(np.ones((4, 2), np.float32),)]])
-    with compilations.timed("train", dispatch):
+    with compilations.time_compile("train", dispatch):
         pass
     kept = weakref.ref(dispatch.groups[0].batch[0])
     del dispatch

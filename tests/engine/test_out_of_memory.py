@@ -8,8 +8,8 @@ from toys import batches, make_small
 
 from jaxdp import SingleDevice
 from jaxdp.basics.hardware import get_smallest_memory
-from jaxdp.engine.out_of_memory import check_memory
-from jaxdp.engine.pace import InFlight
+from jaxdp.engine.in_flight import InFlightQueue
+from jaxdp.engine.out_of_memory import check_program
 
 SAID = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12.50GiB."
 REMEDIES = (
@@ -91,7 +91,7 @@ def on_cards(*limits):
 
 def test_a_step_that_can_t_fit_is_known_before_it_runs():
     def check(compiled, *limits):
-        check_memory("the training step", on_cards(*limits), 256, compiled)
+        check_program("the training step", on_cards(*limits), 256, compiled)
 
     step = program(40 * 10**9, 30 * 10**9, 29 * 10**9, 20 * 10**9)
     check(step, 62 * 10**9, 70 * 10**9)
@@ -140,7 +140,7 @@ def test_a_step_whose_lack_shows_when_it_is_waited_for_is_said():
     def finds_no_memory(array):
         raise jax.errors.JaxRuntimeError(SAID)
 
-    in_flight = InFlight()
+    in_flight = InFlightQueue()
     in_flight.wait = finds_no_memory
     with pytest.raises(jax.errors.JaxRuntimeError, match=REMEDIES) as caught:
         for _ in range(20):

@@ -164,7 +164,7 @@ def test_after_a_first_batch_that_does_not_fit_comes_one_that_does(call):
 def test_a_state_that_a_failing_step_took_along_is_told_to_be_lost(tmp_path):
     trainer = make()
     trainer.fit(batches(8, 8), max_steps=1)
-    for array in trainer.run.engine.held.leaves:
+    for array in trainer.run.engine.device_state.leaves:
         array.delete()  # as XLA does where a step fails that was to overwrite them
     for call in (
         lambda: trainer.model,

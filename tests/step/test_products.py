@@ -32,7 +32,7 @@ def products_of(trainer):
     trainer.fit(DATA[:1])
     engine, (x, y) = trainer.run.engine, DATA[0]
     train = engine.steps["train"].packer.pack([[(x, y)]])
-    programs = [engine.compiled_for("train", train)]
+    programs = [engine.get_program("train", train)]
     programs += [
         engine.prepare("evaluate", (x, y))[1],
         engine.prepare("predict", x)[1],

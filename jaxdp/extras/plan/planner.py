@@ -133,8 +133,8 @@ class Planner:
             # A compiler without its devices can't take up what it compiled before.
             warnings.filterwarnings("ignore", "Error reading persistent compilation")
             dispatch = engine.pack([window])
-            (dispatch,) = engine.prepare_training(dispatch)
-        compiled = engine.compiled_for("train", dispatch).compiled
+            (dispatch,) = engine.compile_training(dispatch)
+        compiled = engine.get_program("train", dispatch).compiled
         if not isinstance(compiled, jax.stages.Compiled):
             raise TypeError(
                 "`plan` reads the compiled step, and `compile` of"
@@ -174,11 +174,11 @@ def plan_running(engine: Any) -> Plan | None:
     Returns:
         None before there is a step, and for a step that is not XLA's.
     """
-    runs = engine.train_program()
+    runs = engine.get_train_program()
     if getattr(runs and runs.compiled, "memory_analysis", lambda: None)() is None:
         return None
     mesh = engine.strategy.mesh
-    held = engine.held.shapes().step.sharding.device_set
+    held = engine.device_state.get_shapes().step.sharding.device_set
     devices = make_local_devices(list(held if mesh.empty else mesh.devices.flat))
     return _make_plan(engine, devices, _number_hosts(devices.devices), devices.hardware)
 
@@ -199,7 +199,7 @@ def _make_plan(
         profile: what the devices can do, if it is known.
         planner: whose plan it is.
     """
-    runs, count = engine.train_program(), len(hosts)
+    runs, count = engine.get_train_program(), len(hosts)
     limit = _find_memory(devices, profile)
     reading = StepAnalysis(engine, hosts, None if devices.platform == "cpu" else limit)
 

@@ -9,7 +9,7 @@ import jax
 
 from ...basics.arguments import check_count
 from ...basics.tracebacks import TracebackFilter
-from ...data import NO_LOADER, open_loader, rows_of
+from ...data import NO_LOADER, count_rows, open_loader
 from ...engine import Engine
 from ...fit import TrainerConfig
 from ...strategies import DataParallel
@@ -47,7 +47,7 @@ def plan_step(
         config.seed,
     )
     with contextlib.closing(source):
-        batch = source.peek()
+        batch = source.peek_batch()
     run.renew_hooks(trainer.callbacks)
     options = run.hooks.step_options()
     known = run.engine.pure.objective if run.has_engine else None
@@ -58,7 +58,7 @@ def plan_step(
     ) -> Plan:
         def engine_on(strategy: DataParallel) -> Engine:
             engine = config.make_engine(strategy, run.hooks, abstract=True)
-            engine.set(objective=objective)
+            engine.replace_pure(objective=objective)
             engine.set_options(options)
             return engine
 
@@ -71,10 +71,10 @@ def plan_step(
     with TracebackFilter():
         rows = None
         if config.data == "local" and run.processes.count > 1:
-            rows = rows_of(batch) * run.processes.count  # each has other ones
+            rows = count_rows(batch) * run.processes.count  # each has other ones
         plan = compile_plan(config, config.strategy, rows)
         if plan.fits is False:
-            remedies = find_remedies(config, rows or rows_of(batch), compile_plan)
+            remedies = find_remedies(config, rows or count_rows(batch), compile_plan)
             plan = dataclasses.replace(plan, remedies=remedies)
         return plan
 

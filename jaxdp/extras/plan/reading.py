@@ -41,7 +41,7 @@ class StepAnalysis:
     """
 
     def __init__(self, engine: Any, hosts: Sequence[int], memory: int | None = None):
-        strategy, runs = engine.strategy, engine.train_program()
+        strategy, runs = engine.strategy, engine.get_train_program()
         self.mesh: dict[str, int] = dict(strategy.mesh.shape)
         self.hosts = hosts
         self.branch_every = strategy.every if isinstance(strategy, LocalSGD) else 1
@@ -52,7 +52,7 @@ class StepAnalysis:
         self.steps: int = runs.steps
         self.rows = runs.rows // runs.steps
         self.micro_batches = runs.micro_batches // runs.steps
-        self.donated: bool = runs.donated
+        self.donated: bool = runs.donates
         counted = runs.products
         self.products: dict[str, float] | None = None
         if counted is not None:
@@ -62,7 +62,7 @@ class StepAnalysis:
         self.program = hlo.read(runs.compiled.as_text())
         self.analysis = runs.compiled.memory_analysis()
         self.results = runs.compiled.out_info
-        state = engine.held.shapes()
+        state = engine.device_state.get_shapes()
         self.state, self.batch = list_plan_leaves(
             state, runs.compiled, self.program.aliased
         )

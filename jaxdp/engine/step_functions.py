@@ -1,4 +1,4 @@
-"""What each kind of step computes, as a function of flat arrays for `jax.jit`."""
+"""The function of flat arrays that `jax.jit` gets, for each kind of step."""
 
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
@@ -13,12 +13,12 @@ from ..basics.process import pause_gc
 from ..step import OWN_LOOP, Collectives, Facts, Group, Steps, TrainState, Weights
 from ..strategies.base import Role
 
-Note = Callable[[Facts], None]
-"""Is told what tracing tells of a step."""
+SetFacts = Callable[[Facts], None]
+"""Receives the facts about a step that tracing has found."""
 
 
-class Body(NamedTuple):
-    """A step as a function of arrays, and what `DataParallel.compile` is told of it."""
+class StepFunction(NamedTuple):
+    """A step as a function of arrays: the arguments of `DataParallel.compile`."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -26,15 +26,16 @@ class Body(NamedTuple):
     results: Role | tuple[Role, ...]
 
 
-def train_body(
-    pure: Steps, state: TrainState, groups: list[Group], steps: int, note: Note
-) -> Body:
+def make_train_function(
+    pure: Steps, state: TrainState, groups: list[Group], steps: int, set_facts: SetFacts
+) -> StepFunction:
+    """Returns the function of one train step, or of a loop over several `steps`."""
     leaves, treedef = jax.tree.flatten(state)
 
     def train(collectives: Collectives, leaves: Any, groups: list[Group]) -> Any:
         state = treedef.unflatten(leaves)
         state, metrics = pure.train(collectives, state, groups)
-        note(metrics.facts)
+        set_facts(metrics.facts)
         return jax.tree.leaves(state), (metrics.means, metrics.inside)
 
     def train_all(collectives: Collectives, leaves: Any, groups: list[Group]) -> Any:
@@ -48,24 +49,25 @@ def train_body(
             )
 
         def body(leaves: list[Array], index: Array) -> tuple[Any, Any]:
-            # Always the first branch, which XLA does not know. It fuses nothing
-            # of the step with what is in one.
+            # This always takes the first branch, which XLA can't know. So XLA fuses
+            # no operation of the step with one in a branch.
             group = jax.lax.cond(index >= 0, batch, lambda _: batch(0), index)
             return train(collectives, leaves, [group])
 
-        # The carry is what crosses into single steps, and so is the batch, so that
-        # XLA fuses the same operations in both; other fusions round otherwise.
+        # The carry has the arguments of a single step, and the batch does too, so that
+        # XLA fuses the same operations in both. Other fusions round differently.
         with jax.named_scope(OWN_LOOP):
             return jax.lax.scan(body, leaves, jnp.arange(steps))
 
     function = train if steps == 1 else train_all
     roles = "state", "groups"
-    return Body(function, (leaves, groups), roles, ("state", "replicated"))
+    return StepFunction(function, (leaves, groups), roles, ("state", "replicated"))
 
 
-def evaluate_body(
-    pure: Steps, weights: Weights, groups: list[Group], _: int, note: Note
-) -> Body:
+def make_evaluate_function(
+    pure: Steps, weights: Weights, groups: list[Group], _: int, set_facts: SetFacts
+) -> StepFunction:
+    """Returns the function that adds a batch to the sums of an evaluation."""
     leaves, treedef = jax.tree.flatten(weights)
 
     def evaluate(
@@ -78,38 +80,41 @@ def evaluate_body(
         totals, metrics, outputs = pure.evaluate(
             collectives, treedef.unflatten(leaves), totals, batch_idx, *groups
         )
-        note(metrics.facts)
-        return totals, metrics.means, *([outputs] if keeps else [])
+        set_facts(metrics.facts)
+        return totals, metrics.means, *([outputs] if keeps_outputs else [])
 
-    keeps = pure.keeps_outputs
+    keeps_outputs = pure.keeps_outputs
     roles = "state", "replicated", "replicated", "groups"
     arguments = leaves, pure.new_totals(), np.int32(0), groups
     results: tuple[Role, ...] = ("replicated", "replicated", "rows")
-    return Body(evaluate, arguments, roles, results if keeps else results[:2])
+    return StepFunction(
+        evaluate, arguments, roles, results if keeps_outputs else results[:2]
+    )
 
 
-def predict_body(
-    pure: Steps, weights: Weights, groups: list[Group], _: int, note: Note
-) -> Body:
+def make_predict_function(
+    pure: Steps, weights: Weights, groups: list[Group], _: int, set_facts: SetFacts
+) -> StepFunction:
+    """Returns the function of predictions for a batch."""
     leaves, treedef = jax.tree.flatten(weights)
 
     def predict(collectives: Collectives, leaves: Any, groups: list[Group]) -> Any:
         return pure.predict(collectives, treedef.unflatten(leaves), *groups)
 
-    return Body(predict, (leaves, groups), ("state", "groups"), "rows")
+    return StepFunction(predict, (leaves, groups), ("state", "groups"), "rows")
 
 
-BODIES: Final[dict[str, Callable[..., Body]]] = {
-    "train": train_body,
-    "evaluate": evaluate_body,
-    "predict": predict_body,
+STEP_FUNCTIONS: Final[dict[str, Callable[..., StepFunction]]] = {
+    "train": make_train_function,
+    "evaluate": make_evaluate_function,
+    "predict": make_predict_function,
 }
-"""A function `(pure, inputs, groups, steps, note) -> Body` for each kind of step."""
+"""A function `(pure, inputs, groups, steps, set_facts)` for each kind of step."""
 
 
-def traced(step: Callable[..., Any], *arguments: Any) -> Any:
-    """A step over all rows, as JAX sees it."""
+def trace_jaxpr(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Returns the jaxpr of a step function over all rows."""
     with clear_mesh(), pause_gc():
         return jax.make_jaxpr(
-            lambda *given: step(Collectives(), *move_to_device(given))
+            lambda *args: function(Collectives(), *move_to_device(args))
         )(*arguments)

@@ -1,4 +1,4 @@
-"""From what a user passes as a loader to the source of its batches."""
+"""Makes the source of a user's loader; refuses other objects."""
 
 import itertools
 import operator
@@ -11,38 +11,43 @@ import jax
 
 from ..step import NOTHING, Batch
 from .arrays import Arrays, ArraysSource
-from .shares import Share
-from .source import ALL, IterableSource, ListSource, Source
+from .partition import RowPartition
+from .source import ALL_ROWS, IterableSource, ListSource, Source
 
 
 class _NoLoader:
-    """Batches for a loss that takes none, without end."""
+    """Endless batches for a loss that needs none."""
 
     def __iter__(self) -> Iterator[Batch]:
         return itertools.repeat(NOTHING)
 
 
 NO_LOADER: Final = _NoLoader()
-"""What is trained on without a loader."""
+"""The training loader if the user passes none."""
 
 
 def open_loader(
-    loader: Any, argument: str, seed: int, share: Share = ALL, **of_arrays: Any
+    loader: Any,
+    argument: str,
+    seed: int,
+    partition: RowPartition = ALL_ROWS,
+    *,
+    in_order: bool = False,
 ) -> Source:
-    """The source of batches for what a user passed as `argument`, if it gives some.
+    """Returns the source of a loader that a user passed as `argument`.
 
-    `of_arrays` are further arguments of `ArraysSource`.
+    With `in_order`, `Arrays` are not shuffled.
     """
     if isinstance(loader, Arrays):
-        return ArraysSource(loader, argument, share, seed, **of_arrays)
+        return ArraysSource(loader, argument, partition, seed, in_order=in_order)
     torch = sys.modules.get("torch")
     if torch is not None:
         if isinstance(loader, torch.utils.data.DataLoader):
-            from .torch_source import torch_source
+            from .torch_source import make_torch_source
 
-            return torch_source(loader, argument, share, seed)
+            return make_torch_source(loader, argument, partition, seed)
         if isinstance(loader, torch.utils.data.IterableDataset):
-            return IterableSource(loader, argument, share, seed)
+            return IterableSource(loader, argument, partition, seed)
         if isinstance(loader, torch.utils.data.Dataset):
             raise TypeError(
                 f"`{argument}` is a {type(loader).__name__}, a torch Dataset, which"
@@ -50,18 +55,18 @@ def open_loader(
                 " batch_size)."
             )
 
-    # Any iterable, but not what iterates over something else.
+    # Any iterable of batches, but not one of other items.
     arrays = loader if isinstance(loader, tuple) else (loader,)
     is_array = [hasattr(array, "dtype") for array in arrays]
     may_be = [isinstance(array, Mapping) for array in arrays]  # a tree of arrays
     if any(is_array) and all(map(operator.or_, is_array, may_be)):
-        what = ", ".join(
+        names = ", ".join(
             f"an array of shape {array.shape}" if known else "a dict"
             for array, known in zip(arrays, is_array, strict=True)
         )
-        what = f"a tuple of {what}" if arrays is loader else what
+        names = f"a tuple of {names}" if arrays is loader else names
         raise TypeError(
-            f"`{argument}` is {what}, not an iterable of batches. Of arrays x and y"
+            f"`{argument}` is {names}, not an iterable of batches. Of arrays x and y"
             " pass one loader of both: jaxdp.Arrays(x, y, batch_size=32); of x alone,"
             " jaxdp.Arrays(x)."
         )
@@ -85,12 +90,12 @@ def open_loader(
             f" DataLoader, a list or a generator of batches.{model}"
         )
     if isinstance(loader, list | tuple):
-        return ListSource(loader, argument, share)
-    return IterableSource(loader, argument, share)
+        return ListSource(loader, argument, partition)
+    return IterableSource(loader, argument, partition)
 
 
-def _is_loader(found: Any) -> bool:
-    """Whether it gives batches, and is none itself: no array, no tree of arrays."""
-    is_array = hasattr(found, "dtype") or isinstance(found, str | bytes | Mapping)
-    gives = isinstance(found, Iterable) or hasattr(found, "__getitem__")
-    return gives and not is_array and jax.tree_util.all_leaves([found])
+def _is_loader(item: Any) -> bool:
+    """Returns whether an item yields batches, and is no batch or array itself."""
+    is_array = hasattr(item, "dtype") or isinstance(item, str | bytes | Mapping)
+    is_iterable = isinstance(item, Iterable) or hasattr(item, "__getitem__")
+    return is_iterable and not is_array and jax.tree_util.all_leaves([item])

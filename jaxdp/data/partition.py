@@ -1,0 +1,271 @@
+"""The partition of a loader's batches over processes: each process reads some rows."""
+
+import collections
+import contextlib
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import jax
+import numpy as np
+
+from ..basics.console import join_numbers
+from ..distributed import ProcessGroup
+from ..step import Batch, find_batched_leaves, map_row_leaves
+from .batches import LocalBatch, SpecKey, count_rows, make_spec_key, select_rows
+from .loader_state import compute_checksum
+
+_MAX_BATCHES_PER_EXCHANGE: Final = 8
+"""Batches that processes with loaders of their own read between two exchanges."""
+
+_ListsAndBatches = tuple[Iterator[Any], Callable[[Iterator[Any]], Iterator[Any]]]
+
+
+class RowPartition:
+    """The partition of a source's batches. This class is that of a single process.
+
+    Attributes:
+        sampler_seed: part of the seed of samplers.
+        augmentation_seed: part of the seed of augmentations.
+    """
+
+    sampler_seed: tuple[int, ...] = ()
+    augmentation_seed: tuple[int, ...] = ()
+
+    def split(
+        self, batches: Iterator[Batch], peek: Callable[[], Batch] | None
+    ) -> Iterator[Any]:
+        """Yields this process's rows; `peek` returns a batch, if they come again."""
+        return batches
+
+    def split_lists(self, lists: Iterator[Any]) -> _ListsAndBatches:
+        """Returns this process's part of index lists, and a function that makes the
+        fetched batches inputs of `split`."""
+        return lists, iter
+
+    def count_batches(self, argument: str, local: int | None) -> int | None:
+        """Returns the batches per epoch, of which this process's loader has `local`."""
+        return local
+
+    def gather_states(self, local: Any) -> Any:
+        """Returns the loaders' states for a checkpoint; one is `local`."""
+        return local
+
+    def select_state(self, states: Any) -> Any:
+        """The inverse of `gather_states`; None if they are of other processes."""
+        of_each = _get_list(states, "of_each")
+        if of_each is not None:
+            return of_each[0]
+        return None if _get_list(states, "by_process") is not None else states
+
+
+class GlobalPartition(RowPartition):
+    """Every process has the same loader, and takes its rows of every batch."""
+
+    def __init__(self, processes: ProcessGroup, get_packer: Callable[[], Any]):
+        self._processes = processes
+        self._get_packer = get_packer  # called at the start of an epoch
+
+    def split(self, batches: Iterator[Batch], peek: Any) -> Iterator[LocalBatch]:
+        splitter = _RowSplitter(self._get_packer())
+        for batch in batches:
+            if isinstance(batch, LocalBatch):  # by `split_lists`
+                yield batch
+                continue
+            counts, ranges = splitter.split(count_rows(batch), make_spec_key(batch))
+            select = functools.partial(_select_ranges, ranges=ranges)
+            yield LocalBatch(map_row_leaves(select, batch), counts)
+
+    def split_lists(self, lists: Iterator[Any]) -> _ListsAndBatches:
+        splitter = _RowSplitter(self._get_packer())
+        first, *_ = own = splitter.blocks.local
+        self.augmentation_seed = own[:1] if first else ()
+        waiting: collections.deque[tuple[int, ...]] = collections.deque()
+
+        def split() -> Iterator[Any]:
+            for indices in lists:
+                indices = list(indices)
+                # The spec of the batch is not known yet.
+                counts, ranges = splitter.split(len(indices), None)
+                waiting.append(counts)
+                yield [indices[i] for numbers in ranges for i in numbers]
+
+        def add_counts(batches: Iterator[Batch]) -> Iterator[LocalBatch]:
+            for batch in batches:
+                yield LocalBatch(batch, waiting.popleft())
+
+        return split(), add_counts
+
+    def count_batches(self, argument: str, local: int | None) -> int | None:
+        self._processes.check_equal(f"`{argument}`", {"its number of batches": local})
+        return local
+
+
+class LocalPartition(RowPartition):
+    """Every process's loader has rows of its own; a batch has the rows of all.
+
+    Before the next batch, the processes exchange their numbers of rows. One whose
+    loader is exhausted continues without rows until the last one is. The batches of all
+    processes have one shape, and equal arrays in a `Whole`.
+    """
+
+    def __init__(self, processes: ProcessGroup):
+        self._processes = processes
+        index = processes.index
+        self.sampler_seed = self.augmentation_seed = (index,) if index else ()
+
+    def split(
+        self, batches: Iterator[Batch], peek: Callable[[], Batch] | None
+    ) -> Iterator[LocalBatch]:
+        count, filler = 1, None
+        while True:
+            # The batches of this process.
+            present = list(itertools.islice(batches, count))
+            missing = count - len(present)
+            sizes = [count_rows(batch) for batch in present] + [0] * missing
+            if present:
+                filler = _copy_first_row(present[0])
+            elif filler is None and peek is not None:
+                with contextlib.suppress(ValueError):  # its loader has no batches
+                    filler = _copy_first_row(peek())
+            local = present + [filler] * missing
+
+            # The sizes and shapes of all processes.
+            shapes = [_get_shapes(batch) for batch in present]
+            checksums = [_checksum_unbatched(batch) for batch in local]
+            message = [sizes, shapes, filler is not None, checksums]
+            messages = self._processes.all_gather("the next batches", message)
+            if not any(any(sizes) for sizes, *_ in messages):
+                return
+            if empty := [
+                i for i, (_, _, has_rows, _) in enumerate(messages) if not has_rows
+            ]:
+                raise ValueError(
+                    "`data`='local': there are no batches in the loader of"
+                    f" {join_numbers('process', empty)}, while others have some. Each"
+                    " loader needs at least one."
+                )
+            for i, batch in enumerate(local):
+                counts = tuple([sizes[i] for sizes, *_ in messages])
+                if not any(counts):
+                    return
+                shape = _check_equal_shapes(
+                    {n: s[i] for n, (_, s, *_) in enumerate(messages) if i < len(s)}
+                )
+                if len({checksums[i] for *_, checksums in messages}) > 1:
+                    raise ValueError(_UNBATCHED_DIFFER)
+                yield LocalBatch(batch if sizes[i] else _resize(batch, shape), counts)
+
+            # An iterator must not be read further than the steps.
+            count = 1 if peek is None else min(2 * count, _MAX_BATCHES_PER_EXCHANGE)
+
+    def count_batches(self, argument: str, local: int | None) -> int | None:
+        lengths = self._processes.all_gather(f"the length of {argument}", local)
+        return None if None in lengths else max(lengths)
+
+    def gather_states(self, local: Any) -> Any:
+        return {"by_process": self._processes.all_gather("the loaders' states", local)}
+
+    def select_state(self, states: Any) -> Any:
+        if (by_process := _get_list(states, "by_process")) is None:
+            return states
+        is_same = len(by_process) == self._processes.count
+        return by_process[self._processes.index] if is_same else None
+
+
+class _RowSplitter:
+    """Splits batches where one process would split the padded ones.
+
+    Args:
+        packer: of the batches of one epoch, whose sizes are remembered.
+    """
+
+    def __init__(self, packer: Any):
+        self.blocks, self._packer = packer.blocks, packer
+        self._sizes: dict[SpecKey | None, int] = {None: packer.size}
+
+    def split(
+        self, rows: int, key: SpecKey | None
+    ) -> tuple[tuple[int, ...], list[range]]:
+        """Returns the real rows of every block, and this process's row numbers.
+
+        These are at least one, to fill its blocks with.
+        """
+        specs = self._packer.specs
+        if key is not None and key not in self._sizes:
+            self._sizes[key] = specs.get_size(key)
+        self._sizes[key] = max(self._sizes[key], specs.round_up(rows))
+        per_block = self._sizes[key] // self.blocks.count
+        if not self._packer.pads:
+            per_block = math.ceil(rows / self.blocks.count)
+        ranges = self.blocks.get_local_rows(rows, per_block)
+        counts = self.blocks.count_rows(rows, per_block)
+        return counts, ranges if any(ranges) else [range(1)]
+
+
+def _get_list(states: Any, name: str) -> list[Any] | None:
+    return states.get(name) if isinstance(states, dict) else None
+
+
+def _get_shapes(batch: Batch) -> list[list[int]]:
+    """Returns the shape of each leaf without its rows; JSON."""
+    return [list(shape) for shape, _ in make_spec_key(batch)[1]]
+
+
+def _check_equal_shapes(shapes: dict[int, Any]) -> list[list[int]]:
+    """Returns the shapes of a batch, which all processes that have it must share."""
+    (first, expected), *others = shapes.items()
+    for process, found in others:
+        if found != expected:
+            raise ValueError(
+                "`data`='local': the processes have batches of different shapes for the"
+                f" same step: rows of {expected} in process {first}, of {found}"
+                f" in process {process}. A step is compiled for one shape. Have each"
+                " process draw from the same bucket at each step, by a generator that"
+                " has the same seed in all, and pad to the bucket's length."
+            )
+    return expected
+
+
+def _resize(row: Batch, shapes: list[list[int]]) -> Batch:
+    """Returns a row of these shapes with the values of `row`."""
+    leaves, treedef = jax.tree.flatten(row)
+    triples = zip(leaves, shapes, find_batched_leaves(treedef), strict=True)
+    return treedef.unflatten(
+        np.resize(leaf, (1, *shape) if has_rows else shape)
+        for leaf, shape, has_rows in triples
+    )
+
+
+def _checksum_unbatched(batch: Batch | None) -> int | None:
+    """Returns a checksum of the arrays in `Whole`s."""
+    arrays = jax.tree.leaves(map_row_leaves(lambda _: None, batch))
+    return compute_checksum(arrays) if arrays else None
+
+
+_UNBATCHED_DIFFER: Final = (
+    "`data`='local': the processes have different values in a jaxdp.Whole at the same"
+    " step, but it must be the same for every row. Draw it by a generator that has the"
+    " same seed in all. (A process that has run out of batches keeps its last Whole; if"
+    " it changes from batch to batch, give all processes equally many batches.)"
+)
+
+
+def _copy_first_row(batch: Batch) -> Batch:
+    def copy(leaf: Any) -> Any:
+        return leaf if isinstance(leaf, jax.Array) else np.array(leaf)  # on the host
+
+    first = map_row_leaves(lambda leaf: select_rows(leaf, np.zeros(1, np.int32)), batch)
+    return jax.tree.map(copy, first)
+
+
+def _select_ranges(leaf: Any, ranges: list[range]) -> Any:
+    if isinstance(leaf, jax.Array):
+        return select_rows(
+            leaf, np.concatenate([*map(np.asarray, ranges)])
+        )  # on the host
+    if len(ranges) == 1:
+        return leaf[ranges[0].start : ranges[0].stop]
+    return np.concatenate([leaf[part.start : part.stop] for part in ranges])

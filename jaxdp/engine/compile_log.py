@@ -1,0 +1,145 @@
+"""Messages about compilations: each says its reason and its time in one sentence."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, Final
+
+import jax
+
+from ..basics.console import join_some, log_info, warn
+from ..basics.hardware import describe_mixed_kinds
+from ..data import Dispatch, leaf_name
+from ..step import (
+    BY_DEFAULT,
+    SingleRowBatch,
+    Steps,
+    merge_leaves,
+    note_on_products,
+)
+
+_LONG_SECONDS: Final = 2.0
+"""A compilation that takes longer is reported."""
+
+_MANY_SHAPES: Final = 9
+"""With so many shapes, the data has a problem."""
+
+_Shapes = dict[str, tuple[int, ...]]
+"""The shape of each leaf of a batch by its name."""
+
+
+class CompileLog:
+    """Reports the compilations of a trainer.
+
+    The first compilation of a step is reported if it takes long. A later one for other
+    shapes always is, with the leaves that differ: the user did not ask for its time.
+    If `quiet`, nothing is reported.
+    """
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._quiet = quiet
+        self._known: dict[str, list[list[_Shapes]]] = {}
+        self._reported: set[str] = set()
+
+    @contextlib.contextmanager
+    def time_compile(self, kind: str, dispatch: Dispatch) -> Iterator[None]:
+        """Times the compilation of a `kind` of step for a dispatch."""
+        known, shapes = self._known.setdefault(kind, []), _get_shapes(dispatch)
+        steps = f", {len(dispatch.rows)} at a time" if len(dispatch.rows) > 1 else ""
+        step = f"the {kind} step{steps}"
+        timer = threading.Timer(_LONG_SECONDS, self._say, [f"compiling {step} ..."])
+        timer.daemon = True
+        with contextlib.suppress(RuntimeError):  # there can't be more threads
+            timer.start()
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            timer.cancel()
+        seconds = time.perf_counter() - started
+
+        if shapes not in known:
+            known.append(shapes)
+            if len(known) > 1:
+                self._report_again(kind, known, seconds)
+                return
+        if seconds > _LONG_SECONDS:
+            self._say(f"{step} was compiled in {seconds:.1f} s")
+
+    def log_once(self, note: str) -> None:
+        """Reports a note unless it was reported before."""
+        if note not in self._reported:
+            self._say(note)
+        self._reported.add(note)
+
+    def log_program(self, devices: list[Any], program: Any, steps: Steps) -> None:
+        """Reports the precision of products, and warns of devices that differ."""
+        if self._quiet:
+            return
+        if (note := describe_mixed_kinds(devices)) and note not in self._reported:
+            self._reported.add(note)
+            warn(note)
+        if program.products and program.products[BY_DEFAULT]:
+            if note := note_on_products(steps.precision, devices[0]):
+                self.log_once(note)
+
+    def log_unsplit(self, dispatch: Dispatch, num_shards: int) -> None:
+        """Reports the first batch that each device computes in full, and the reason."""
+        batches = [group.batch for group in dispatch.groups]
+        sizes = [jax.tree.leaves(batch)[0].shape[1] for batch in batches]
+        rows = next((size for size in sizes if size % num_shards), None)
+        has_rows = not any(isinstance(batch, SingleRowBatch) for batch in batches)
+        # ProcessGroup may have different numbers of rows, and shards divide each.
+        if dispatch.split or rows is None or not has_rows or "full" in self._reported:
+            return
+        self._reported.add("full")
+        self._say(
+            f"a batch of {rows} rows is computed in full on each device, since"
+            f" something in the step is written for a batch, and the {num_shards}"
+            " shards of the strategy do not divide it"
+        )
+
+    def _report_again(
+        self, kind: str, known: list[list[_Shapes]], seconds: float
+    ) -> None:
+        reason, count = _explain(known[-1], known[:-1]), len(known)
+        text = (
+            f"the {kind} step was compiled again, in {seconds:.1f} s, because {reason}"
+        )
+        if count < _MANY_SHAPES or self._quiet:
+            self._say(text)
+        else:
+            warn(
+                f"{text}. It is compiled once for each shape, of which there were"
+                f" {count} so far: docs/shapes.md shows how to have few."
+            )
+
+    def _say(self, text: str) -> None:
+        if not self._quiet:
+            log_info(text)
+
+
+def _get_shapes(dispatch: Dispatch) -> list[_Shapes]:
+    """Returns the shapes of each group, rows included; no arrays are kept."""
+    batches = [merge_leaves(group.batch, group.whole) for group in dispatch.groups]
+    return [
+        {leaf_name(b, i): x.shape[1:] for i, x in enumerate(jax.tree.leaves(b))}
+        for b in batches
+    ]
+
+
+def _explain(shapes: list[_Shapes], known: list[list[_Shapes]]) -> str:
+    """Returns the leaves that differ from those of the last compilation."""
+    old = [group for groups in known for group in groups]
+    new = next((group for group in reversed(shapes) if group not in old), None)
+    if new is None:
+        return (
+            "its micro-batches are a new combination of shapes: give a step batches of"
+            " one shape"
+        )
+    return join_some(
+        f"{name} was {old[-1].get(name)} and is {shape}"
+        for name, shape in new.items()
+        if old[-1].get(name) != shape
+    )

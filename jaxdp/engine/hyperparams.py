@@ -1,0 +1,140 @@
+"""The hyperparameters that an optimizer's state holds, so that they can be set.
+
+`optax.inject_hyperparams` stores its arguments there. To set one is to write an array;
+no step is compiled for it.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import DictKey, GetAttrKey
+from jaxtyping import PyTree
+
+LEARNING_RATES: Final = ("learning_rate", "lr", "step_size")
+"""The names that optimizers have for their learning rate."""
+
+
+class Hyperparam(NamedTuple):
+    """A leaf that can be read, and can be set unless a schedule overwrites it."""
+
+    name: str
+    """The optimizer's name for it."""
+    label: str
+    """The dictionary keys of its path, as `optax.partition` has them."""
+    index: int
+    """Among the leaves of the state."""
+    leaf: Any
+    is_scheduled: bool
+
+
+def find_hyperparams(state: PyTree) -> dict[str, Hyperparam]:
+    """Returns all hyperparameters in a state, by the names that set them.
+
+    The name is the optimizer's own if it is unique. Several of a name have a label
+    before it: the key of `optax.partition` or `optax.named_chain`
+    (`head/learning_rate`), or a number if there are no such keys (`0/learning_rate`).
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    scheduled = {
+        (path[:place], path[place + 1])
+        for path, _ in leaves
+        for place, key in enumerate(path)
+        if key == GetAttrKey("hyperparams_states")
+    }
+    by_name: dict[str, list[Hyperparam]] = {}
+    for index, (path, leaf) in enumerate(leaves):
+        match path:
+            case (*owner, GetAttrKey("hyperparams"), DictKey(name)):
+                label = "/".join(str(key.key) for key in owner if type(key) is DictKey)
+                is_scheduled = (tuple(owner), DictKey(name)) in scheduled
+                found = Hyperparam(name, label, index, leaf, is_scheduled)
+                by_name.setdefault(name, []).append(found)
+    hyperparams = {}
+    for name, group in by_name.items():
+        labels = [hyperparam.label for hyperparam in group]
+        if not all(labels) or len({*labels}) < len(labels):
+            labels = [str(number) for number in range(len(group))]
+        for label, hyperparam in zip(labels, group, strict=True):
+            unique = name if len(group) == 1 else f"{label}/{name}"
+            hyperparams[unique] = hyperparam
+    return hyperparams
+
+
+def fetch_hyperparams(state: PyTree) -> Mapping[str, Any]:
+    """Returns the values by the names of `find_hyperparams`. Waits for the device."""
+    arrays = {
+        # waits for the device
+        name: np.asarray(hyperparam.leaf)
+        for name, hyperparam in find_hyperparams(state).items()
+    }
+    # on the host
+    values = {name: a if a.ndim else a.item() for name, a in arrays.items()}
+    return MappingProxyType(values)
+
+
+def convert_hyperparams(
+    state: PyTree, values: Mapping[str, Any]
+) -> dict[int, np.ndarray]:
+    """Returns the new leaves of a state, by index, for these hyperparameters.
+
+    Raises:
+        ValueError: for an unknown name, one that a schedule sets, and a value of
+            another shape, or that is not finite.
+        TypeError: for a value that is no number, or of another kind than the present.
+    """
+    present, leaves = find_hyperparams(state), {}
+    for name, value in values.items():
+        if name not in present:
+            raise ValueError(_explain_unknown(name, present))
+        if present[name].is_scheduled:
+            raise ValueError(
+                f"`set_hyperparams`: {name!r} is set by a schedule in every step,"
+                " which would overwrite the new value. Give optax.inject_hyperparams"
+                " a number instead of the schedule."
+            )
+        leaves[present[name].index] = _convert(name, value, present[name].leaf)
+    return leaves
+
+
+def _explain_unknown(name: str, present: Mapping[str, Hyperparam]) -> str:
+    alike = [key for key, hyperparam in present.items() if hyperparam.name == name]
+    join_numbers = ", ".join(map(repr, alike or present))
+    has = f"has no {name!r}; there are {join_numbers or 'none'}"
+    if alike:
+        has = f"has {len(alike)} named {name!r}: {join_numbers}. Say which, as"
+        has += f" set_hyperparams(**{{{alike[0]!r}: ...}})"
+    return (
+        f"`set_hyperparams`: the optimizer's state {has}. Only what is in it can be"
+        " set: numbers and arrays that optax.inject_hyperparams was given, for"
+        " example optax.inject_hyperparams(optax.adam)(learning_rate=1e-3) instead"
+        " of optax.adam(1e-3)."
+    )
+
+
+def _convert(name: str, value: Any, leaf: Any) -> np.ndarray:
+    """Returns `value` in the dtype and shape of the present leaf."""
+    array = np.asarray(value)  # waits for the device
+    subject = f"`set_hyperparams`: {name!r} is {leaf.dtype} of shape {leaf.shape}"
+    is_floating = jnp.issubdtype(leaf.dtype, jnp.floating)
+    kinds = (jnp.floating, jnp.integer) if is_floating else (jnp.integer,)
+    if not any(jnp.issubdtype(array.dtype, kind) for kind in kinds):
+        raise TypeError(
+            f"{subject}, and can't be set to {value!r} of type {type(value).__name__};"
+            f" pass {'a number' if is_floating else 'an int'}."
+        )
+    if not array.ndim:  # one for each member of an ensemble
+        array = np.broadcast_to(array, leaf.shape)
+    if array.shape != leaf.shape:
+        raise ValueError(f"{subject}; got a value of shape {array.shape}.")
+
+    with np.errstate(over="ignore"):
+        new = array.astype(leaf.dtype)
+    if is_floating and not np.isfinite(new.astype(np.float64)).all():
+        raise ValueError(f"{subject}, and must be finite; got {value!r}.")
+    if not is_floating and not np.array_equal(new, array):
+        raise ValueError(f"{subject}, and {value!r} does not fit into it.")
+    return new
