@@ -99,14 +99,14 @@ def pytest_collection_finish(session):
 LONG = (
     "distributed",
     "faults",
-    "test_machine",
+    "test_process_settings",
     "test_examples",
     "test_docs",
     "test_twins",
     "data",
     # Both take many times as long in a process in which JAX has kept much.
     "test_in_use",
-    "test_eager",
+    "test_debug_settings",
 )
 """What takes long comes first: at the end one process would wait for another."""
 

@@ -1,4 +1,4 @@
-"""XLA's options: those of the user, and those that make a CPU fast."""
+"""XLA's compiler options: those of the user, and those that make a CPU fast."""
 
 import functools
 import os
@@ -14,34 +14,33 @@ from ..basics.console import log_debug
 from ..step import has_convolutions, has_own_loop
 
 CompilerOptions = Mapping[str, Any] | str | None
-"""Options of XLA by name, as `jax.jit` takes them, or an effort level."""
+"""Options of XLA by name, as in `jax.jit`, or an effort level."""
 
 DETERMINISTIC: Final = {"xla_gpu_deterministic_ops": True}
-"""On GPUs no atomic sums, and no kernels that are chosen by timing them; elsewhere no
-change."""
+"""On GPUs, no atomic sums, and no kernels chosen by their time. Others: no change."""
 
 _LEVELS: Final = {"O0": 9, "O1": 19, "O2": 29, "O3": 39}
-"""Effort levels, as XLA numbers them. From `"O1"` on it has on GPUs the latency-hiding
-scheduler, pipelined collectives, and loops of which two turns are one."""
+"""XLA's numbers for effort levels. From `"O1"` on, GPUs have the latency-hiding
+scheduler, pipelined collectives, and loops that are unrolled twice."""
 
 _EIGEN_SWITCH: Final = "JAXDP_EIGEN_CONVOLUTIONS"
-_PRODUCTS_ALONE: Final = (
+_PRODUCTS_ONLY: Final = (
     "xla_cpu_experimental_ynn_fusion_type",
     "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT",
 )
-"""What YNNPACK is left with: by default (jaxlib 0.10 to 0.12) it has convolutions and
-reductions, too, and a reduction takes the convolution before it along."""
+"""Limits YNNPACK to products. By default (jaxlib 0.10 to 0.12) it also has convolutions
+and reductions, and a reduction includes the convolution before it."""
 
 _DISABLED: Final = "xla_disable_hlo_passes"
 _HOISTING: Final = "while-loop-invariant-code-motion"
 
 
 def check_options(options: CompilerOptions) -> dict[str, Any]:
-    """Returns the options by name, as this version of XLA takes them.
+    """Returns the options by name, for this version of XLA.
 
     Raises:
         TypeError: if they are neither a dict nor a level.
-        ValueError: if XLA does not know one, or not with that value.
+        ValueError: if XLA does not know one, or refuses its value.
     """
     if options is None:
         return {}
@@ -61,21 +60,21 @@ def check_options(options: CompilerOptions) -> dict[str, Any]:
         )
     options = {name.removeprefix("--"): options[name] for name in options}
     level = options.get("optimization_level")
-    if level in _LEVELS and refusal("optimization_level", level):
+    if level in _LEVELS and find_option_error("optimization_level", level):
         options["optimization_level"] = _LEVELS[level]  # before jaxlib 0.12
     for name, value in options.items():
         if name.startswith("xla_tpu_"):  # known to the compiler for TPUs alone
             continue
-        if (fault := refusal(name, value)) is not None:
+        if (error := find_option_error(name, value)) is not None:
             raise ValueError(
                 f"`compiler_options`: jaxlib {jaxlib_version} does not take"
-                f" {name!r}={value!r}: {fault}."
+                f" {name!r}={value!r}: {error}."
             )
     return options
 
 
-def refusal(name: str, value: Any) -> str | None:
-    """Why XLA does not take an option; a program of one number is compiled with it."""
+def find_option_error(name: str, value: Any) -> str | None:
+    """Returns XLA's error for an option; compiles a program of one number with it."""
     try:
         jax.jit(lambda: 0).lower().compile({name: value})
     except jax.errors.JaxRuntimeError as error:
@@ -88,46 +87,48 @@ def refusal(name: str, value: Any) -> str | None:
 def options_for(
     jaxpr: Any,
     arguments: Any,
-    own: dict[str, Any] | None = None,
+    replacement: dict[str, Any] | None = None,
     users: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """The options of XLA that a traced program is compiled with for `arguments`.
+    """Returns the options for compiling a traced program.
 
-    Their shardings tell the platform. `own` are instead of those for speed; those of
-    the user come before both.
+    The shardings of `arguments` decide the platform. A strategy's `replacement` is
+    used instead of the options for speed; those of the user override both.
     """
-    options = _options_for_speed(jaxpr, arguments) if own is None else own
+    options = replacement
+    if options is None:
+        options = _select_fast_options(jaxpr, arguments)
     options = {**options, **users}
     if not _are_on_cpu(arguments) or not has_own_loop(jaxpr):
         return options
-    # What does not change from turn to turn (a mask's row numbers, constants) XLA would
-    # compute before the loop. What is left is fused otherwise, and sums take another
-    # order: losses had other last bits than those of single steps, with some shapes.
-    # So a loop over micro-batches is treated alike, in a loop over steps and alone.
+    # XLA would compute loop invariants (a mask's row numbers, constants) before the
+    # loop. It fuses the rest differently, and sums have another order: with some
+    # shapes, losses had other last bits than those of single steps. So loops over
+    # micro-batches have these options with and without a loop over steps.
     flag = re.search(rf"--{_DISABLED}=(\S+)", os.environ.get("XLA_FLAGS", ""))
     passes = [flag and flag[1], options.get(_DISABLED), _HOISTING]
     return {**options, _DISABLED: ",".join(filter(None, passes))}
 
 
-def _options_for_speed(jaxpr: Any, arguments: Any) -> dict[str, Any]:
-    """What XLA is told of a program on the CPU, unless the user has told it so.
+def _select_fast_options(jaxpr: Any, arguments: Any) -> dict[str, Any]:
+    """Returns the options for a program on the CPU; none if the user has set them.
 
-    By default it gives convolutions to YNNPACK, whose gradients take up to seven times
-    as long as Eigen's (docs/speed.md). They go to Eigen here, noted once,
-    because sums are then taken in another order.
+    By default XLA gives convolutions to YNNPACK, whose gradients take up to seven times
+    as long as Eigen's (docs/speed.md). These options give them to Eigen. That is
+    logged once, because sums then have another order.
 
-    (`xla_cpu_copy_insertion_use_region_analysis` would spare copies of weights, and
-    makes wrong programs of loops inside loops: jaxlib 0.10.2.)
+    (`xla_cpu_copy_insertion_use_region_analysis` would save copies of weights, but
+    jaxlib 0.10.2 compiles loops inside loops wrongly with it.)
     """
     if not _are_on_cpu(arguments) or not has_convolutions(jaxpr):
         return {}
-    option, value = _PRODUCTS_ALONE
+    option, value = _PRODUCTS_ONLY
     is_off = os.environ.get(_EIGEN_SWITCH) == "0"
     if is_off or option in os.environ.get("XLA_FLAGS", ""):
         return {}
-    if _refusal(option, value) is not None:
+    if _find_option_error(option, value) is not None:
         return {}
-    _note_it()
+    _log_eigen()
     return {option: value}
 
 
@@ -138,11 +139,11 @@ def _are_on_cpu(arguments: Any) -> bool:
     return jax.default_backend() == "cpu"
 
 
-_refusal = functools.cache(refusal)
+_find_option_error = functools.cache(find_option_error)
 
 
 @functools.cache
-def _note_it() -> None:
+def _log_eigen() -> None:
     log_debug(
         "convolutions on the CPU are left to Eigen, which is faster than XLA's own"
         f" choice ({_EIGEN_SWITCH}=0 switches this off)"

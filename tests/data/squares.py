@@ -1,4 +1,4 @@
-"""A dataset that tests of several files load, and what compares batches."""
+"""A dataset for several test files, and comparisons of batches."""
 
 import random
 
@@ -11,7 +11,7 @@ from torch.utils.data import Dataset  # noqa: E402
 
 
 class Squares(Dataset):
-    """Item i is (i, i*i), and a random number when asked for one."""
+    """Item i is (i, i*i), or i and random numbers if `noisy`."""
 
     def __init__(self, count=23, noisy=False):
         self.count = count

@@ -25,7 +25,7 @@ X, Y = rows(53)
 
 
 def there(tree, first=0):
-    """On two devices: of a single CPU, NumPy takes the rows."""
+    """Puts a tree on two devices; on a single CPU, NumPy selects the rows."""
     axes = {"axis_types": (jax.sharding.AxisType.Auto,)}
     mesh = jax.make_mesh((2,), "d", **axes, devices=jax.devices()[first : first + 2])
     spec = jax.sharding.PartitionSpec()
@@ -47,7 +47,7 @@ def first_columns(loader):
     "drop_last, sizes", [(False, [16] * 3 + [5]), (True, [16] * 3)]
 )
 @pytest.mark.parametrize("make", [np.asarray, jnp.asarray])
-def test_by_hand_each_epoch_has_every_row_once_in_an_order_of_its_seed(
+def test_each_iteration_has_every_row_once_in_the_order_of_its_seed(
     make, drop_last, sizes
 ):
     def epochs(seed):
@@ -78,13 +78,13 @@ def test_by_hand_each_epoch_has_every_row_once_in_an_order_of_its_seed(
         (((X, {"z": X}), Y), "((*, {'z': *}), *)"),
     ],
 )
-def test_a_batch_has_the_form_of_what_was_passed(arrays, structure):
+def test_a_batch_has_the_structure_of_the_arguments(arrays, structure):
     batch = next(iter(Arrays(*arrays, batch_size=16)))
     assert str(jax.tree.structure(batch)) == f"PyTreeDef({structure})"
     assert all(leaf.shape[0] == 16 for leaf in jax.tree.leaves(batch))
 
 
-def test_arrays_are_narrowed_as_batches_are_and_a_whole_has_no_rows():
+def test_arrays_are_narrowed_and_a_whole_has_no_rows():
     times = Whole(np.linspace(0, 1, 7))
     (x, whole), y = next(
         iter(Arrays((X.astype(np.float64), times), Y.astype(np.int64)))
@@ -94,21 +94,21 @@ def test_arrays_are_narrowed_as_batches_are_and_a_whole_has_no_rows():
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}])
-def test_unshuffled_it_trains_as_a_list_of_the_same_batches(options):
+def test_unshuffled_arrays_train_as_a_list_of_batches(options):
     batches = [(X[i : i + 16], Y[i : i + 16]) for i in range(0, 53, 16)]
     found, history = losses(Arrays(X, Y, batch_size=16, shuffle=False), **options)
     wanted, expected = losses(batches, **options)
     assert found == wanted and history.state_dict() == expected.state_dict()
 
 
-def test_the_trainers_seed_shuffles_and_not_the_loaders():
+def test_the_trainers_seed_decides_the_order():
     def run(seed, own):
         return losses(Arrays(X, Y, batch_size=16, seed=own), seed=seed)[0]
 
     assert run(0, 1) == run(0, 2) != run(1, 1)
 
 
-def test_validation_and_prediction_take_rows_in_order():
+def test_validation_and_prediction_do_not_shuffle():
     shuffled = Arrays(X, Y, batch_size=16)
     trainer = mlp_trainer()
     trainer.fit(shuffled, shuffled)
@@ -121,7 +121,7 @@ def test_validation_and_prediction_take_rows_in_order():
     assert first == trainer.validate(in_order[:1])
 
 
-def test_it_is_trained_on_over_several_devices():
+def test_arrays_train_on_several_devices():
     one, _ = losses(Arrays(X, Y, batch_size=16))
     eight, _ = losses(Arrays(X, Y, batch_size=16), strategy=Sharded())
     np.testing.assert_allclose(eight, one, rtol=1e-5)
@@ -139,7 +139,7 @@ STRATEGIES = {
 
 
 def all_numbers(place, strategy=SingleDevice, **options):
-    """What training, validation and prediction over ragged batches give."""
+    """Returns the results of training, validation and prediction."""
 
     def arrays(*leaves):
         return Arrays(*map(place, leaves), batch_size=16)
@@ -171,9 +171,9 @@ def all_numbers(place, strategy=SingleDevice, **options):
     ids=["donated", "accumulated", "several"],
 )
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_batches_taken_on_a_device_give_the_bits_of_the_host(name, options):
+def test_rows_selected_on_a_device_have_the_bits_of_the_host(name, options):
     def place(array):
-        return array if array is Y else there(array)  # one of them stays
+        return array if array is Y else there(array)  # one array stays on the host
 
     found, wanted = [
         all_numbers(where, STRATEGIES[name], **options) for where in (place, np.asarray)
@@ -181,7 +181,7 @@ def test_batches_taken_on_a_device_give_the_bits_of_the_host(name, options):
     assert found == wanted
 
 
-def test_batches_are_taken_where_the_arrays_lie_by_hand_and_in_a_fit():
+def test_batches_are_on_the_devices_of_the_arrays():
     class Shows(Callback):
         def on_train_batch_start(self, trainer, batch, batch_idx):
             seen.append(batch)
@@ -193,7 +193,7 @@ def test_batches_are_taken_where_the_arrays_lie_by_hand_and_in_a_fit():
         assert isinstance(leaf, jax.Array) and leaf.devices() == devices
 
 
-def test_arrays_that_one_program_cant_take_are_refused():
+def test_arrays_on_different_devices_are_refused():
     with pytest.raises(ValueError, match="lie on different devices"):
         Arrays(there(X), there(Y, 2))
 
@@ -207,7 +207,7 @@ class TimedLinear(eqx.Module):
 
 
 @pytest.mark.parametrize("tree", ["weights", "whole", "dict"])
-def test_trees_with_weights_and_wholes_may_lie_on_a_device(tree):
+def test_trees_with_weights_and_wholes_may_be_on_a_device(tree):
     times, weight = np.linspace(0, 1, 5, dtype=np.float32), np.arange(53) % 3 / 4
     linear = eqx.nn.Linear(4, 3, key=jax.random.key(0))
     arrays, model, options = {
@@ -233,6 +233,6 @@ def test_trees_with_weights_and_wholes_may_lie_on_a_device(tree):
     assert run(there(arrays)) == run(arrays) == run(jax.device_put(arrays))
 
 
-def test_on_device_says_what_to_do_instead():
+def test_on_device_is_refused_with_the_remedy():
     with pytest.raises(TypeError, match=r"no `on_device` any more.*jax.device_put"):
         Arrays(X, Y, on_device=True)

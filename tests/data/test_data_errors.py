@@ -1,4 +1,4 @@
-"""What can be no batch, no loader, no `Arrays`: each by an error that says why."""
+"""Errors for invalid batches, loaders and arguments of `Arrays`."""
 
 import collections
 import dataclasses
@@ -44,12 +44,12 @@ def no_batch(words):
     ((TWO[:0], ONE[:0]), ValueError, "leading axis of one or more rows"),
     ({"x": ONE, "rate": 0.5}, ValueError, "leading axis of one or more rows"),
 ])  # fmt: skip
-def test_what_is_no_batch_is_refused(batch, error, words):
+def test_invalid_batches_are_refused(batch, error, words):
     with pytest.raises(error, match=words):
         to_host(batch if isinstance(batch, dict | tuple | Pair) else (batch,))
 
 
-def test_a_masked_array_that_masks_nothing_and_no_weight_are_fine():
+def test_a_masked_array_without_a_mask_and_a_missing_weight_are_accepted():
     batches = (X, Y), (np.ma.masked_array(X), Y, None)
     plain, same = (make_small(loss="cross_entropy").validate([b]) for b in batches)
     assert same == plain
@@ -66,7 +66,7 @@ def test_a_masked_array_that_masks_nothing_and_no_weight_are_fine():
     ((X[:8], jax.random.split(jax.random.key(0), 3)), ValueError,
      "must share a leading axis"),
 ])  # fmt: skip
-def test_a_batch_that_can_not_be_trained_on_is_refused(batch, error, words):
+def test_batches_that_do_not_fit_the_loss_are_refused(batch, error, words):
     with pytest.raises(error, match=words):
         make_small(loss="mse").fit([batch])
 
@@ -97,26 +97,26 @@ def test_a_batch_that_can_not_be_trained_on_is_refused(batch, error, words):
         [(np.ones(2),), None], "train_loader", 0).read_epoch()), TypeError,
      "a batch has no arrays in it: None"),
 ])  # fmt: skip
-def test_what_is_no_loader_is_refused(make, error, words):
+def test_invalid_loaders_are_refused(make, error, words):
     with pytest.raises(error, match=words):
         make()
 
 
-def test_a_tensor_that_is_no_plain_array_is_named():
+def test_a_sparse_tensor_is_refused():
     torch = pytest.importorskip("torch")
     batch = X[:8], torch.eye(8).to_sparse()
     with pytest.raises(TypeError, match=r"batch\[1\] is a Tensor .*torch.sparse_coo"):
         to_host(batch)
 
 
-def test_a_dataset_of_torch_is_no_loader():
+def test_a_torch_dataset_is_refused():
     squares = pytest.importorskip("squares")
     words = "a torch Dataset, which gives single examples; wrap it"
     with pytest.raises(TypeError, match=words):
         open_loader(squares.Squares(), "train_loader", seed=0)
 
 
-def test_a_model_is_no_loader():
+def test_a_model_is_refused():
     model = eqx.nn.Linear(4, 3, key=jax.random.key(0))
     with pytest.raises(TypeError, match=r"is a Linear and.*Trainer\(model\).fit"):
         open_loader(model, "train_loader", seed=0)

@@ -1,4 +1,4 @@
-"""Batches that are on the devices already: they never come to the host."""
+"""Batches of JAX's arrays are never fetched to the host."""
 
 import contextlib
 
@@ -19,7 +19,7 @@ X, Y = rows(22)  # the last batch is short
 
 @contextlib.contextmanager
 def unread(*trees):
-    """Fails if a value of these arrays comes to the host."""
+    """Fails if a value of these arrays is fetched."""
     arrays = {id(leaf) for leaf in jax.tree.leaves(trees)}
     on_host = ArrayImpl._value
 
@@ -35,7 +35,7 @@ def unread(*trees):
 
 
 class Batches:
-    """Gives them anew in each epoch, as a loader does."""
+    """Yields the batches in each epoch."""
 
     def __init__(self, batches):
         self.batches = batches
@@ -48,7 +48,7 @@ class Batches:
 
 
 def batches(*arrays, size=4, place=lambda array: array):
-    """Of rows, in order."""
+    """Returns batches of rows in their order."""
     return [
         tuple(place(array[start : start + size]) for array in arrays)
         for start in range(0, len(arrays[0]), size)
@@ -74,7 +74,7 @@ def same(one, other):
 
 
 def split(array):
-    """Over four devices, where they divide it."""
+    """Shards an array over four devices, if they divide it."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = PartitionSpec("data" if len(array) % 4 == 0 else None)
     return jax.device_put(array, NamedSharding(mesh, spec))
@@ -97,7 +97,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_they_give_the_bits_of_the_host_and_never_come_there(case):
+def test_device_batches_have_the_bits_of_host_batches_and_are_not_fetched(case):
     strategy, place, options = CASES[case]
     on_host = trained(batches(X, Y), strategy(), **options)
     there = batches(X, Y, place=place)
@@ -111,7 +111,7 @@ def test_they_give_the_bits_of_the_host_and_never_come_there(case):
     assert all(not array.is_deleted() for array in arrays)
 
 
-def test_rows_of_weight_0_are_replaced_there():
+def test_rows_of_weight_0_are_replaced_on_the_device():
     weight = np.ones(len(X), np.float32)
     weight[[2, 5]], x = 0, X.copy()
     x[2] = np.nan
@@ -121,7 +121,7 @@ def test_rows_of_weight_0_are_replaced_there():
     same(on_devices.state, trained(batches(x, Y, weight), SingleDevice()).state)
 
 
-def test_hooks_see_them_and_a_weak_type_is_none():
+def test_hooks_get_device_batches_and_weak_types_become_strong():
     seen = []
 
     class Sees(Callback):
@@ -148,7 +148,7 @@ def test_hooks_see_them_and_a_weak_type_is_none():
 
 
 @pytest.mark.parametrize("kind", ["Explicit", "Auto"])
-def test_arrays_on_a_mesh_are_taken_there(kind):
+def test_rows_of_arrays_on_a_mesh_are_selected_there(kind):
     axes = (getattr(jax.sharding.AxisType, kind),)
     mesh = jax.make_mesh((8,), ("data",), axis_types=axes)
     x = np.arange(64, dtype=np.float32).reshape(16, 4)

@@ -63,13 +63,13 @@ LAYOUTS = {
 
 @pytest.mark.slow_but("jit", "pmap")
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_keys_are_what_their_data_are(layout):
+def test_keys_train_as_their_data(layout):
     losses, val, _ = fit(keyed(), **LAYOUTS[layout]())
     expected, of_val, _ = fit(keyed(typed=False), from_data(None), **LAYOUTS[layout]())
     assert losses == expected and val == of_val
 
 
-def test_keys_may_be_of_any_kind():
+def test_keys_may_have_any_implementation():
     losses, *_ = fit(keyed("rbg"))
     assert losses == fit(keyed("rbg", typed=False), from_data("rbg"))[0]
 
@@ -83,7 +83,7 @@ class Sees(Recorder):
         self.seen.append(batch)
 
 
-def test_callbacks_see_keys_and_a_resumed_run_goes_on(tmp_path):
+def test_callbacks_get_keys_and_a_run_with_keys_resumes(tmp_path):
     sees = Sees()
     whole, *_ = fit(keyed(), recorder=sees)
     *_, of_rows, of_all = sees.seen[1]
@@ -112,7 +112,7 @@ def test_callbacks_see_keys_and_a_resumed_run_goes_on(tmp_path):
     assert first.losses + second.losses == whole
 
 
-def test_a_model_may_take_a_key_of_its_row():
+def test_a_model_may_use_a_key_of_its_row():
     class Noisy(Mlp):
         def __call__(self, x_and_key):
             return super().__call__(x_and_key[0], key=x_and_key[1])
@@ -126,7 +126,7 @@ def test_a_model_may_take_a_key_of_its_row():
     )
 
 
-def test_arrays_may_be_of_keys():
+def test_arrays_may_contain_keys():
     x, y, keys, _ = keyed()[0]
     loader = Arrays(x, y, keys, batch_size=5, shuffle=False)
     for number, (*_, own) in enumerate(loader):
@@ -148,7 +148,7 @@ def test_arrays_may_be_of_keys():
 
 
 @pytest.mark.parametrize("options", [{}, {"loss": "mse"}, {"loss": "cross_entropy"}])
-def test_keys_are_no_weights_of_rows(options):
+def test_keys_are_refused_as_weights(options):
     x, y, keys, _ = keyed()[0]
     trainer = Trainer(Mlp(jax.random.key(0)), enable_progress_bar=False, **options)
     with pytest.raises(

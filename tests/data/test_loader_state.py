@@ -1,4 +1,4 @@
-"""Loaders that tell their position: they are asked, and where it is right, believed."""
+"""Loaders with a state resume from it, unless it leads to another batch."""
 
 import itertools
 import random
@@ -17,7 +17,7 @@ def make(*callbacks, **options):
 
 
 def check(tmp_path, make_loader, which, reads=False, **settings):
-    """Runs go on from boundaries of one as it went on itself."""
+    """Checks that runs resume from steps of one run as that continued."""
     options = settings.pop("options", {})
     settings = {"max_epochs": 2} | settings
 
@@ -33,7 +33,7 @@ def check(tmp_path, make_loader, which, reads=False, **settings):
 
 
 class Stream:
-    """Goes on where it was, and draws the order of every pass as it begins."""
+    """Continues where it was, and draws the order of each pass at its start."""
 
     def __init__(self):
         self.at, self.reads = 0, 0
@@ -72,13 +72,13 @@ class Endless(Stream):
 
 
 @pytest.mark.parametrize("kind", [Stream, Endless])
-def test_an_iterable_that_can_tell_is_not_replayed(tmp_path, kind):
+def test_an_iterable_with_a_state_is_not_replayed(tmp_path, kind):
     settings = {"limit_train_batches": 48} if kind is Endless else {}
     # 49 is the end of the first epoch.
     check(tmp_path, kind, {20, 49}, reads=True, **settings)
 
 
-def test_a_second_fit_goes_on_where_the_first_one_was_trained_to():
+def test_a_second_fit_continues_at_the_trained_position():
     whole, parts = Recorder(), Recorder()
     make(whole).fit(Stream(), max_epochs=2)
     trainer, loader = make(parts), Stream()
@@ -98,7 +98,7 @@ def test_a_plan_leaves_the_loader_as_it_was():
 
 
 class Shuffled(Stream):
-    """Rows wait in a buffer that is no part of the state."""
+    """A shuffle buffer is not part of the state."""
 
     def __init__(self):
         super().__init__()
@@ -114,12 +114,12 @@ class Shuffled(Stream):
         yield from self.buffer
 
 
-def test_a_state_that_does_not_lead_back_is_noticed(tmp_path):
+def test_a_state_that_leads_to_another_batch_is_replayed(tmp_path):
     with pytest.warns(UserWarning, match="did not lead back to batch .*a shuffle buf"):
         check(tmp_path, Shuffled, {20, 60})
 
 
-def test_a_state_that_json_cannot_hold_is_replayed(tmp_path, caplog):
+def test_a_state_that_is_not_json_is_replayed(tmp_path, caplog):
     class Odd(Stream):
         def state_dict(self):
             return {"at": object()}
@@ -131,7 +131,7 @@ def test_a_state_that_json_cannot_hold_is_replayed(tmp_path, caplog):
     assert "the state of Odd is not JSON" in caplog.text
 
 
-def test_a_long_epoch_is_read_from_the_newest_state_on(tmp_path):
+def test_a_long_epoch_resumes_from_the_newest_state(tmp_path):
     def fit(**options):
         trainer, loader = make(recorder := Recorder()), Endless()
         trainer.fit(loader, limit_train_batches=60, **options)
@@ -144,7 +144,7 @@ def test_a_long_epoch_is_read_from_the_newest_state_on(tmp_path):
 
 
 def torch_stream():
-    """An iterable dataset that can tell, with noise from a global generator."""
+    """Returns an iterable dataset with a state and noise of a global generator."""
     torch = pytest.importorskip("torch")
 
     class Rows(torch.utils.data.IterableDataset):
@@ -171,15 +171,15 @@ def stateful_loader():
     return module.StatefulDataLoader
 
 
-def test_an_iterable_dataset_that_can_tell(tmp_path):
+def test_an_iterable_dataset_with_a_state_resumes(tmp_path):
     torch, dataset = torch_stream()
     check(tmp_path, lambda: torch.utils.data.DataLoader(dataset(), 2), {20, 49})
 
 
 @pytest.mark.filterwarnings("ignore:.*set_vital")
 @pytest.mark.parametrize("kind", ["iterable dataset", "its iterator", "map dataset"])
-def test_torchdatas_loader_is_asked(tmp_path, kind):
-    """Whose next epoch comes out wrong after a resumed one, if nothing is done."""
+def test_loaders_of_torchdata_resume(tmp_path, kind):
+    """torchdata's own next epoch after a resumed one is wrong."""
     torch, dataset = torch_stream()
 
     class Handed(torch.utils.data.IterableDataset):
@@ -232,7 +232,7 @@ def numbered(items):
 @pytest.mark.filterwarnings("ignore:.*set_vital")
 @pytest.mark.parametrize("shuffled", [False, True])
 @pytest.mark.parametrize("kind", ["torch's", "torchdata's"])
-def test_datasets_of_huggingface_are_asked(tmp_path, kind, shuffled):
+def test_datasets_of_huggingface_resume(tmp_path, kind, shuffled):
     torch = pytest.importorskip("torch")
     datasets = pytest.importorskip("datasets")
 
@@ -252,7 +252,7 @@ def test_datasets_of_huggingface_are_asked(tmp_path, kind, shuffled):
 
 
 class Iterations:
-    """Of the protocol of Grain's datasets: each iteration can tell where it is."""
+    """Has the protocol of Grain's datasets: each iteration has a state."""
 
     __module__ = "grain.stand_in"
     reads = 0
@@ -294,7 +294,7 @@ def test_iterators_with_get_state_are_not_replayed(tmp_path, kind):
 
 @pytest.mark.slow_cases("iter", "iterator")
 @pytest.mark.parametrize("kind", ["map", "iter", "iterator", "loader"])
-def test_grains_datasets_and_loaders_are_asked(tmp_path, kind):
+def test_datasets_and_loaders_of_grain_resume(tmp_path, kind):
     grain = pytest.importorskip("grain")
     x, y = rows(96)
     items = [(x[i], y[i]) for i in range(96)]

@@ -1,4 +1,4 @@
-"""Batches from torch loaders and other iterables: the same as plain iteration."""
+"""Batches of torch loaders and other iterables equal plain iteration."""
 
 import itertools
 import random
@@ -29,7 +29,7 @@ from jaxdp.data.torch_source import TorchMapSource  # noqa: E402
 
 
 class Listening(torch.utils.data.Sampler):
-    """Gives what it was told last."""
+    """Yields the value of `told`."""
 
     told = 0
 
@@ -57,7 +57,7 @@ class Stream(IterableDataset):
 
 
 class Sized(Stream):
-    """Ten items; workers make more batches of them than `len` of a loader says."""
+    """Ten items, of which workers make more batches than the loader's length."""
 
     def __iter__(self):
         info = torch.utils.data.get_worker_info()
@@ -101,7 +101,7 @@ TENSORS = TensorDataset(torch.arange(23.0)[:, None], torch.arange(23))
         {"batch_sampler": [[1, 2], [3], [4, 5, 6]]},
     ],
 )  # fmt: skip
-def test_batches_are_those_of_plain_iteration(dataset, options):
+def test_batches_equal_those_of_plain_iteration(dataset, options):
     loader = DataLoader(dataset, **options)
     source = open_loader(loader, "train_loader", seed=7)
     for epoch in range(2):
@@ -111,7 +111,7 @@ def test_batches_are_those_of_plain_iteration(dataset, options):
 
 
 @pytest.mark.slow
-def test_more_batches_than_the_length_says_all_count():
+def test_batches_beyond_the_length_count():
     loader = DataLoader(Sized(), 4, num_workers=2)
     assert len(loader) == 3
     source = open_loader(loader, "train_loader", seed=7)
@@ -122,7 +122,9 @@ def test_more_batches_than_the_length_says_all_count():
     found = [trainer.validate(loader)["val_loss"], trainer.test(loader)["test_loss"]]
     history = trainer.fit([np.ones((4, 1), np.float32)], loader)
     assert [*found, *history["val_loss"]] == [4.5] * 3
-    trainer.fit(loader, max_epochs=2, max_steps=4)  # as many as `len` says, after one
+    trainer.fit(
+        loader, max_epochs=2, max_steps=4
+    )  # the loader's length, after one step
     assert (trainer.current_epoch, trainer.global_step) == (1, 4)
     trainer.fit(loader, max_epochs=2)
     assert trainer.global_step == 5
@@ -133,7 +135,7 @@ def linear():
 
 
 @pytest.mark.parametrize("dataset", [Squares(), TENSORS])
-def test_a_sampler_may_listen_to_training(dataset):
+def test_a_custom_sampler_is_drawn_as_it_is_needed(dataset):
     sampler = Listening()
     source = open_loader(DataLoader(dataset, 1, sampler=sampler), "train_loader", 7)
     found = []
@@ -151,7 +153,7 @@ def test_a_sampler_may_listen_to_training(dataset):
         ([[0, 1], [23]], IndexError, "out of bounds"),
     ],
 )
-def test_indices_that_are_none_are_refused_at_their_batch(lists, error, match):
+def test_invalid_indices_are_refused_in_their_batch(lists, error, match):
     loader = DataLoader(TENSORS, batch_sampler=lists)
     batches = open_loader(loader, "train_loader", seed=7).read_epoch()
     next(batches)
@@ -160,7 +162,7 @@ def test_indices_that_are_none_are_refused_at_their_batch(lists, error, match):
     assert caught.value.__notes__[0] == "in batch 1 of epoch 0 of `train_loader`"
 
 
-def test_values_that_are_never_drawn_need_not_fit():
+def test_only_drawn_values_are_checked():
     wide = torch.tensor([2**40, 1, 2])
     dataset = Subset(TensorDataset(wide), [1, 2])
     (batch,) = open_loader(DataLoader(dataset, 2), "train_loader", seed=7).read_epoch(
@@ -177,7 +179,7 @@ def test_values_that_are_never_drawn_need_not_fit():
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_loaders_own_generator_is_respected(workers):
+def test_a_loaders_generator_decides_the_order(workers):
     def make(workers):
         generator = torch.Generator().manual_seed(3)
         return DataLoader(
@@ -190,7 +192,7 @@ def test_a_loaders_own_generator_is_respected(workers):
         assert_same(ours.read_epoch(Position(epoch)), theirs)
 
 
-def test_a_sampler_that_draws_as_it_goes_is_seeded_too():
+def test_a_lazy_sampler_is_seeded():
     loader = DataLoader(Squares(), batch_sampler=Pairs())
     source = open_loader(loader, "train_loader", seed=1)
     first = flat(source.read_epoch())
@@ -202,7 +204,7 @@ def test_a_sampler_that_draws_as_it_goes_is_seeded_too():
     )
 
 
-def test_the_seed_and_the_epoch_decide_the_order_and_global_generators_are_left_alone():
+def test_the_seed_and_the_epoch_decide_the_order():
     loader = DataLoader(Squares(), 4, shuffle=True)
     before = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
     orders = {
@@ -225,7 +227,7 @@ def test_the_seed_and_the_epoch_decide_the_order_and_global_generators_are_left_
     assert random.getstate() == before[2]
 
 
-def test_epochs_that_are_cut_short_leave_global_generators_alone():
+def test_incomplete_epochs_restore_the_global_generators():
     source = TorchMapSource(DataLoader(Squares(noisy=True), 4), "train_loader")
     before = torch.get_rng_state()
     for epoch in range(2):
@@ -246,14 +248,14 @@ def test_iterable_datasets_are_iterated():
 
 
 class Shuffled(IterableDataset):
-    """Gives batches, like WebDataset's loader, in an order that it draws."""
+    """Yields batches in a random order, as WebDataset's loader does."""
 
     def __iter__(self):
         for first in torch.randperm(4).tolist():
             yield np.arange(3) + 3 * first, np.full(3, random.random())
 
 
-def test_an_iterable_dataset_may_give_batches_and_the_seed_decides_what_it_draws():
+def test_an_iterable_dataset_of_batches_is_seeded():
     source = open_loader(Shuffled(), "train_loader", seed=0)
     first, second = flat(source.read_epoch()), flat(source.read_epoch(Position(1)))
     assert len(first) == 4 and source.num_batches is None
@@ -263,7 +265,7 @@ def test_an_iterable_dataset_may_give_batches_and_the_seed_decides_what_it_draws
     assert_same(open_loader(Shuffled(), "train_loader", seed=0).read_epoch(), first)
 
 
-def test_an_iterable_dataset_of_single_examples_is_refused_with_the_remedy():
+def test_an_iterable_dataset_of_examples_is_refused():
     class Single(IterableDataset):
         def __iter__(self):
             yield np.zeros((2, 2)), 1
@@ -273,7 +275,7 @@ def test_an_iterable_dataset_of_single_examples_is_refused_with_the_remedy():
     assert "DataLoader(dataset, batch_size)" in "".join(caught.value.__notes__)
 
 
-def test_a_loader_may_batch_and_collate_in_its_own_way():
+def test_custom_batching_and_collation_are_used():
     whole = DataLoader([np.full((3, 2), i) for i in range(4)], batch_size=None)
     batches = list(open_loader(whole, "train_loader", seed=0).read_epoch())
     assert [int(batch[0, 0]) for batch in batches] == [0, 1, 2, 3]
@@ -283,7 +285,7 @@ def test_a_loader_may_batch_and_collate_in_its_own_way():
 
 
 class Told:
-    """Gives what it was told, four times: a batch, rows of one, or their indices."""
+    """Yields its epoch four times: a batch, its rows, or their indices."""
 
     def set_epoch(self, epoch):
         self.epoch = epoch
@@ -348,7 +350,7 @@ class Endless(Squares):
         raise NotImplementedError
 
 
-def test_a_length_that_is_not_implemented_is_not_known():
+def test_a_length_that_is_not_implemented_is_unknown():
     loader = DataLoader(Endless(), batch_sampler=Endless())
     assert open_loader(loader, "train_loader", seed=0).num_batches is None
 
@@ -398,7 +400,7 @@ def test_a_loader_may_reuse_its_memory(make):
     assert [batch[0].ravel().tolist() for batch in batches] == seen
 
 
-def test_an_iterator_goes_on_from_epoch_to_epoch():
+def test_an_iterator_continues_from_epoch_to_epoch():
     source = open_loader(iter([(np.full(2, i),) for i in range(6)]), "train_loader", 0)
     for epoch in range(2):
         got = [
@@ -408,7 +410,7 @@ def test_an_iterator_goes_on_from_epoch_to_epoch():
         assert got == [3 * epoch, 3 * epoch + 1, 3 * epoch + 2]
 
 
-def test_errors_say_where_in_the_data_they_arose():
+def test_errors_have_their_batch():
     class Broken(Squares):
         def __getitem__(self, i):
             if i == 9:
@@ -431,7 +433,7 @@ def test_a_dataset_that_runs_out_does_not_end_the_epoch_early():
         list(source.read_epoch())
 
 
-def test_a_look_at_the_first_batch_leaves_the_pass_where_it_is():
+def test_peeking_does_not_change_the_epoch():
     x, y = rows(24)
     data = TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
     for loader in (

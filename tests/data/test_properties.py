@@ -1,4 +1,4 @@
-"""What holds of any loader, any sizes and any limits: found by trying many."""
+"""Properties of any loader, sizes and limits, by random examples."""
 
 import itertools
 import warnings
@@ -23,12 +23,12 @@ def settings(max_examples=100):
 SHARDS = draw.sampled_from([1, 2, 3, 4, 8])
 SIZES = draw.integers(1, 9)
 MICRO_BATCH = draw.tuples(SIZES, draw.sampled_from([2, 3]))
-"""How many rows, and of which width."""
+"""The number of rows, and their width."""
 WINDOWS = draw.lists(draw.lists(MICRO_BATCH, min_size=1, max_size=3), min_size=1)
 
 
 def numbered(numbers, count, width):
-    """A batch whose rows are numbers, each another one."""
+    """Returns a batch whose rows are distinct numbers."""
     return (
         np.repeat(list(itertools.islice(numbers, count)), width).reshape(count, -1),
     )
@@ -46,10 +46,10 @@ def test_padding_keeps_each_row_once_and_adds_copies_that_do_not_count(shards, w
                 group.batch[0], group.counts.sum(axis=1), strict=True
             ):
                 found += micro[:count, 0].tolist()
-                if count:  # else it fills a place that is left
+                if count:  # else it fills a free slot
                     assert (micro[count:] == micro[0]).all()
                 size, width = micro.shape
-                # Compiled shapes are few: each form has its size, that only grows.
+                # Compiled shapes are few: each spec has a size, which only grows.
                 most = max(rows for rows, other in window if other == width)
                 needed = -(-most // shards) * shards
                 assert size == max(needed, sizes.get(width, 0))
@@ -60,12 +60,12 @@ def test_padding_keeps_each_row_once_and_adds_copies_that_do_not_count(shards, w
         assert dispatch.rows == [len(found)] == [sum(count for count, _ in window)]
         assert dispatch.split and packer.pack([data], slots=3).shape == dispatch.shape
         turned = packer.pack([data[::-1]], slots=3)
-        assert turned.shape == dispatch.shape  # also where the order is another one
+        assert turned.shape == dispatch.shape  # in any order
 
 
 @settings()
 @given(SHARDS, WINDOWS)
-def test_what_is_not_padded_has_the_rows_that_came(shards, windows):
+def test_unpadded_batches_have_their_own_rows(shards, windows):
     packer = Packer(shards, "train", should_pad=None)
     for window in windows:
         data = [numbered(itertools.count(), *each) for each in window]
@@ -85,8 +85,8 @@ def test_what_is_not_padded_has_the_rows_that_came(shards, windows):
     draw.lists(SIZES, min_size=1, max_size=5),
     draw.booleans(),
 )
-def test_of_several_processes_each_row_comes_to_one(processes, devices, sizes, pads):
-    """In the order of the processes, as one process would have padded the batch."""
+def test_each_row_comes_to_one_process(processes, devices, sizes, pads):
+    """In the order of the processes, as one process pads the batch."""
     count, numbers = processes * devices, itertools.count()
     data = [numbered(numbers, size, 2) for size in sizes]
     own = []
@@ -105,14 +105,14 @@ def test_of_several_processes_each_row_comes_to_one(processes, devices, sizes, p
     for (whole,), *parts in zip(data, *own, strict=True):
         assert len({part.counts for part in parts}) == 1
         each = [
-            part.batch[0][:real]  # one that has none has a row to fill its block with
+            part.batch[0][:real]  # a process without rows has one as padding
             for part, real in zip(parts, parts[0].counts, strict=True)
         ]
         np.testing.assert_array_equal(np.concatenate(each), whole)
 
 
 class Stream:
-    """Can't jump."""
+    """An iterable that can't seek."""
 
     def __init__(self, x, size):
         self.x, self.size = x, size
@@ -125,7 +125,7 @@ def of_torch(x, size, **options):
     data = pytest.importorskip("torch").utils.data
 
     class Rows(data.Dataset):
-        """With noise, which is of the epoch and the batch."""
+        """Its noise depends on the epoch and the batch."""
 
         def __len__(self):
             return len(x)
@@ -154,9 +154,7 @@ LOADERS = {
     draw.integers(0, 2**31),
     draw.data(),
 )
-def test_from_any_position_on_come_the_batches_behind_it(
-    kind, count, size, epoch, seed, data
-):
+def test_sources_read_from_any_position(kind, count, size, epoch, seed, data):
     x = np.arange(float(count))[:, None]
 
     def source():
@@ -180,7 +178,7 @@ def validating():
 
 @settings(15)
 @given(draw.lists(draw.integers(1, 23), max_size=5))
-def test_means_over_a_set_are_the_same_however_it_is_split(validating, stops):
+def test_means_do_not_depend_on_the_batches(validating, stops):
     trainer, data, whole = validating
     parts = zip(*(np.split(each, sorted({*stops})) for each in data), strict=True)
     found = trainer.validate([*parts])
@@ -188,7 +186,7 @@ def test_means_over_a_set_are_the_same_however_it_is_split(validating, stops):
 
 
 def ends(steps, batch, epochs, max_steps, per_epoch, window):
-    """Where a fit goes to, that starts at so many steps and batches of an epoch."""
+    """Returns the end of a fit from these steps and batches of an epoch."""
     epoch, done = batch
     while epoch < epochs and steps < max_steps:
         done = min(done + window, per_epoch)

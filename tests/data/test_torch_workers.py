@@ -25,7 +25,7 @@ def linear():
     return eqx.nn.Linear(1, 1, key=jax.random.key(0))
 
 
-def test_a_worker_that_imports_a_script_that_trains_says_so_at_once(
+def test_a_worker_that_imports_a_training_script_is_reported_at_once(
     monkeypatch, tmp_path
 ):
     saver = ModelCheckpoint(tmp_path / "checkpoints")
@@ -40,7 +40,7 @@ def test_a_worker_that_imports_a_script_that_trains_says_so_at_once(
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_workers_that_last_end_with_the_fit():
+def test_persistent_workers_end_with_the_fit():
     loader = DataLoader(Squares(), 4, num_workers=1, persistent_workers=True)
     trainer = Trainer(linear(), loss_fn=lambda model, i, x: model.weight[0] * x)
     for steps in (2, 4):
@@ -78,7 +78,7 @@ def test_workers_give_the_same_batches_without_fork_warnings(persistent):
 
 
 class Platforms(Squares):
-    """What a worker's JAX may open."""
+    """Returns the platforms that a worker's JAX may use."""
 
     def __getitem__(self, i):
         return np.array(jax.config.jax_platforms == "cpu")
@@ -90,7 +90,7 @@ def test_workers_never_open_a_gpu():
         assert np.asarray(batch).all()
 
 
-def test_parts_that_workers_cannot_import_are_refused_with_the_remedy(monkeypatch):
+def test_parts_that_workers_cannot_import_are_refused(monkeypatch):
     # As in a script; a process of pytest-xdist has no file, as a notebook has none.
     main = sys.modules["__main__"]
     monkeypatch.setattr(main, "__file__", __file__, raising=False)
@@ -112,7 +112,7 @@ class Broken(torch.utils.data.Sampler):
         raise ValueError("nothing to draw from")
 
 
-def test_errors_of_sending_and_of_samplers_are_told_apart():
+def test_errors_of_pickling_differ_from_those_of_samplers():
     loader = DataLoader(Held(), 4, num_workers=1)
     with pytest.raises(TypeError, match="`x` can't be sent to its workers: holds a l"):
         list(open_loader(loader, "x", seed=0).read_epoch())
@@ -186,7 +186,7 @@ next(open_loader(loader, "train_loader", seed=0).read_epoch())
 """
 
 
-def test_a_dataset_of_a_notebook_is_to_be_put_into_a_module():
+def test_a_dataset_of_a_notebook_is_refused_with_the_remedy():
     folder = os.path.dirname(__file__)
     paths = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
@@ -220,7 +220,7 @@ class Breaking(Squares):
         raise BrokenPipeError
 
 
-def test_workers_that_end_when_they_are_started_are_explained():
+def test_workers_that_end_at_their_start_are_explained():
     loader = DataLoader(Breaking(), 4, num_workers=1)
     with pytest.raises(
         RuntimeError, match='`train_loader`.* under `if __name__ == "__m'

@@ -1,4 +1,4 @@
-"""What has no rows: neither split nor padded, and the numbers those of a plain loop."""
+"""Arrays without rows are neither split nor padded."""
 
 import equinox as eqx
 import jax
@@ -47,7 +47,7 @@ class Ode(eqx.Module):
 
 
 def trajectories(rows, horizon, seed=0):
-    """A batch as a loader gives it: float64, and times until `horizon`."""
+    """Returns a batch of float64 with times until `horizon`."""
     draw = np.random.default_rng([seed, rows, horizon])
     y0, y = draw.normal(size=(rows, 2)), draw.normal(size=(rows, horizon, 2))
     return (y0, Whole(np.linspace(0, horizon, horizon + 1) / (seed + 2))), y
@@ -90,7 +90,7 @@ def by_hand():
 
 @pytest.mark.slow_but("SingleDevice")
 @pytest.mark.parametrize("kind", ALL)
-def test_times_without_rows_train_as_by_hand_with_a_program_for_each(kind, by_hand):
+def test_times_without_rows_train_as_by_hand(kind, by_hand):
     model, losses = by_hand
     recorder, strategy = Recorder(), counting(kind)
     trainer = make(recorder, strategy=strategy)
@@ -98,7 +98,7 @@ def test_times_without_rows_train_as_by_hand_with_a_program_for_each(kind, by_ha
     np.testing.assert_allclose(recorder.losses, losses, rtol=1e-5)
     assert strategy.count == 2
 
-    # Every row counts once, and predictions have rows as ever.
+    # Every row counts once, and predictions have rows.
     other = [DATA[0], DATA[2]]
     rows = np.concatenate([by_row(model, *as_plain(batch)) for batch in other])
     found = trainer.validate(other)["val_loss"]
@@ -108,7 +108,7 @@ def test_times_without_rows_train_as_by_hand_with_a_program_for_each(kind, by_ha
     np.testing.assert_allclose(predicted, np.concatenate(expected), rtol=1e-3)
 
 
-def test_layers_may_be_split_too(by_hand):
+def test_layers_may_be_sharded(by_hand):
     rules = [("field.layers[0].weight", PartitionSpec("model", None))]
     recorder = Recorder()
     strategy = TensorParallel({"data": 4, "model": 2}, rules)
@@ -117,7 +117,7 @@ def test_layers_may_be_split_too(by_hand):
 
 
 @pytest.mark.slow
-def test_stages_of_a_pipeline_have_it_whole():
+def test_stages_of_a_pipeline_get_the_array():
     draw = np.random.default_rng(0)
     data = [
         (draw.normal(size=(rows, 4)).astype(np.float32), Whole(np.arange(length)))
@@ -139,7 +139,7 @@ def test_stages_of_a_pipeline_have_it_whole():
 
 
 def weighted(model, batch, keys):
-    """A loss of dicts that draws by rows and scales by what has none."""
+    """A loss with random rows, scaled by an array without rows."""
     drop = eqx.nn.Dropout(0.3)
     x = jax.vmap(lambda x, key: drop(x, key=key))(batch["x"], keys)
     found = jax.vmap(model.field)(x)
@@ -148,7 +148,7 @@ def weighted(model, batch, keys):
 
 
 def scaled(rows, scale, length=3):
-    """Its keys are in an order in which what has no rows comes first."""
+    """Returns a batch whose first keys have no rows."""
     x = np.random.default_rng(rows).normal(size=(rows, 2)).astype(np.float32)
     shift = np.arange(length, dtype=np.float32) * scale
     return {"scale": Whole(scale), "shift": Whole(shift), "x": x}
@@ -156,7 +156,7 @@ def scaled(rows, scale, length=3):
 
 @pytest.mark.slow_cases("lengths1")
 @pytest.mark.parametrize("lengths", [(3, 3, 3), (3, 5, 3)])
-def test_each_micro_batch_has_what_came_with_it(lengths):
+def test_each_micro_batch_has_its_own_array(lengths):
     sizes, scales = (16, 5, 8), (0.5, 2.0, -1.0)
     data = [scaled(*each) for each in zip(sizes, scales, lengths, strict=True)]
 
@@ -205,7 +205,7 @@ def test_a_growing_horizon_is_resumed_bit_for_bit(tmp_path):
     assert bits(again.state) == bits(expected.state)
 
 
-def test_another_length_is_compiled_for_once_and_said(caplog):
+def test_another_length_is_compiled_once_and_reported(caplog):
     data = [scaled(8, 1.0, length) for length in (3, 6, 3, 6, 3)]
     recorder, strategy = Recorder(), counting(Sharded)
     make(recorder, strategy=strategy, loss_fn=weighted).fit(data, max_epochs=2)
@@ -214,7 +214,7 @@ def test_another_length_is_compiled_for_once_and_said(caplog):
     assert strategy.count == 2 and said in again
 
 
-def test_a_plan_has_it_whole_on_every_device():
+def test_a_plan_has_the_array_on_every_device():
     plan = make(strategy=Sharded(), loss_fn=weighted).plan([scaled(16, 1.0)])
     found = {leaf.path: leaf for leaf in plan.leaves if leaf.group == "batch"}
     shift = found["whole['shift'].array"]
@@ -265,7 +265,7 @@ def test_a_tree_of_arrays_may_have_no_rows():
 # As data.
 
 
-def test_it_is_a_tree_and_shows_what_it_holds():
+def test_a_whole_is_a_pytree_with_a_repr():
     whole = Whole(np.zeros(3, np.float32))
     assert repr(whole) == "Whole(array=f32[3](numpy))"
     assert jax.tree.map(lambda leaf: leaf + 1, whole).array.tolist() == [1, 1, 1]
@@ -273,7 +273,7 @@ def test_it_is_a_tree_and_shows_what_it_holds():
     assert jax.tree_util.keystr(path) == "[0].array"
 
 
-def test_what_it_holds_is_converted_as_the_rest():
+def test_arrays_of_a_whole_are_converted():
     _, times, scale = to_host((np.ones(2), Whole(np.ones(3)), Whole(2)))
     assert times.array.dtype == np.float32 and scale.array.dtype == np.int32
     assert scale.array.shape == ()
@@ -281,7 +281,7 @@ def test_what_it_holds_is_converted_as_the_rest():
         to_host((np.ones(2), Whole("times")))
 
 
-def test_torch_gives_it_in_collate_fn():
+def test_collate_fn_may_add_a_whole():
     torch = pytest.importorskip("torch")
     rows = [(torch.full((2,), float(i)), torch.zeros(3, 2)) for i in range(11)]
     times = torch.linspace(0, 1, 4, dtype=torch.float64)
@@ -313,7 +313,7 @@ def test_predictions_need_rows():
         make().predict([(Whole(np.ones(3)), np.ones(3))])
 
 
-def test_no_batch_may_have_it_where_others_have_rows():
+def test_a_whole_in_some_batches_only_is_refused():
     rows = {"scale": np.ones(4, np.float32), "shift": Whole(1.0), "x": np.ones((4, 2))}
     with pytest.raises(ValueError, match="in structure"):
         make(loss_fn=weighted).fit([scaled(4, 1.0), rows])

@@ -1,4 +1,4 @@
-"""Hyperparameters in the optimizer's state: set, kept, refused."""
+"""Hyperparameters in the optimizer's state: set, saved, refused."""
 
 import copy
 import re
@@ -56,7 +56,7 @@ class Setter(Callback):
 
 
 class Rates(Callback):
-    """Keeps the rate of every step."""
+    """Records the rate of every step."""
 
     def __init__(self):
         self.metrics = []
@@ -70,7 +70,7 @@ class Rates(Callback):
 
 
 def by_hand(rates):
-    """The weights after a step of plain SGD on each of `DATA` with these rates."""
+    """Returns the weights after a step of plain SGD on each batch with these rates."""
     model = make_model()
     for (x, y), rate in zip(DATA, rates, strict=True):
 
@@ -113,7 +113,7 @@ AFTER = "on_train_batch_end"
     ("way", "hook"),
     [*((way, AFTER) for way in WAYS), ("blocks", "on_boundary")],
 )
-def test_the_next_step_takes_what_was_set(way, hook):
+def test_the_next_step_uses_the_new_value(way, hook):
     options = dict(WAYS[way])
     rates = Rates()
     setter = Setter({2: 0.5}, hook)
@@ -125,7 +125,7 @@ def test_the_next_step_takes_what_was_set(way, hook):
     np.testing.assert_allclose(rates.seen, [0.1, 0.1, 0.5, 0.5], rtol=1e-6)
 
 
-def test_setting_compiles_no_step_again():
+def test_set_hyperparams_compiles_no_step():
     traces = []
 
     def loss_fn(model, x, y):
@@ -144,14 +144,14 @@ def test_setting_compiles_no_step_again():
     assert len(traces) == before
 
 
-def test_what_was_set_before_the_first_fit_holds_in_its_first_step():
+def test_a_value_set_before_the_fit_is_used_in_the_first_step():
     trainer = make_trainer()
     trainer.set_hyperparams(learning_rate=0.5)
     trainer.fit(DATA)
     assert_close(trainer.model, by_hand([0.5] * 4))
 
 
-def test_accumulated_steps_and_other_precisions_take_what_was_set():
+def test_accumulated_steps_and_other_precisions_use_the_new_value():
     for options in (
         {"accumulate_grad_batches": 2},
         {"precision": "bf16-true"},
@@ -165,7 +165,7 @@ def test_accumulated_steps_and_other_precisions_take_what_was_set():
         assert trainer.hyperparams["learning_rate"] == 0.5
 
 
-def test_what_was_set_is_saved_and_resumed(tmp_path):
+def test_new_values_are_saved_and_resumed(tmp_path):
     def run(fits):
         callbacks = [Setter({2: 0.5}), ModelCheckpoint(tmp_path / str(fits))]
         for steps in fits:
@@ -220,7 +220,7 @@ SEVERAL = {
 
 
 @pytest.mark.parametrize("kind", SEVERAL)
-def test_several_of_a_name_are_told_apart(kind):
+def test_several_hyperparams_of_a_name_have_labels(kind):
     optimizer, expected = SEVERAL[kind]
     trainer = make_trainer(optimizer)
     assert trainer.hyperparams == pytest.approx(expected)
@@ -271,7 +271,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_set_raises_and_changes_nothing(case):
+def test_invalid_hyperparams_are_refused_without_a_change(case):
     optimizer, values, error, message = REFUSED[case]
     trainer = make_trainer(optimizer)
     before = dict(trainer.hyperparams)
@@ -288,7 +288,7 @@ def test_what_cannot_be_set_raises_and_changes_nothing(case):
         lambda given: given.update(rate=0.5),
     ],
 )
-def test_hyperparameters_of_a_state_handed_out_cannot_be_assigned_to(write):
+def test_writing_to_hyperparams_of_the_state_is_refused(write):
     trainer = make_trainer()
     write(trainer.state.opt_state.hyperparams)
     with pytest.raises(RuntimeError, match=r"written to.*trainer\.set_hyperparams"):
@@ -298,7 +298,7 @@ def test_hyperparameters_of_a_state_handed_out_cannot_be_assigned_to(write):
         trainer.state.step = 3
 
 
-def test_an_optimizer_state_alone_is_looked_through_from_its_root_on():
+def test_find_hyperparams_accepts_an_optimizer_state():
     optimizer = optax.inject_hyperparams(
         lambda decay: optax.chain(optax.add_decayed_weights(decay), injected())
     )(decay=0.3)
@@ -309,13 +309,13 @@ def test_an_optimizer_state_alone_is_looked_through_from_its_root_on():
     )
 
 
-def test_hyperparameters_cannot_be_read_back_as_set():
+def test_the_hyperparams_property_is_read_only():
     trainer = make_trainer()
     with pytest.raises(TypeError):
         trainer.hyperparams["learning_rate"] = 0.5
 
 
-def test_a_state_handed_out_is_a_tree_like_any_other():
+def test_the_state_is_an_ordinary_pytree():
     trainer = make_trainer(SEVERAL["nested"][0])
     state = trainer.state
     fetched = jax.tree.map(np.array, state)
@@ -341,7 +341,7 @@ class Layers(eqx.Module):
 
 
 @pytest.mark.parametrize("use", ["step", "state", "model", "save"])
-def test_other_fields_written_to_are_found_at_the_next_use(use, tmp_path):
+def test_writing_to_other_fields_is_refused_at_the_next_use(use, tmp_path):
     trainer = Trainer(
         Layers([make_model()]),
         optax.sgd(0.1),
@@ -361,11 +361,11 @@ def test_other_fields_written_to_are_found_at_the_next_use(use, tmp_path):
     message = re.escape("written to, at params.layers[0]")
     with pytest.raises(RuntimeError, match=message):
         uses[use]()
-    trainer.fit(DATA, max_epochs=2)  # nothing had changed
+    trainer.fit(DATA, max_epochs=2)  # nothing has changed
 
 
 class Scores(Callback):
-    """Gives epochs the scores of a list."""
+    """Logs a score of a list in each epoch."""
 
     def __init__(self, scores, name):
         self.scores, self.name = list(scores), name
@@ -375,7 +375,7 @@ class Scores(Callback):
 
 
 def plateau(scores, name="own_loss", **options):
-    """The rate after each epoch with these scores."""
+    """Returns the rate after each epoch with these scores."""
     seen = []
 
     class After(Callback):
@@ -394,7 +394,7 @@ def plateau(scores, name="own_loss", **options):
 
 
 def keras_plateau(scores, factor, patience, min_delta, cooldown, min_lr, better):
-    """Keras's documented rules, written as they read."""
+    """Returns the rates by Keras's documented rules."""
     rate, best, waited, cooling, found = 1.0, None, 0, 0, []
     for score in scores:
         if cooling > 0:
@@ -411,7 +411,7 @@ def keras_plateau(scores, factor, patience, min_delta, cooldown, min_lr, better)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_rate_falls_where_keras_lowers_it(seed):
+def test_plateaus_lower_the_rate_as_keras_does(seed):
     generator = np.random.default_rng(seed)
     scores = generator.normal(size=14).round(1).tolist()
     options = {
@@ -439,19 +439,19 @@ def test_the_rate_falls_where_keras_lowers_it(seed):
         "val_top_5_error", "mae", "val_mape", "rmse", "perplexity", "nll", "kl",
     )],
 ])  # fmt: skip
-def test_auto_is_what_the_history_goes_by(monitor, mode):
+def test_the_mode_auto_equals_that_of_the_history(monitor, mode):
     assert ReduceLROnPlateau(monitor).mode == mode
     history = History()
     history.append(0, {f"{monitor}[0]": 1.0, f"{monitor}[1]": 2.0})
     assert history.best(monitor) == (mode == "max")
 
 
-def test_nan_is_no_improvement_of_a_plateau():
+def test_nan_is_no_improvement():
     found = plateau([1.0, float("nan"), float("nan")], factor=0.5, patience=2)
     assert found == [1.0, 1.0, 0.5]
 
 
-def test_all_rates_of_an_optimizer_fall_together(capsys):
+def test_a_plateau_lowers_all_rates_of_an_optimizer(capsys):
     callback = ReduceLROnPlateau(factor=0.5, patience=1, min_delta=1e9, verbose=True)
     trainer = make_trainer(SEVERAL["partition"][0], callbacks=[callback])
     trainer.fit(DATA, DATA, max_epochs=2)
@@ -460,7 +460,7 @@ def test_all_rates_of_an_optimizer_fall_together(capsys):
     assert "thin/learning_rate is 0.1" in capsys.readouterr().err
 
 
-def test_a_plateau_says_early_what_it_cannot_do():
+def test_an_impossible_plateau_is_refused_before_the_fit():
     def fit(optimizer, **options):
         trainer = make_trainer(optimizer, callbacks=[ReduceLROnPlateau(**options)])
         trainer.fit(DATA)

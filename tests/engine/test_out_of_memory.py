@@ -1,4 +1,4 @@
-"""What is said where memory is short, and what is lost."""
+"""Errors for steps without enough memory, and the state after them."""
 
 import types
 
@@ -19,7 +19,7 @@ REMEDIES = (
 
 
 class Short(SingleDevice):
-    """Whose steps of one kind run out of memory, by hand."""
+    """A strategy whose steps of one kind raise JAX's error for memory."""
 
     def __init__(self, results, text=SAID):
         super().__init__()
@@ -42,7 +42,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_steps_that_run_out_of_memory_say_what_helps(kind):
+def test_errors_of_memory_have_remedies(kind):
     trainer = make_small(strategy=Short(KINDS[kind]))
     data = batches(8, 8)
     act = {
@@ -58,7 +58,7 @@ def test_steps_that_run_out_of_memory_say_what_helps(kind):
     assert trainer.state.params.layers[0].weight.shape == (8, 4)  # still there
 
 
-def test_other_errors_of_a_step_stay_as_they_are():
+def test_other_errors_of_a_step_are_not_changed():
     trainer = make_small(strategy=Short(KINDS["training"], "INTERNAL: a bad day"))
     with pytest.raises(
         jax.errors.JaxRuntimeError, match="INTERNAL: a bad day"
@@ -78,7 +78,7 @@ def program(arguments, results, overwritten, temporary):
 
 
 def on_cards(*limits):
-    """An array on cards that give programs so many bytes."""
+    """Returns an array on devices with these memory limits."""
     devices = [
         types.SimpleNamespace(
             process_index=0, memory_stats=lambda limit=limit: {"bytes_limit": limit}
@@ -89,14 +89,14 @@ def on_cards(*limits):
     return [types.SimpleNamespace(sharding=sharding, is_deleted=lambda: False)]
 
 
-def test_a_step_that_can_t_fit_is_known_before_it_runs():
+def test_a_step_without_enough_memory_is_refused_before_it_runs():
     def check(compiled, *limits):
         check_program("the training step", on_cards(*limits), 256, compiled)
 
     step = program(40 * 10**9, 30 * 10**9, 29 * 10**9, 20 * 10**9)
     check(step, 62 * 10**9, 70 * 10**9)
-    check(step)  # devices that do not say it
-    check(lambda: None, 1)  # programs that do not say it
+    check(step)  # devices that report no limit
+    check(lambda: None, 1)  # programs that report no memory
     assert get_smallest_memory(jax.devices()) is None
     text = (
         "training step needs 61 GB .* gives programs 60 GB; 20 GB are temporary.*"
@@ -106,7 +106,7 @@ def test_a_step_that_can_t_fit_is_known_before_it_runs():
         check(step, 60 * 10**9, 70 * 10**9)
 
 
-def test_a_batch_that_finds_no_room_is_said_and_loses_nothing():
+def test_a_batch_without_enough_memory_keeps_the_state():
     class NoRoom(SingleDevice):
         full = False
 
@@ -136,7 +136,7 @@ def test_a_batch_that_finds_no_room_is_said_and_loses_nothing():
     assert trainer.fit(batches(8, 8), max_epochs=2).epochs == [0, 1]
 
 
-def test_a_step_whose_lack_shows_when_it_is_waited_for_is_said():
+def test_an_earlier_step_without_enough_memory_has_remedies():
     def finds_no_memory(array):
         raise jax.errors.JaxRuntimeError(SAID)
 

@@ -1,4 +1,4 @@
-"""Batches of several shapes: each compiled for once, the numbers a plain loop's."""
+"""Batches of several shapes: one program each, and the numbers of a plain loop."""
 
 import re
 
@@ -65,7 +65,7 @@ def by_hand():
 
 @pytest.mark.slow_but("SingleDevice")
 @pytest.mark.parametrize("kind", [SingleDevice, Sharded, Pmap, FSDP])
-def test_buckets_train_as_by_hand_with_a_program_for_each(kind, by_hand, caplog):
+def test_buckets_train_as_by_hand_with_one_program_each(kind, by_hand, caplog):
     model, losses = by_hand
     recorder, strategy = Recorder(), counting(kind)
     trainer = make(recorder, strategy=strategy)
@@ -84,7 +84,7 @@ def test_buckets_train_as_by_hand_with_a_program_for_each(kind, by_hand, caplog)
     ]
 
 
-def test_a_mean_over_rows_that_interact_has_the_rows_of_each_batch(by_hand):
+def test_losses_of_batches_have_one_program_per_shape(by_hand):
     recorder, strategy = Recorder(), counting(Sharded)
     make(recorder, strategy=strategy, loss_fn=cross_entropy).fit(DATA, max_epochs=2)
     np.testing.assert_allclose(recorder.losses, by_hand[1], rtol=1e-5)
@@ -94,7 +94,7 @@ def test_a_mean_over_rows_that_interact_has_the_rows_of_each_batch(by_hand):
 
 @pytest.mark.slow_but("SingleDevice")
 @pytest.mark.parametrize("kind", [SingleDevice, Sharded, Pmap])
-def test_unequal_micro_batches_are_one_mean_over_rows(kind):
+def test_unequal_micro_batches_have_one_mean_over_rows(kind):
     windows = [DATA[:3], DATA[3:6], DATA[6:]]
 
     def window_loss(model, xs, ys):
@@ -107,9 +107,9 @@ def test_unequal_micro_batches_are_one_mean_over_rows(kind):
     trainer = make(recorder, strategy=strategy, accumulate_grad_batches=3)
     trainer.fit(DATA, max_epochs=2)
     np.testing.assert_allclose(recorder.losses, losses, rtol=1e-5)
-    assert strategy.count == 2  # the last window is filled up with an empty batch
+    assert strategy.count == 2  # the last window is padded with an empty batch
 
-    # The same batches in another order need no other program.
+    # The same batches in another order share the program.
     trainer.fit([DATA[place] for place in (2, 0, 1, 5, 3, 4)], max_epochs=3)
     assert strategy.count == 2
 
@@ -126,7 +126,7 @@ def test_dropout_of_unequal_batches_is_the_same_on_any_devices():
         np.testing.assert_allclose(losses(Sharded(), **options), expected, rtol=1e-5)
 
 
-def test_equal_neighbours_run_as_one_and_give_the_bits_of_single_steps():
+def test_batches_of_equal_shapes_form_dispatches():
     data = [bucket(16, n, s) for n in (4, 8, 4) for s in range(4)] + [bucket(5, 4)]
 
     def train(steps):
@@ -139,12 +139,12 @@ def test_equal_neighbours_run_as_one_and_give_the_bits_of_single_steps():
 
     losses, state, count = train(1)
     assert count == 2
-    assert train(4) == (losses, state, 3)  # fours of each, and the single one
+    assert train(4) == (losses, state, 3)  # of four steps for each shape, and of one
 
 
 @pytest.mark.slow
 def test_a_run_over_buckets_is_resumed_bit_for_bit(tmp_path):
-    # The first batch of a bucket is short: its size grows, and must be as it was.
+    # The first batch of a bucket is short: its padded size grows, and is restored.
     data = [bucket(3, 4), *DATA, bucket(16, 12), bucket(2, 4, 3)]
     options = {"model": Text(0.3), "strategy": Sharded()}
     whole = Recorder()
@@ -164,7 +164,7 @@ def test_a_run_over_buckets_is_resumed_bit_for_bit(tmp_path):
         assert again.history.state_dict() == expected.history.state_dict()
 
 
-def test_validation_and_prediction_take_other_shapes_than_training():
+def test_validation_and_prediction_accept_other_shapes():
     trainer = make(strategy=Sharded())
     trainer.fit(DATA[:1])
     other = [bucket(5, 9), bucket(7, 6), bucket(2, 9)]
@@ -178,7 +178,7 @@ def test_validation_and_prediction_take_other_shapes_than_training():
     np.testing.assert_allclose(predicted, np.concatenate(expected), rtol=1e-5)
 
 
-def test_predictions_of_several_shapes_are_refused_with_both():
+def test_predictions_of_several_shapes_are_refused():
     trainer = make(model=Text(per_token=True))
     message = (
         r"returns \(9, 3\) for a row of batch 0 and \(6, 3\) for .*Predict batches"
@@ -188,7 +188,7 @@ def test_predictions_of_several_shapes_are_refused_with_both():
 
 
 class Mean(eqx.Module):
-    """Looks at the mean of a text alone, and so compiles quickly."""
+    """Uses only the mean of a text, and so compiles quickly."""
 
     last: eqx.nn.Linear
 
@@ -200,7 +200,7 @@ def mean_model():
     return Mean(eqx.nn.Linear(1, 3, key=jax.random.key(0)))
 
 
-def test_from_the_ninth_shape_on_a_warning_says_how_to_have_few(caplog):
+def test_the_ninth_shape_is_warned_of(caplog):
     trainer = make(model=mean_model())
     trainer.fit([bucket(4, length) for length in range(1, 9)])
     with pytest.warns(UserWarning) as warned:
@@ -223,7 +223,7 @@ def test_structure_and_dtypes_may_not_vary():
         make(loss_fn=lambda m, x, y=None: jax.vmap(m)(x).sum(1)).fit([(x, y), (x,)])
 
 
-def test_labels_are_checked_by_the_classes_of_their_shape():
+def test_labels_are_checked_per_shape():
     class Pointer(eqx.Module):
         weight: jax.Array
 
@@ -239,6 +239,6 @@ def test_labels_are_checked_by_the_classes_of_their_shape():
         trainer.fit([rows(6, 5), rows(3, 5)], max_epochs=2)
 
 
-def test_a_plan_says_that_it_is_of_the_first_shape():
+def test_a_plan_names_the_shape_it_is_for():
     plan = make().plan(DATA)
     assert any("batch[0] (16, 4)" in note for note in plan.notes["indicative"])

@@ -1,4 +1,4 @@
-"""Batches on their way to the step: converted, narrowed, checked, padded."""
+"""Conversion of batches: structure, dtypes and errors."""
 
 import collections
 
@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from jaxdp.data import open_loader
-from jaxdp.data.batches import LocalBatch
 from jaxdp.data.conversion import to_host
-from jaxdp.data.packing import Packer, have_equal_shapes
+from jaxdp.data.packing import Packer
 
 
 def test_lists_become_tuples_and_nested_batches_keep_their_structure():
@@ -21,7 +20,7 @@ def test_lists_become_tuples_and_nested_batches_keep_their_structure():
     assert nested["a"][1]["b"].shape == (3, 2)
     assert isinstance(nested["c"], Pair)
 
-    # A mapping that JAX does not know, as the tokenizers of transformers give.
+    # A mapping that JAX does not know, such as those of tokenizers.
     other = [collections.UserDict(a=x)]
     (found,) = open_loader(other, "loader", 0).read_epoch()
     assert isinstance(found, dict) and [*found] == ["a"]
@@ -61,7 +60,7 @@ def test_infinities_and_nans_pass():
 
 
 @pytest.mark.parametrize("kind", [">f4", ">f8", ">i8"])
-def test_big_endian_arrays_are_turned_round(kind):
+def test_big_endian_arrays_are_converted(kind):
     numbers = np.arange(4)
     (found,) = to_host((numbers.astype(kind),))
     assert found.dtype == np.dtype(kind[1] + "4")
@@ -69,24 +68,10 @@ def test_big_endian_arrays_are_turned_round(kind):
     np.testing.assert_array_equal(found, numbers)
 
 
-def test_rows_that_are_lists_of_numbers_are_told_in_a_few_words():
+def test_rows_that_are_lists_of_numbers_have_a_short_error():
     with pytest.raises(ValueError, match=r"and 45 more.*np\.asarray") as caught:
         to_host([[float(i) for i in range(50)]])
     assert len(str(caught.value)) < 500
-
-
-def test_only_full_windows_of_batches_of_one_shape_are_alike():
-    sizes = [16, 16, 16, 16, 15]
-    batches = [{"x": (np.zeros((size, 2), np.float32),)} for size in sizes]
-    alone = [[batch] for batch in batches]
-    assert have_equal_shapes(alone[:4], 1) and have_equal_shapes(
-        [batches[:2], batches[2:4]], 2
-    )
-    assert not have_equal_shapes(alone, 1)
-    assert not have_equal_shapes([batches[:2], batches[2:3]], 2)
-    assert not have_equal_shapes([alone[0], [(batches[0],)]], 1)
-    portions = [[LocalBatch(batches[0], counts)] for counts in ((16, 16), (16, 12))]
-    assert not have_equal_shapes(portions, 1) and have_equal_shapes(portions[:1] * 2, 1)
 
 
 def test_a_batch_that_changes_is_named_leaf_by_leaf():

@@ -1,6 +1,6 @@
-"""Loaders and samplers with generators of torch, and samplers that tell their state.
+"""Loaders and samplers with torch's generators or a state.
 
-They give the same rows on resume. Others are named."""
+They yield the same rows after a resume. Others are reported."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def seeded(seed=3):
 
 
 class Draws(Sampler):
-    """Rows drawn with a generator of its own, at every epoch others."""
+    """Draws other rows in every epoch, from a generator of its own."""
 
     def __init__(self, count=16):
         self.generator, self.count = seeded(), count
@@ -43,7 +43,7 @@ def make(callbacks=(), **options):
 
 
 class Tells(Sampler):
-    """Draws with a generator of NumPy, and tells."""
+    """Draws from a generator of NumPy, and has a state."""
 
     def __init__(self):
         self.generator = np.random.default_rng(0)
@@ -61,7 +61,7 @@ class Tells(Sampler):
         self.generator.bit_generator.state = state
 
 
-def test_a_save_inside_of_a_validation_has_it_begin_again(tmp_path):
+def test_a_save_inside_of_a_validation_restarts_it(tmp_path):
     class Saves(Recorder):
         path = None
 
@@ -80,7 +80,7 @@ def test_a_save_inside_of_a_validation_has_it_begin_again(tmp_path):
 
 
 class Counts(Sampler):
-    """Counts its epochs, and tells nobody."""
+    """Counts its epochs, and has no state."""
 
     def __init__(self):
         self.epochs = 0
@@ -94,16 +94,14 @@ class Counts(Sampler):
 
 
 class Seeded(Counts):
-    """The order of an epoch is that of its number."""
+    """The number of an epoch decides its order."""
 
     def set_epoch(self, epoch):
         self.epochs = epoch
 
 
 @pytest.mark.parametrize("sampler", [Counts, Seeded, Tells, Draws])
-def test_a_sampler_that_no_checkpoint_contains_is_named_when_a_fit_starts(
-    caplog, sampler
-):
+def test_a_sampler_without_a_saved_state_is_reported(caplog, sampler):
     loader = DataLoader(DATA, 6, sampler=sampler())
     make().validate(loader)
     assert "no checkpoint contains" not in caplog.text
@@ -115,7 +113,7 @@ def test_a_sampler_that_no_checkpoint_contains_is_named_when_a_fit_starts(
         assert not texts or part in texts[0]
 
 
-def test_generators_of_other_kinds_in_an_older_checkpoint_are_passed_over():
+def test_generators_of_other_kinds_in_an_older_checkpoint_are_ignored():
     sampler = Draws()
     before = sampler.generator.get_state()
     other = {"kind": "PCG64", "state": {"bit_generator": "PCG64"}}

@@ -1,4 +1,4 @@
-"""The order of batches over fits that fail, are resumed or read nothing."""
+"""The order of batches over fits that fail, resume or read nothing."""
 
 import contextlib
 import warnings
@@ -37,7 +37,7 @@ def of_row(model, x, y):
     return jax.vmap(model)(x)[:, 0]
 
 
-def test_the_global_generators_come_back_when_a_fit_fails():
+def test_a_fit_that_fails_restores_the_global_generators():
     loader = DataLoader([(np.ones(1, np.float32), 0.0)] * 8, 4)
     np.random.seed(1)
     expected = np.random.rand(2).tolist()
@@ -47,10 +47,10 @@ def test_the_global_generators_come_back_when_a_fit_fails():
     with pytest.raises(RuntimeError, match="stop") as kept:
         trainer.fit(loader)
     assert [before, np.random.rand()] == expected
-    assert kept.value.__traceback__ is not None  # its frames are still there
+    assert kept.value.__traceback__ is not None  # its frames are alive
 
 
-def test_an_epoch_begun_by_steps_is_gone_on_with_in_its_order(tmp_path):
+def test_a_fit_continues_the_epoch_of_a_custom_loop(tmp_path):
     rows = torch.arange(80.0).reshape(80, 1).repeat(1, 4)
 
     def loader():
@@ -87,7 +87,7 @@ def test_an_epoch_begun_by_steps_is_gone_on_with_in_its_order(tmp_path):
 
 
 def test_an_epoch_that_failed_before_its_first_step_has_the_same_order():
-    """With a generator of the user's, which the failed epoch has drawn from."""
+    """The failed epoch has drawn from the loader's generator."""
 
     class Fails(Recorder):
         def __init__(self, at):
@@ -121,8 +121,8 @@ def test_an_epoch_that_failed_before_its_first_step_has_the_same_order():
 
 @pytest.mark.slow_cases("nothing to do", "nested")
 @pytest.mark.parametrize("way", ["nothing to do", "wrong argument", "setup", "nested"])
-def test_a_fit_that_reads_nothing_keeps_the_place(tmp_path, way):
-    """With a generator of the user's: where it is, is all that tells the next order."""
+def test_a_fit_that_reads_nothing_keeps_the_position(tmp_path, way):
+    """Only the state of the loader's generator decides the next order."""
 
     class Fails(Recorder):
         is_due = False
@@ -172,7 +172,7 @@ def test_a_fit_that_reads_nothing_keeps_the_place(tmp_path, way):
 
 
 def test_validation_draws_nothing_before_training():
-    """From a dataset with a generator of its own, which both read."""
+    """Both read a dataset with a generator of its own."""
 
     class Noisy(Dataset):
         def __init__(self):
@@ -209,7 +209,7 @@ class CountingDataset(Counting, IterableDataset):
 
 
 @pytest.mark.parametrize("kind", [Counting, CountingDataset])
-def test_an_iterator_goes_on_in_a_cut_epoch(kind):
+def test_an_iterator_continues_a_limited_epoch(kind):
     class Numbers(Callback):
         def on_train_batch_start(self, trainer, batch, batch_idx):
             numbers.append(int(batch[0][0, 0]))
@@ -223,7 +223,7 @@ def test_an_iterator_goes_on_in_a_cut_epoch(kind):
     assert numbers == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_batch_that_is_refused_does_not_come_again():
+def test_an_invalid_batch_of_an_iterator_is_discarded():
     class Wrong(Counting):
         def __next__(self):
             x, y = super().__next__()
@@ -253,7 +253,7 @@ SHUFFLED = {
 
 
 @pytest.mark.parametrize("kind", SHUFFLED)
-def test_predictions_of_a_loader_that_shuffles_are_told_to_be_in_its_order(kind):
+def test_predictions_of_a_shuffling_loader_are_warned_of(kind):
     trainer = Trainer(linear(), loss_fn=of_row, enable_progress_bar=False)
     loader = DataLoader(TENSORS, **{"batch_size": 8} | SHUFFLED[kind]())
     with warnings.catch_warnings(record=True) as caught:

@@ -1,4 +1,4 @@
-"""Which batches steps that run as one had, where a loader fails, stops or goes on."""
+"""The batches of steps where a loader fails, stops or continues."""
 
 import contextlib
 import itertools
@@ -16,7 +16,7 @@ from jaxdp.callbacks import (
 
 
 class Flaky:
-    """Times out once, before batch 4, and goes on when asked again."""
+    """Raises once, before batch 4, and continues afterwards."""
 
     def __init__(self, data):
         self.left = list(data)
@@ -35,7 +35,7 @@ class Flaky:
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_batches_before_a_failure_of_the_loader_are_trained_on(steps):
+def test_batches_before_an_error_of_the_loader_are_trained_on(steps):
     trainer = Trainer(
         Mlp(jax.random.key(0)), steps_per_execution=steps, strategy=SingleDevice()
     )
@@ -54,15 +54,15 @@ def in_blocks(steps, *callbacks):
 @pytest.mark.slow_cases("1-labels must be 0 to 2", "1-a training batch differs")
 @pytest.mark.parametrize("wrong", ["labels must be 0 to 2", "a training batch differs"])
 @pytest.mark.parametrize("steps", [1, 4])
-def test_dispatches_before_a_wrong_batch_are_taken(steps, wrong):
+def test_dispatches_before_an_invalid_batch_run(steps, wrong):
     data = batches(*[8] * 8)
     x, y = data[6]
     data[6] = (x, y + 7) if "labels" in wrong else (x[:, :3], y)
     recorder = Recorder()
     trainer = in_blocks(steps, recorder, ThroughputMonitor())
-    with pytest.raises((ValueError, TypeError)) as caught:  # the model's own, or ours
+    with pytest.raises((ValueError, TypeError)) as caught:  # of the model, or ours
         trainer.fit(data)
-    # Batches of other shapes are single steps; labels are looked at together.
+    # Batches of other shapes are single steps; labels are checked per dispatch.
     is_together = steps == 4 and "labels" in wrong
     assert trainer.global_step == len(recorder.losses) == (4 if is_together else 6)
     *notes, where = caught.value.__notes__
@@ -71,11 +71,11 @@ def test_dispatches_before_a_wrong_batch_are_taken(steps, wrong):
     assert wrong in "\n".join([str(caught.value), *notes])
 
 
-def test_a_wrong_batch_is_named_wherever_it_comes():
+def test_errors_have_the_number_of_the_invalid_batch():
     data, trainer = batches(*[8] * 4), in_blocks(1)
     wrong = [*data[:3], (data[3][0][:, :3], data[3][1])]
     for take, what in ((trainer.validate, "validat"), (trainer.predict, "predic")):
-        with pytest.raises(TypeError) as caught:  # the model's own
+        with pytest.raises(TypeError) as caught:  # of the model
             take(wrong)
         *notes, where = caught.value.__notes__
         assert where == "in batch 3"
@@ -94,13 +94,13 @@ def test_a_wrong_batch_is_named_wherever_it_comes():
 
 
 def numbered():
-    """Batches without end, each full of its number."""
+    """Yields endless batches, each full of its number."""
     for number in itertools.count():
         yield np.full((4, 4), number, np.float32), np.arange(4) % 3
 
 
 class Numbers(Callback):
-    """The numbers of the batches that steps began with; ends the fit at a step."""
+    """Records the number of each step's batch; ends the fit at a step."""
 
     def __init__(self, at=None, end=None):
         self.seen, self.at, self.end = [], at, end
@@ -120,7 +120,7 @@ def numbers(steps, at=None, end=None):
 
 
 class Positioned:
-    """An iterator over `numbered` that tells its position."""
+    """An iterator over `numbered` with a state."""
 
     def __init__(self):
         self.given = 0
@@ -139,7 +139,7 @@ class Positioned:
         self.given = state["given"]
 
 
-def test_an_iterator_that_tells_its_position_is_not_ahead_of_the_steps():
+def test_an_iterator_with_a_state_is_not_read_ahead():
     class Looks(Callback):
         def on_train_batch_start(self, trainer, batch, batch_idx):
             given.append((stream.given, batch_idx + 1))
@@ -152,7 +152,7 @@ def test_an_iterator_that_tells_its_position_is_not_ahead_of_the_steps():
 @pytest.mark.slow_but("4-raise", "4-break")
 @pytest.mark.parametrize("end", ["stop", "raise", "break"])
 @pytest.mark.parametrize("steps", [1, 4])
-def test_what_a_block_had_of_an_iterator_comes_again(steps, end):
+def test_batches_of_an_iterator_that_were_not_trained_on_come_again(steps, end):
     at = {1: 6, 4: 8}[steps]
     trainer, seen = numbers(steps, at, end)
     stream = numbered()
@@ -168,7 +168,7 @@ def test_what_a_block_had_of_an_iterator_comes_again(steps, end):
     assert seen == list(range(10))
 
 
-def test_an_iterator_goes_on_after_steps_over_something_else():
+def test_an_iterator_continues_after_steps_over_another_loader():
     trainer, seen = numbers(1)
     stream = numbered()
     for _ in trainer.steps(list(itertools.islice(stream, 5))):
@@ -177,7 +177,7 @@ def test_an_iterator_goes_on_after_steps_over_something_else():
     assert seen == list(range(8))
 
 
-def test_a_load_inside_steps_is_gone_on_with(tmp_path):
+def test_a_custom_loop_continues_after_a_load(tmp_path):
     trainer, seen = numbers(4)
     for _ in trainer.steps(itertools.islice(numbered(), 6)):
         if trainer.global_step == 4:

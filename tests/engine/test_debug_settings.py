@@ -48,7 +48,7 @@ class Losses(Callback):
 
 
 def numbers(**options):
-    """All that a short run gives."""
+    """Returns all results of a short run."""
     losses = Losses()
     trainer = make_trainer(callbacks=[losses], **options)
     trainer.fit(DATA, DATA[2:])
@@ -70,7 +70,7 @@ SETTINGS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_numbers_without_jit_are_those_of_compiled_steps(setting):
+def test_steps_without_jit_have_the_numbers_of_compiled_steps(setting):
     make = SETTINGS[setting]
     compiled = numbers(**make())
     with jax.disable_jit():
@@ -81,11 +81,11 @@ def test_numbers_without_jit_are_those_of_compiled_steps(setting):
         )
 
 
-def test_without_jit_a_loss_sees_values_once_per_step():
+def test_a_loss_without_jit_gets_values_once_per_step():
     seen = []
 
     def loss_fn(model, x, y):
-        if float(x.max()) > 0:  # what no compiled step could ask
+        if float(x.max()) > 0:  # impossible in a compiled step
             seen.append(np.array(x))
         logits = jax.vmap(model)(x)
         return optax.softmax_cross_entropy_with_integer_labels(logits, y)
@@ -98,7 +98,7 @@ def test_without_jit_a_loss_sees_values_once_per_step():
         np.testing.assert_array_equal(found, x)
 
 
-def test_an_error_in_a_loss_without_jit_names_step_and_batch():
+def test_an_error_in_a_loss_without_jit_has_step_and_batch():
     def loss_fn(model, x, y):
         if len(x) == 5:
             raise LookupError("five")
@@ -110,7 +110,7 @@ def test_an_error_in_a_loss_without_jit_names_step_and_batch():
         assert place in "".join(caught.value.__notes__)
 
 
-def test_a_run_may_change_between_compiled_and_not():
+def test_debug_settings_may_change_between_fits():
     def run(*contexts):
         trainer = make_trainer(plain(), Sharded())
         for epoch, context in enumerate(contexts):
@@ -152,7 +152,7 @@ def test_other_methods_work_without_jit(tmp_path):
 
 
 def bad_data():
-    """The fourth batch has what the losses below can't take."""
+    """The losses below raise in the fourth batch."""
     data = batches(8, 8, 8, 8, 8)
     data[3][0][5, 2] = 100
     return data
@@ -201,7 +201,7 @@ def calls(model, x):
 
 
 def assert_raised_in_the_step(trainer, error, text, line=False):
-    """And that the run can go on where it was, with a batch that is right."""
+    """Checks the error of batch 3, and that the run continues with a valid one."""
     with pytest.raises(error) as caught:
         trainer.fit(bad_data())
     assert text in str(caught.value)
@@ -233,7 +233,7 @@ def options_of(way):
 @pytest.mark.slow_but("one device", "donated")
 @pytest.mark.parametrize("way", [way for way in WAYS if way not in SEVERAL])
 @pytest.mark.filterwarnings("ignore:.DonateBuffers")
-def test_error_if_raises_equinox_own_error(way):
+def test_error_if_raises_the_error_of_equinox(way):
     trainer = make_trainer(model=plain(), loss_fn=checks, **options_of(way))
     assert_raised_in_the_step(trainer, eqx.EquinoxRuntimeError, "x is too large")
 
@@ -269,13 +269,13 @@ def test_bitwise_runs_without_jit_and_refuses_steps_that_may_raise():
         trainer.fit(DATA)
 
 
-def test_what_a_callback_raises_is_raised():
+def test_errors_of_a_pure_callback_are_raised():
     trainer = make_trainer(model=plain(), loss_fn=calls, strategy=SingleDevice())
     error = "OverflowError: x is too large"
     assert_raised_in_the_step(trainer, jax.errors.JaxRuntimeError, error)
 
 
-def test_steps_that_call_python_call_their_own():
+def test_steps_with_python_calls_share_no_program():
     def adding(number):
         def call(value):
             return np.asarray(value + number, np.float32)
@@ -292,7 +292,7 @@ def test_steps_that_call_python_call_their_own():
 
 
 @pytest.mark.parametrize("convert", [np.asarray, jnp.asarray])
-def test_steps_that_may_raise_take_any_arrays(convert, capfd):
+def test_steps_that_may_raise_accept_numpy_and_jax_arrays(convert, capfd):
     data = [tuple(map(convert, batch)) for batch in DATA]
     trainer = make_trainer(
         plain(), SingleDevice(), loss_fn=checks, steps_per_execution=2
@@ -314,7 +314,7 @@ def test_error_if_is_raised_without_jit():
             trainer.fit(bad_data())
 
 
-def test_error_if_in_evaluation_names_the_batch():
+def test_error_if_in_an_evaluation_has_the_batch():
     class Checked(eqx.Module):
         inner: Mlp
 
@@ -329,7 +329,7 @@ def test_error_if_in_evaluation_names_the_batch():
 
 
 @pytest.mark.parametrize("way", ["one device", "sharded", "pmap", "blocks"])
-def test_debug_nans_finds_the_line(way):
+def test_debug_nans_has_the_line_in_the_traceback(way):
     with jax.debug_nans(True):
         trainer = make_trainer(
             model=plain(), loss_fn=takes_logarithms, **options_of(way)
@@ -339,7 +339,7 @@ def test_debug_nans_finds_the_line(way):
         )
 
 
-def test_debug_nans_without_jit_finds_the_line():
+def test_debug_nans_without_jit_raises():
     with jax.debug_nans(True), jax.disable_jit():
         trainer = make_trainer(model=plain(), loss_fn=takes_logarithms)
         assert_raised_in_the_step(trainer, FloatingPointError, "invalid value (nan)")
@@ -356,7 +356,7 @@ def test_debug_nans_changes_no_numbers():
     np.testing.assert_allclose(ours, expected, rtol=1e-5)
 
 
-def test_debug_infs_finds_infinity():
+def test_debug_infs_raises():
     def loss_fn(model, x, y):
         return jax.vmap(model)(x).sum(axis=1) / jnp.where(x.max() > 50, 0.0, 1.0)
 
@@ -370,7 +370,7 @@ def test_debug_infs_finds_infinity():
     [jax.checking_leaks, lambda: jax.enable_x64(True)],
     ids=["leaks", "x64"],
 )
-def test_other_checks_of_jax_let_a_fit_run(context):
+def test_a_fit_passes_other_checks_of_jax(context):
     with context():
         model = eqx.nn.Linear(4, 3, key=jax.random.key(0))
         trainer = make_trainer(model, Sharded(), accumulate_grad_batches=2)

@@ -1,4 +1,4 @@
-"""What is done for a machine: programs, memory and convolutions of its CPU."""
+"""Settings of the process: the compilation cache, memory and convolutions."""
 
 import gc
 import json
@@ -59,7 +59,7 @@ print(json.dumps(jax.config.jax_compilation_cache_dir))
 
 
 def train(home, script=TRAIN, **environment):
-    """What a script prints, and what it says, in a process with a home of its own."""
+    """Returns the output and the messages of a script with a home of its own."""
     names = ("JAX_COMPILATION_CACHE_DIR", "XDG_CACHE_HOME")
     inherited = {k: v for k, v in os.environ.items() if k not in names}
     done = subprocess.run(
@@ -75,16 +75,16 @@ def train(home, script=TRAIN, **environment):
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory):
-    """A home, and what a process printed and said that was the first one there."""
+    """A home, and the output and messages of the first process in it."""
     home = tmp_path_factory.mktemp("home")
     return home, *train(home)
 
 
 @pytest.mark.slow
-def test_a_second_process_finds_the_programs_of_the_first(first):
+def test_a_second_process_loads_programs_from_the_cache(first):
     home, first, said = first
     second, _ = train(home)
-    assert first["misses"] >= 2  # what the optimizer starts from, and the step
+    assert first["misses"] >= 2  # the optimizer's first state, and the step
     assert second["misses"] == 0
     assert second["loss"] == first["loss"]
     assert first["folder"].startswith(str(home / ".cache" / "jaxdp"))
@@ -92,11 +92,11 @@ def test_a_second_process_finds_the_programs_of_the_first(first):
 
 
 @pytest.mark.slow
-def test_memory_of_temporaries_is_kept_for_the_next_step(first, tmp_path):
+def test_freed_memory_is_reused_by_the_next_step(first, tmp_path):
     _, kept, _ = first
     switches = {"JAXDP_KEEP_FREED_MEMORY": "0", "JAX_ENABLE_COMPILATION_CACHE": "false"}
     given_back, said = train(tmp_path, **switches)
-    # Medians over the steps: now and then a thread takes another block, once.
+    # Medians: sometimes a thread allocates another block.
     assert given_back["faults"] > 100
     assert kept["faults"] < given_back["faults"] / 5
     assert kept["loss"] == given_back["loss"]
@@ -105,7 +105,7 @@ def test_memory_of_temporaries_is_kept_for_the_next_step(first, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_users_own_cache_and_a_read_only_home_are_left_alone(tmp_path):
+def test_the_users_cache_and_a_read_only_home_are_not_changed(tmp_path):
     own = str(tmp_path / "own")
     settings = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     settings["JAX_COMPILATION_CACHE_DIR"] = own
@@ -144,12 +144,12 @@ print(json.dumps({
 
 
 @pytest.mark.slow
-def test_convolutions_on_the_cpu_are_eigens(tmp_path):
+def test_convolutions_on_cpus_run_in_eigen(tmp_path):
     eigen, said = train(tmp_path, CONVOLVE)
     left, silent = train(tmp_path, CONVOLVE, JAXDP_EIGEN_CONVOLUTIONS="0")
     flag = "--xla_cpu_experimental_ynn_fusion_type="
     own, silent_too = train(tmp_path, CONVOLVE, XLA_FLAGS=flag)
-    # Those that are not left to a library's fusion: of the output, and of the kernel.
+    # Those outside of a library's fusion: of the output, and of the kernel.
     assert (eigen["convolutions"], own["convolutions"]) == (2, 2)
     assert left["convolutions"] < 2
     assert said.count("JAXDP_EIGEN_CONVOLUTIONS") == 1
@@ -159,7 +159,7 @@ def test_convolutions_on_the_cpu_are_eigens(tmp_path):
 
 @pytest.mark.parametrize("is_on", [True, False])
 @pytest.mark.parametrize("fault", [None, ZeroDivisionError])
-def test_no_garbage_is_collected_while_a_step_is_traced(is_on, fault):
+def test_tracing_pauses_the_garbage_collector(is_on, fault):
     seen = []
 
     def loss_fn(model, x, y):

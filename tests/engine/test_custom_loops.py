@@ -1,4 +1,4 @@
-"""Blocks of steps in a loop of the user's own, over `trainer.steps`."""
+"""Several steps per dispatch in a custom loop over `trainer.steps`."""
 
 import jax
 import pytest
@@ -25,7 +25,7 @@ class Counting(SingleDevice):
 
 
 def by_hand(steps, loader, epochs=2, **options):
-    """Losses that the loop of `trainer.steps` has seen, those of hooks, the trainer."""
+    """Returns the losses of the loop with their steps, of hooks, and the trainer."""
     recorder = Recorder()
     trainer = Trainer(
         Mlp(jax.random.key(0)), loss="cross_entropy", steps_per_execution=steps,
@@ -41,7 +41,7 @@ def by_hand(steps, loader, epochs=2, **options):
 
 @pytest.mark.parametrize("loader", [list, iter])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_loop_by_hand_has_blocks(loader, accumulate):
+def test_a_custom_loop_has_dispatches_of_several_steps(loader, accumulate):
     data, options = batches(*[16] * 8), {"accumulate_grad_batches": accumulate}
     size = 4 // accumulate
     one, other = (by_hand(n, lambda: loader(data), **options) for n in (1, size))
@@ -54,7 +54,7 @@ def test_a_loop_by_hand_has_blocks(loader, accumulate):
 
 
 @pytest.mark.parametrize("use", ["save", "load", "fit"])
-def test_between_the_steps_of_a_block_counters_are_not_used(use, tmp_path):
+def test_methods_are_refused_inside_a_dispatch_of_a_custom_loop(use, tmp_path):
     data = batches(*[16] * 8)
     _, _, trainer = by_hand(4, lambda: data, epochs=1)
     steps = trainer.steps(data)
@@ -62,5 +62,5 @@ def test_between_the_steps_of_a_block_counters_are_not_used(use, tmp_path):
     with pytest.raises(RuntimeError, match=f"`{use}`.* step 9, .* that of step 12"):
         getattr(trainer, use)(data if use == "fit" else tmp_path / "saved")
     steps.close()
-    assert trainer.global_step == 12  # the state has the whole block
+    assert trainer.global_step == 12  # the state has all steps of the dispatch
     trainer.save(tmp_path / "saved")

@@ -1,4 +1,4 @@
-"""Several optimizer steps per dispatch change the speed, and nothing else."""
+"""Several optimizer steps per dispatch change nothing but the speed."""
 
 import functools
 
@@ -69,7 +69,7 @@ def train(steps_per_execution, *callbacks, model=None, fit=None, data=None, **kw
 
 
 def same(a, b):
-    """Equal bits in losses and the whole state, equal counters and history."""
+    """Checks equal bits of losses and states, equal counters and history."""
     (losses, one), (other_losses, other) = a, b
     assert np.array(losses).tobytes() == np.array(other_losses).tobytes()
     assert bits(one.state) == bits(other.state)
@@ -104,7 +104,7 @@ CASES = {
 )
 @pytest.mark.parametrize("steps", [4, pytest.param(16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CASES)
-def test_blocks_of_steps_give_the_bits_of_single_steps(name, steps):
+def test_several_steps_per_dispatch_have_the_bits_of_single_steps(name, steps):
     same(in_single_steps(name), train(steps, fit={"max_epochs": 3}, **CASES[name]))
 
 
@@ -114,7 +114,7 @@ def in_single_steps(name):
 
 
 def contrastive(model, x, y):
-    """Each row's own class is that of the row after it."""
+    """Matches each row with the next one."""
     found = jax.vmap(model)(x)
     found = found / jnp.linalg.norm(found, axis=1, keepdims=True)
     nearest = jnp.roll(jnp.arange(len(x)), 1)
@@ -136,7 +136,7 @@ SMALL, WIDE = (8, 2, 16, 2), (64, 10, 128, 2)
     ((4, 4, 32, 1), {"strategy": Pmap(2)}),
 ])  # fmt: skip
 def test_sums_of_losses_have_the_bits_of_single_steps(widths, options):
-    """Of 32 rows, or 8, their order once depended on what XLA fused with them."""
+    """The order of sums over 32 or 8 rows once depended on XLA's fusions."""
     found = {}
     for size in (8, 32):
         rows = np.random.default_rng(0).normal(size=(24 * size, widths[0]))
@@ -154,14 +154,16 @@ def test_sums_of_losses_have_the_bits_of_single_steps(widths, options):
         same(found[1], found[4])
 
 
-def test_convolutions_stay_out_of_loops_if_an_epoch_is_shorter_than_a_block(capsys):
-    # Such an epoch has a program of its own from the second one on.
+def test_convolutions_run_in_single_steps_after_an_epoch_shorter_than_a_dispatch(
+    capsys,
+):
+    # From the second epoch on, these have a program of their own.
     found = train(16, fit={"max_epochs": 3}, **CASES["convolution"])
     same(in_single_steps("convolution"), found)
     assert "1 at a time, because XLA's convolutions are slow" in capsys.readouterr().err
 
 
-def test_rows_that_interact_run_at_their_size_in_blocks():
+def test_batches_of_a_batch_norm_are_not_padded_in_dispatches():
     def run(steps):
         model, state = eqx.nn.make_with_state(NormNet)(jax.random.key(0))
         data = batches(*[8] * 5, 6, 8, 8)
@@ -171,7 +173,7 @@ def test_rows_that_interact_run_at_their_size_in_blocks():
 
 
 class Log(Callback):
-    """Every hook with where it was called."""
+    """Records every hook with its step."""
 
     def __init__(self):
         self.events = []
@@ -201,7 +203,7 @@ class Log(Callback):
         {"max_epochs": 2, "limit_train_batches": 6},
     ],
 )
-def test_every_hook_sees_every_step_and_limits_cut_blocks(fit):
+def test_hooks_get_every_step_and_limits_end_dispatches(fit):
     logs = Log(), Log()
     fit = fit | {"val_loader": batches(8, 3, seed=1)}
     same(train(1, logs[0], fit=fit), train(4, logs[1], fit=fit))
@@ -209,7 +211,7 @@ def test_every_hook_sees_every_step_and_limits_cut_blocks(fit):
 
 
 class At(Callback):
-    """Calls something inside a step's hook."""
+    """Calls `what` in a hook of a step."""
 
     def __init__(self, step, what, hook="on_train_batch_end"):
         self.step, self.what = step, what
@@ -221,7 +223,7 @@ class At(Callback):
             self.seen = self.what(trainer)
 
 
-def test_metrics_are_of_each_step_and_the_state_is_of_the_end_of_the_dispatch():
+def test_hooks_get_the_metrics_of_each_step_and_the_state_after_the_dispatch():
     looks = {
         steps: [
             At(
@@ -238,7 +240,7 @@ def test_metrics_are_of_each_step_and_the_state_is_of_the_end_of_the_dispatch():
     assert ends == [looks[1][1].seen[1]] * 2
 
 
-def test_between_steps_of_a_dispatch_counters_are_neither_saved_nor_loaded(tmp_path):
+def test_save_and_load_are_refused_inside_a_dispatch(tmp_path):
     path = str(tmp_path / "saved")
     for use in (lambda trainer: trainer.save(path), lambda trainer: trainer.load(path)):
         with pytest.raises(RuntimeError, match="after step 6, but .* that of step 8"):
@@ -247,7 +249,7 @@ def test_between_steps_of_a_dispatch_counters_are_neither_saved_nor_loaded(tmp_p
     train(4, At(8, lambda trainer: trainer.load(path)))
 
 
-def test_counters_fit_the_state_where_a_hook_fails_between_steps_that_run_as_one():
+def test_counters_equal_the_state_after_a_hook_raised_inside_a_dispatch():
     def fail(trainer):
         raise RuntimeError("six")
 
@@ -262,19 +264,19 @@ def test_counters_fit_the_state_where_a_hook_fails_between_steps_that_run_as_one
     assert bits(trainer.state) == bits(whole.state)
 
 
-def test_a_hook_that_stops_the_fit_stops_it_at_the_end_of_the_dispatch():
+def test_a_fit_stops_at_the_end_of_the_dispatch():
     def stop(trainer):
         trainer.should_stop = True
 
     one, other = train(1, At(8, stop)), train(4, At(6, stop))
     assert other[1].global_step == 8
     same(one, other)
-    for _, trainer in (one, other):  # and the rest is not lost
+    for _, trainer in (one, other):  # no batch is lost
         trainer.fit(batches(*RAGGED))
     same(one, other)
 
 
-def test_loggers_write_the_same_table_and_values_of_monitors(tmp_path):
+def test_loggers_write_the_table_of_single_steps(tmp_path):
     for steps in (1, 4):
         folder = tmp_path / str(steps)
         train(steps, GradientMonitor(), CSVLogger(folder), log_every_n_steps=3)
@@ -284,14 +286,14 @@ def test_loggers_write_the_same_table_and_values_of_monitors(tmp_path):
     assert "grad_norm" in tables[0]
 
 
-def test_a_saver_by_steps_saves_at_the_end_of_the_dispatch(tmp_path):
+def test_checkpoints_by_steps_are_saved_after_the_dispatch(tmp_path):
     for steps in (1, 4):
         folder = tmp_path / str(steps)
         saver = ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1)
         train(steps, saver)
     names = [[p.name for p in (tmp_path / s).iterdir()] for s in ("1", "4")]
     found = [{int(name) for name in each if name.isdecimal()} for each in names]
-    assert found == [{3, 6, 9, 12}, {4, 8, 9, 12}]  # the last three run one by one
+    assert found == [{3, 6, 9, 12}, {4, 8, 9, 12}]  # the last three are single steps
     model = jaxdp.load_model(tmp_path / "4" / "12", like=Mlp(jax.random.key(1)))
     single = jaxdp.load_model(tmp_path / "1" / "12", like=Mlp(jax.random.key(1)))
     assert bits(eqx.filter(model, eqx.is_array)) == bits(
@@ -299,7 +301,7 @@ def test_a_saver_by_steps_saves_at_the_end_of_the_dispatch(tmp_path):
     )
 
 
-def test_without_anyone_to_look_the_start_of_a_block_is_overwritten():
+def test_a_dispatch_overwrites_the_state_in_place():
     trainer = Trainer(
         Mlp(jax.random.key(0)),
         loss="cross_entropy",
@@ -313,7 +315,7 @@ def test_without_anyone_to_look_the_start_of_a_block_is_overwritten():
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, "auto", None])
-def test_a_wrong_number_of_steps_is_refused(value):
+def test_an_invalid_steps_per_execution_is_refused(value):
     rule = "1 or more" if isinstance(value, int) else "an int"
     expected = f"^`steps_per_execution` must be {rule}; got .*"
     with pytest.raises((TypeError, ValueError), match=expected):
@@ -321,8 +323,8 @@ def test_a_wrong_number_of_steps_is_refused(value):
 
 
 @pytest.mark.parametrize("options", [{"accumulate_grad_batches": 4}, {"steps": 4}])
-def test_convolutions_are_in_no_loop_on_the_cpu(options, caplog):
-    """There XLA leaves them to its slowest code: five times the time of LeNet."""
+def test_convolutions_are_outside_of_loops_on_cpus(options, caplog):
+    """In loops XLA has only slow code for them: LeNet takes five times as long."""
     options = dict(options)
     steps = options.pop("steps", 1)
     data = batches(16, 16, 16, 16)
@@ -334,33 +336,14 @@ def test_convolutions_are_in_no_loop_on_the_cpu(options, caplog):
 
 
 @pytest.mark.slow
-def test_batches_that_grow_give_the_bits_of_single_steps():
+def test_growing_batches_have_the_bits_of_single_steps():
     def run(steps):
         return train(steps, data=batches(8, 16, 33, 50, 50, 20), fit={"max_epochs": 2})
 
     same(run(1), run(3))
 
 
-@pytest.mark.slow
-def test_rows_that_interact_are_not_padded_where_a_room_is_not_full():
-    def contrastive(model, x, y):
-        return optax.losses.ntxent(jax.vmap(model)(x), jnp.arange(len(y)) % 2)
-
-    def with_norm(steps, sizes):
-        model, state = eqx.nn.make_with_state(NormNet)(jax.random.key(0))
-        return train(steps, model=model, state=state, data=batches(*sizes))
-
-    def with_loss_fn(steps, sizes):
-        model = Mlp(jax.random.key(0), rate=0)
-        options = {"loss": None, "loss_fn": contrastive}
-        return train(steps, model=model, data=batches(*sizes), **options)
-
-    for run in (with_norm, with_loss_fn):
-        for sizes in ((8, 8, 3), (8, 8, 10, 4)):
-            same(run(1, sizes), run(4, sizes))
-
-
-def test_what_is_not_finite_stays_in_its_step():
+def test_nan_does_not_reach_other_steps_of_a_dispatch():
     data = [(x.copy(), y) for x, y in batches(*[8] * 10)]
     data[6][0][:] = np.nan
 
@@ -380,7 +363,7 @@ def test_what_is_not_finite_stays_in_its_step():
     (lambda: Sharded(jax.devices()[:2]), 16), (lambda: Sharded(), 64),
     (lambda: Pmap(2), 16), (lambda: FSDP(min_size=0), 64), (lambda: ZeRO(), 64),
 ])  # fmt: skip
-def test_blocks_have_the_bits_of_single_steps_on_several_devices(strategy, size):
+def test_dispatches_have_the_bits_of_single_steps_on_several_devices(strategy, size):
     fits = [
         train(steps, data=batches(*[size] * 12), strategy=strategy())
         for steps in (1, 4)

@@ -1,4 +1,4 @@
-"""Nothing that a trainer has started outlives it, however it ends."""
+"""The processes of a trainer end with it."""
 
 import os
 import pathlib
@@ -41,7 +41,7 @@ if __name__ == "__main__":
 
 
 def descendants(pid):
-    """Every process that `pid` has started, or that one of those has, by number."""
+    """Returns the children of process `pid`, and their children."""
     children = {}
     for folder in pathlib.Path("/proc").glob("[0-9]*"):
         try:
@@ -63,7 +63,7 @@ def is_running(pid):
     return stat.rpartition(")")[2].split()[0] != "Z"
 
 
-def test_workers_and_their_server_end_with_a_killed_trainer(tmp_path):
+def test_workers_end_with_a_killed_trainer(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     with subprocess.Popen(
@@ -79,7 +79,7 @@ def test_workers_and_their_server_end_with_a_killed_trainer(tmp_path):
             assert line, said
             said += line
         started = descendants(trainer.pid)
-        assert len(started) >= 3  # the workers, and the server that starts them
+        assert len(started) >= 3  # the workers, and the fork server
         try:
             trainer.send_signal(signal.SIGKILL)
             trainer.wait()

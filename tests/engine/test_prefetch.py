@@ -1,4 +1,4 @@
-"""Batches are on the devices before the step that runs is launched, on accelerators."""
+"""On accelerators, batches are transferred before the present step is launched."""
 
 import equinox as eqx
 import jax
@@ -15,7 +15,7 @@ BATCHES = [(X[start : start + 4], Y[start : start + 4]) for start in range(0, 24
 
 
 def trainer(strategy=None, *, ahead=True, **options):
-    """One that takes CPUs for accelerators, if `ahead`."""
+    """Returns a trainer that prefetches on CPUs too, if `ahead`."""
     made = Trainer(
         Mlp(jax.random.key(0)),
         optax.adam(1e-2),
@@ -30,7 +30,7 @@ def trainer(strategy=None, *, ahead=True, **options):
 
 @pytest.fixture
 def events(monkeypatch):
-    """What JAX is asked for, in order: ("put", first value) and ("call", "")."""
+    """Records JAX's calls in order: ("put", first value) and ("call", None)."""
     happened = []
     put, call = jax.device_put, jax.stages.Compiled.__call__
 
@@ -51,7 +51,9 @@ def events(monkeypatch):
 
 
 @pytest.mark.parametrize("strategy", [SingleDevice, lambda: Sharded(4)])
-def test_the_next_batch_is_put_before_the_present_step_is_launched(strategy, events):
+def test_the_next_batch_is_transferred_before_the_present_step_is_launched(
+    strategy, events
+):
     made = trainer(strategy())
     made.fit(BATCHES[:1])
     events.clear()
@@ -71,7 +73,7 @@ def test_the_next_batch_is_put_before_the_present_step_is_launched(strategy, eve
         assert [what for what, _ in events[start : start + 3]].count("call") < 3
 
 
-def test_on_cpus_nothing_is_put(events):
+def test_cpus_do_not_prefetch(events):
     made = trainer(ahead=False)
     made.fit(BATCHES)
     assert not [what for what, _ in events if what == "put"]
@@ -88,7 +90,7 @@ def test_on_cpus_nothing_is_put(events):
     ],
     ids=str,
 )
-def test_numbers_are_the_same(options):
+def test_prefetching_does_not_change_numbers(options):
     def fit(ahead):
         settings = dict(options)
         limits = {"max_epochs": 2}
@@ -107,7 +109,7 @@ def test_numbers_are_the_same(options):
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_what_is_wrong_is_told_when_its_turn_comes():
+def test_errors_are_raised_after_the_steps_before_them():
     wrong = X[:4], np.full(4, 7)
     made = trainer()
     with pytest.raises(ValueError, match="labels must be 0 to 2") as caught:
@@ -125,7 +127,7 @@ def test_what_is_wrong_is_told_when_its_turn_comes():
     assert made.global_step == 3
 
 
-def test_an_iterator_that_was_read_too_far_goes_on_where_it_was():
+def test_prefetched_batches_of_an_iterator_come_again():
     class Stops(Callback):
         def on_train_batch_end(self, trainer, metrics, batch_idx):
             trainer.should_stop = True
@@ -140,7 +142,7 @@ def test_an_iterator_that_was_read_too_far_goes_on_where_it_was():
     assert eqx.tree_equal(made.state.params, whole.state.params)
 
 
-def test_batches_that_a_callers_loop_may_decide_are_not_read_ahead():
+def test_a_custom_loop_reads_no_batch_ahead():
     given = []
 
     def stream():
@@ -153,18 +155,18 @@ def test_batches_that_a_callers_loop_may_decide_are_not_read_ahead():
 
 
 @pytest.mark.parametrize("ahead", [True, False])
-def test_passes_bound_it_too(ahead):
+def test_evaluations_bound_the_bytes_in_flight(ahead):
     made, waited = trainer(ahead=ahead), []
     made.fit(BATCHES)
     flight = made.run.engine.in_flight
     flight.max_bytes, flight.wait = 1, waited.append
     made.validate(BATCHES)
     made.predict(BATCHES)
-    # Of all but two dispatches the device is done; on CPUs eight are in flight.
+    # Two dispatches are in flight; on CPUs eight are.
     assert len(waited) >= (2 * len(BATCHES) - 2) * ahead
 
 
-def test_what_is_in_flight_is_bounded_by_bytes():
+def test_bytes_in_flight_are_bounded():
     class Device:
         process_index = 0
 
@@ -180,6 +182,6 @@ def test_what_is_in_flight_is_bounded_by_bytes():
     flight.wait, flight.max_bytes = waited.append, 50
     for number, nbytes in enumerate([20, 20, 20, 60, 60, 60, 1, 1, 1]):
         flight.add(number, nbytes)
-    assert waited == [0, 1, 2, 3, 4, 5]  # two at least are on their way
+    assert waited == [0, 1, 2, 3, 4, 5]  # at least two stay in flight
     assert [num_in_flight(n, 1000) for n in (0, 20, 25, 60)] == [8, 2, 2, 2]
     assert num_in_flight(6, 1000) == 8 and num_in_flight(10, 1000) == 5
