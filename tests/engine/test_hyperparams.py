@@ -15,11 +15,9 @@ from jaxdp import FSDP, Bitwise, Callback, Pmap, Sharded, SingleDevice, Trainer
 from jaxdp.callbacks import (
     LearningRateMonitor,
     ModelCheckpoint,
-    ReduceLROnPlateau,
     WeightAveraging,
 )
 from jaxdp.engine.hyperparams import find_hyperparams
-from jaxdp.history import History
 
 DATA = batches(8, 8, 8, 8)
 
@@ -362,114 +360,3 @@ def test_writing_to_other_fields_is_refused_at_the_next_use(use, tmp_path):
     with pytest.raises(RuntimeError, match=message):
         uses[use]()
     trainer.fit(DATA, max_epochs=2)  # nothing has changed
-
-
-class Scores(Callback):
-    """Logs a score of a list in each epoch."""
-
-    def __init__(self, scores, name):
-        self.scores, self.name = list(scores), name
-
-    def on_train_epoch_end(self, trainer, metrics):
-        trainer.log(self.name, self.scores[trainer.current_epoch])
-
-
-def plateau(scores, name="own_loss", **options):
-    """Returns the rate after each epoch with these scores."""
-    seen = []
-
-    class After(Callback):
-        def on_boundary(self, trainer):
-            if len(trainer.history.epochs) > len(seen):  # and not after the step
-                seen.append(trainer.hyperparams["learning_rate"])
-
-    callback = ReduceLROnPlateau(name, **options)
-    trainer = make_trainer(
-        injected(1.0),
-        callbacks=[Scores(scores, name), callback, After()],
-        metrics=["accuracy"],
-    )
-    trainer.fit(DATA[:1], max_epochs=len(scores))
-    return seen
-
-
-def keras_plateau(scores, factor, patience, min_delta, cooldown, min_lr, better):
-    """Returns the rates by Keras's documented rules."""
-    rate, best, waited, cooling, found = 1.0, None, 0, 0, []
-    for score in scores:
-        if cooling > 0:
-            cooling, waited = cooling - 1, 0
-        if best is None or better(score, best, min_delta):
-            best, waited = score, 0
-        elif cooling <= 0:
-            waited += 1
-            if waited >= patience and rate > min_lr:
-                rate = max(rate * factor, min_lr)
-                cooling, waited = cooldown, 0
-        found.append(rate)
-    return found
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_plateaus_lower_the_rate_as_keras_does(seed):
-    generator = np.random.default_rng(seed)
-    scores = generator.normal(size=14).round(1).tolist()
-    options = {
-        "factor": 0.5,
-        "patience": int(generator.integers(1, 3)),
-        "min_delta": 0.2,
-        "cooldown": int(generator.integers(0, 3)),
-        "min_lr": 0.1,
-    }
-    name = ("own_loss", "own_accuracy")[seed % 2]
-    better = (lambda a, b, d: a < b - d, lambda a, b, d: a > b + d)[seed % 2]
-    expected = keras_plateau(scores, **options, better=better)
-    assert len({*expected}) > 1
-    np.testing.assert_allclose(plateau(scores, name, **options), expected, rtol=1e-6)
-
-
-@pytest.mark.parametrize("monitor, mode", [
-    *[(name, "max") for name in (
-        "acc", "val_accuracy", "val_top_5", "f1", "val_f1_score", "val_macro_F1", "AUC",
-        "val_auc", "auroc", "val_precision", "recall", "val_Recall", "mean_iou",
-        "val_accuracy[1]", "dice", "val_r2", "val_map", "ssim",
-    )],
-    *[(name, "min") for name in (
-        "loss", "val_loss", "val_loss[0]", "accuracy_loss", "val_f1_loss", "dice_loss",
-        "val_top_5_error", "mae", "val_mape", "rmse", "perplexity", "nll", "kl",
-    )],
-])  # fmt: skip
-def test_the_mode_auto_equals_that_of_the_history(monitor, mode):
-    assert ReduceLROnPlateau(monitor).mode == mode
-    history = History()
-    history.append(0, {f"{monitor}[0]": 1.0, f"{monitor}[1]": 2.0})
-    assert history.best(monitor) == (mode == "max")
-
-
-def test_nan_is_no_improvement():
-    found = plateau([1.0, float("nan"), float("nan")], factor=0.5, patience=2)
-    assert found == [1.0, 1.0, 0.5]
-
-
-def test_a_plateau_lowers_all_rates_of_an_optimizer(capsys):
-    callback = ReduceLROnPlateau(factor=0.5, patience=1, min_delta=1e9, verbose=True)
-    trainer = make_trainer(SEVERAL["partition"][0], callbacks=[callback])
-    trainer.fit(DATA, DATA, max_epochs=2)
-    expected = {"thin/learning_rate": 0.1, "wide/learning_rate": 0.05}
-    assert trainer.hyperparams == pytest.approx(expected)
-    assert "thin/learning_rate is 0.1" in capsys.readouterr().err
-
-
-def test_an_impossible_plateau_is_refused_before_the_fit():
-    def fit(optimizer, **options):
-        trainer = make_trainer(optimizer, callbacks=[ReduceLROnPlateau(**options)])
-        trainer.fit(DATA)
-
-    with pytest.raises(ValueError, match=r"ReduceLROnPlateau.*inject_hyperparams"):
-        fit(optax.sgd(0.1))
-    with pytest.raises(ValueError, match="set by a schedule"):
-        fit(injected(optax.linear_schedule(0.1, 0.0, 10)))
-    with pytest.raises(ValueError, match=r"monitor='val_loss'.*need a `val_loader`"):
-        fit(injected())
-    with pytest.raises(ValueError, match="`factor` must be .* less than 1"):
-        ReduceLROnPlateau(factor=1.0)
