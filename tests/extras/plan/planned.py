@@ -23,7 +23,7 @@ class Split(Sharded):
 
     def param_spec(self, path, leaf):
         for axis, size in enumerate(leaf.shape):
-            if size % self.num_shards == 0:
+            if size % self.mesh.size == 0:
                 return P(*[None] * axis, "data")
         return P()
 
