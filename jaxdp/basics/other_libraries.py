@@ -398,9 +398,10 @@ INSTEAD: Final[dict[str, dict[str, str]]] = {
             " predict_batch_start predict_before_forward"
         ),
         "on_predict_end": (
-            "on_predict_epoch_end on_predict_batch_end on_predict on_predict_step_end"
-            " on_predict_get_next_batch_end predict_end predict_batch_end"
-            " predict_after_forward"
+            "on_predict_epoch_end on_predict on_predict_get_next_batch_end predict_end"
+        ),
+        "on_predict_batch_end": (
+            "on_predict_step_end predict_batch_end predict_after_forward"
         ),
         "on_save_checkpoint": "on_save on_push_begin",
         "load_state_dict": "on_load_checkpoint after_load before_load",

@@ -115,6 +115,14 @@ class Callback:
     def on_predict_start(self, trainer: Trainer) -> None:
         """Runs before the pass of `predict`."""
 
+    def on_predict_batch_end(
+        self, trainer: Trainer, predictions: PyTree, batch_idx: int
+    ) -> None:
+        """Runs when the predictions for a batch are there, a few batches late: NumPy
+        arrays of its real rows, as `predict` returns them. With several processes they
+        are those that this process gets: of all rows, or with `gather=False` its own.
+        `predict` joins the same arrays at its end, so copy one before you change it."""
+
     def on_predict_end(self, trainer: Trainer) -> None:
         """Runs after the pass of `predict`."""
 

@@ -71,6 +71,8 @@ def _check_arguments(where: str, name: str, method: Any) -> None:
         raise TypeError(f"{where} takes {signature}, but it is {called}.") from None
 
     for theirs, mine in bound.items():
+        if (theirs, mine) == ("outputs", "predictions"):  # Lightning's word
+            continue
         if theirs != mine and _MEANINGS.get(theirs, mine) != mine:
             meaning = _MEANINGS[theirs]
             there = "" if meaning == theirs else f" `{theirs}` is `{meaning}` here."

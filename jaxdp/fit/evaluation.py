@@ -3,7 +3,7 @@
 import collections
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -242,10 +242,8 @@ def predict(
             )
         limit = resolve_limit("limit_batches", limit, source.num_batches)
         weights = _load_weights(trainer, "predict", ckpt_path)
-        engine, predictions = (
-            run.engine,
-            _OutputFetcher(trainer, "predict", gather=gather),
-        )
+        engine, after_batch = run.engine, partial(hooks.on_predict_batch_end, trainer)
+        predictions = _OutputFetcher(trainer, "predict", after_batch, gather=gather)
         hooks.on_predict_start(trainer)
         with run.interrupts:
             weights = engine.device_state.get_weights() if weights is None else weights
@@ -325,11 +323,20 @@ class _OutputFetcher:
     Args:
         trainer: the trainer that runs the steps.
         kind: the kind of the steps.
+        after_batch: called with the rows of a batch and its number.
         gather: whether each process gets all rows, instead of its own.
     """
 
-    def __init__(self, trainer: "Trainer", kind: StepKind, *, gather: bool = True):
+    def __init__(
+        self,
+        trainer: "Trainer",
+        kind: StepKind,
+        after_batch: Callable[[PyTree, int], None] = lambda *_: None,
+        *,
+        gather: bool = True,
+    ):
         self._engine, self._gather = trainer.run.engine, gather
+        self._after_batch = after_batch
         self._kind: StepKind = kind
         self._waiting: collections.deque[tuple[PyTree, Batch]] = collections.deque()
         self._done: list[PyTree] = []
@@ -365,6 +372,7 @@ class _OutputFetcher:
         rows = jax.tree.map(real, values)
         self._check(rows)
         self._done.append(rows)
+        self._after_batch(rows, len(self._done) - 1)
 
     def _check(self, rows: PyTree) -> None:
         """Raises unless the rows of a batch have the shapes of those of the first."""

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from toys import batches, make_small, mlp_trainer
 
-from jaxdp import Callback
+from jaxdp import Callback, Sharded, SingleDevice
 from jaxdp.callbacks import (
     CSVLogger,
     DonateBuffers,
@@ -151,3 +151,22 @@ def test_what_is_logged_in_a_test_is_among_its_values():
 
     found = make_small(callbacks=[Logs()]).test(batches(8))
     assert found["test_double"] == 2 * found["test_loss"]
+
+
+@pytest.mark.parametrize("strategy", [SingleDevice(), Sharded(4)])
+def test_a_callback_gets_the_predictions_of_each_batch(strategy):
+    class Keeps(Callback):
+        def __init__(self):
+            self.kept = []
+
+        def on_predict_batch_end(self, trainer, outputs, batch_idx):
+            self.kept.append((batch_idx, outputs))
+
+    data = batches(16, 16, 16, 16, 5)
+    trainer = mlp_trainer(keeps := Keeps(), strategy=strategy)
+    predicted = trainer.predict(data)
+    numbers, rows = zip(*keeps.kept, strict=True)
+    assert numbers == (0, 1, 2, 3, 4)
+    assert [len(of_batch) for of_batch in rows] == [16, 16, 16, 16, 5]
+    assert all(type(of_batch) is np.ndarray for of_batch in rows)
+    np.testing.assert_array_equal(np.concatenate(rows), predicted)
