@@ -10,6 +10,7 @@ generators of torch, NumPy and Python are restored after the epoch.
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import FunctionType, ModuleType
 from typing import Any, Final
 
 import numpy as np
@@ -138,15 +139,14 @@ class TorchMapSource(_TorchSource):
         super().start_training()
         from torch import Generator
 
-        attributes = getattr(self.loader.dataset, "__dict__", {})
-        for name, value in attributes.items() if self.loader.num_workers else ():
-            if isinstance(value, np.random.Generator | np.random.RandomState):
-                warn(
-                    f"`{self.argument}`: each of its workers has a copy of the"
-                    f" dataset's `{name}`, a {type(value).__name__}, and all draw the"
-                    " same from it. Draw from np.random, random or torch instead,"
-                    " which are seeded for each batch."
-                )
+        dataset = self.loader.dataset
+        copied = _find_copied_generators(dataset) if self.loader.num_workers else ()
+        for name, kind in copied:
+            warn(
+                f"`{self.argument}`: each of its workers has a copy of the dataset's"
+                f" `{name}`, a {kind}, and all draw the same from it. Draw from"
+                " np.random, random or torch instead, which are seeded for each batch."
+            )
         for sampler in self._custom_samplers:
             is_saved = has_state_dict(sampler) or hasattr(sampler, "set_epoch")
             generator = getattr(sampler, "generator", None)
@@ -281,6 +281,19 @@ def _iterates_as_torch(loader: Any) -> bool:
 
     is_torchdatas = type(loader).__module__.startswith("torchdata.stateful_dataloader")
     return type(loader).__iter__ is DataLoader.__iter__ or is_torchdatas
+
+
+def _find_copied_generators(
+    node: Any, levels: int = 2, prefix: str = ""
+) -> Iterator[tuple[str, str]]:
+    """Yields the names and classes of NumPy's generators among the attributes of a
+    dataset, of what it holds (`Subset.dataset`, a transform), and of what that holds.
+    """
+    for name, value in getattr(node, "__dict__", {}).items():
+        if isinstance(value, np.random.Generator | np.random.RandomState):
+            yield prefix + name, type(value).__name__
+        elif levels and not isinstance(value, type | ModuleType | FunctionType):
+            yield from _find_copied_generators(value, levels - 1, f"{prefix}{name}.")
 
 
 def _find_columns(

@@ -14,7 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from squares import Squares, assert_same, flat  # noqa: E402
-from torch.utils.data import DataLoader  # noqa: E402
+from torch.utils.data import DataLoader, Subset  # noqa: E402
 
 from jaxdp import Trainer  # noqa: E402
 from jaxdp.callbacks import ModelCheckpoint  # noqa: E402
@@ -205,14 +205,27 @@ class Drawing(Squares):
         self.rng = np.random.default_rng(0)
 
 
-def test_generators_that_workers_copy_are_warned_of():
-    for workers, count in (0, 0), (2, 1):
-        source = open_loader(DataLoader(Drawing(), 4, num_workers=workers), "loader", 0)
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            source.start_training()
-        told = [str(w.message) for w in seen if "`rng`, a Generator" in str(w.message)]
-        assert len(told) == count
+class Transformed(Squares):
+    def __init__(self):
+        self.transform, self.library, self.kind = Drawing(), np, Drawing
+
+
+@pytest.mark.parametrize("workers, dataset, names", [
+    (0, Drawing(), []),
+    (2, Drawing(), ["rng"]),
+    (2, Subset(Drawing(), range(4)), ["dataset.rng"]),
+    (2, Transformed(), ["transform.rng"]),
+    (2, Subset(Transformed(), range(4)), ["dataset.transform.rng"]),
+])  # fmt: skip
+def test_generators_that_workers_copy_are_warned_of(workers, dataset, names):
+    source = open_loader(DataLoader(dataset, 4, num_workers=workers), "loader", 0)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        source.start_training()
+    copies = [str(w.message) for w in seen if "has a copy" in str(w.message)]
+    assert len(copies) == len(names)
+    for message, name in zip(copies, names, strict=True):
+        assert f"the dataset's `{name}`, a Generator" in message
 
 
 class Breaking(Squares):
