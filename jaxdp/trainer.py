@@ -227,8 +227,9 @@ class Trainer(Generic[Model]):
             max_epochs: total number of epochs, including those of earlier fits; 1 by
                 default, unless `max_steps` or `max_time` is given. If one of them ends
                 an epoch early, the next fit finishes that epoch. -1: no limit.
-            max_steps: total number of optimizer steps, including earlier fits; or -1.
-                Those that "16-mixed" skips count here, and not in a schedule of optax.
+            max_steps: total number of optimizer steps, including earlier fits. -1 is as
+                if not given: alone it means one epoch. Those that "16-mixed" skips
+                count here, and not in a schedule of optax.
             max_time: how long this fit may take, compilation excluded: "DD:HH:MM:SS", a
                 timedelta, a dict of its arguments, or seconds.
             min_epochs: until so many are done, `max_time`, callbacks and

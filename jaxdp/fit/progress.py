@@ -216,6 +216,7 @@ class Limits:
         accumulate: int,
     ):
         max_epochs, max_steps, max_time, min_epochs, min_steps = arguments[:5]
+        max_steps = None if max_steps == -1 else max_steps  # Lightning's default
         ends = max_steps, max_time, arguments.limit_train_batches
         if train.loader is NO_LOADER and ends == (None, None, None):
             raise ValueError(
@@ -244,7 +245,7 @@ class Limits:
 
         # Totals of a run; -1 means no limit.
         self.max_epochs = None if max_epochs == -1 else max_epochs
-        self.max_steps = None if max_steps == -1 else max_steps
+        self.max_steps = max_steps
         self.min_epochs, self.min_steps = min_epochs or 0, min_steps or 0
         self.seconds: float | None = None
         if max_time is not None:

@@ -166,15 +166,21 @@ def test_a_setup_that_fails_is_the_only_error(tmp_path):
         assert "JAX_TRACEBACK_FILTERING=off" in about_frames
 
 
-@pytest.mark.parametrize("limit", ["max_epochs", "max_steps"])
-def test_minus_one_is_no_limit(limit):
+@pytest.mark.parametrize("limits, steps", [
+    ({"max_epochs": -1}, 4),
+    ({"max_epochs": -1, "max_steps": -1}, 4),
+    ({"max_epochs": 2, "max_steps": -1}, 2),
+    ({"max_steps": -1}, 1),
+    ({"max_steps": -1, "max_time": 1000}, 4),
+])  # fmt: skip
+def test_minus_one_is_no_limit_but_no_reason_for_more_epochs(limits, steps):
     class Stops(Callback):
         def on_train_epoch_end(self, trainer, metrics):
             trainer.should_stop = trainer.current_epoch == 3
 
     trainer = make(callbacks=[Stops()])
-    trainer.fit(batches(8), **{limit: -1})
-    assert trainer.global_step == 4
+    trainer.fit(batches(8), **limits)
+    assert trainer.global_step == steps
 
 
 def test_a_loss_that_becomes_nan_is_told_once(recwarn):

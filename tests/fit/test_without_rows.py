@@ -176,6 +176,7 @@ def test_it_is_planned():
     "options, arguments, error, match",
     [
         ({}, {}, ValueError, "no `train_loader`.*pass `max_steps`"),
+        ({}, {"max_steps": -1}, ValueError, "no `train_loader`.*pass `max_steps`"),
         ({"loss_fn": residual}, {"max_steps": 2}, TypeError, "0 element"),
         ({"loss_fn": None, "loss": "mse"}, {"max_steps": 2}, TypeError, "NoneType"),
     ],
