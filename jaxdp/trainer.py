@@ -348,6 +348,7 @@ class Trainer(Generic[Model]):
         limit_batches: int | float | None = None,
         *,
         gather: bool = True,
+        return_predictions: bool = True,
     ) -> Any:
         """Predictions of the model in inference mode.
 
@@ -357,12 +358,17 @@ class Trainer(Generic[Model]):
             limit_batches: as for `validate`.
             gather: with several processes, whether each gets the predictions for all
                 rows. If not, it gets those for the rows it loaded, and sends nothing.
+            return_predictions: if not, callbacks alone get the predictions, in
+                `on_predict_batch_end`, and no more than some batches are in memory.
 
         Returns:
             NumPy arrays shaped `(rows, ...)`, in the structure that the model returns:
-            one row for each row of the loader, in the same order.
+            one row for each row of the loader, in the same order. None without
+            `return_predictions`.
         """
-        return evaluation.predict(self, loader, ckpt_path, limit_batches, gather=gather)
+        return evaluation.predict(
+            self, loader, ckpt_path, limit_batches, gather, return_predictions
+        )
 
     def __repr__(self) -> str:
         return trainer_methods.format_repr(self)

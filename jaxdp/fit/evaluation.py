@@ -223,8 +223,8 @@ def predict(
     loader: Iterable[Any],
     ckpt_path: Any,
     limit: Any,
-    *,
     gather: bool,
+    returns: bool,
 ) -> Any:
     """Implements `Trainer.predict`."""
     run = trainer.run
@@ -234,6 +234,12 @@ def predict(
         _run_user_pass(trainer, "predict") as hooks,
         contextlib.closing(run.open_source(loader, "loader", "predict")) as source,
     ):
+        if not returns and not hooks.has("on_predict_batch_end"):
+            raise ValueError(
+                "`return_predictions`=False: nothing would get the predictions; pass"
+                " `Trainer(callbacks=[...])` a callback that has"
+                " `on_predict_batch_end` (none is called for a pass within a fit)."
+            )
         if source.shuffles:
             warn(
                 "`loader` shuffles: the predictions are in the order in which it gives"
@@ -243,7 +249,9 @@ def predict(
         limit = resolve_limit("limit_batches", limit, source.num_batches)
         weights = _load_weights(trainer, "predict", ckpt_path)
         engine, after_batch = run.engine, partial(hooks.on_predict_batch_end, trainer)
-        predictions = _OutputFetcher(trainer, "predict", after_batch, gather=gather)
+        predictions = _OutputFetcher(
+            trainer, "predict", after_batch, gather=gather, keep=returns
+        )
         hooks.on_predict_start(trainer)
         with run.interrupts:
             weights = engine.device_state.get_weights() if weights is None else weights
@@ -255,7 +263,7 @@ def predict(
                     engine.in_flight.add(jax.tree.leaves(result)[0], placed.nbytes)
                 predictions.add(result, batch)
             rows = predictions.collect_rows()
-        if rows is None:
+        if not predictions.num_batches:
             raise ValueError(source.explain_no_batches())
         hooks.on_predict_end(trainer)
     return rows
@@ -325,6 +333,10 @@ class _OutputFetcher:
         kind: the kind of the steps.
         after_batch: called with the rows of a batch and its number.
         gather: whether each process gets all rows, instead of its own.
+        keep: whether to keep the rows for `collect_rows`.
+
+    Attributes:
+        num_batches: the number of batches fetched.
     """
 
     def __init__(
@@ -334,9 +346,10 @@ class _OutputFetcher:
         after_batch: Callable[[PyTree, int], None] = lambda *_: None,
         *,
         gather: bool = True,
+        keep: bool = True,
     ):
         self._engine, self._gather = trainer.run.engine, gather
-        self._after_batch = after_batch
+        self._after_batch, self._keep, self.num_batches = after_batch, keep, 0
         self._kind: StepKind = kind
         self._waiting: collections.deque[tuple[PyTree, Batch]] = collections.deque()
         self._done: list[PyTree] = []
@@ -370,9 +383,11 @@ class _OutputFetcher:
 
         # Waits for the device, `IN_FLIGHT` batches late.
         rows = jax.tree.map(real, values)
-        self._check(rows)
-        self._done.append(rows)
-        self._after_batch(rows, len(self._done) - 1)
+        if self._keep:
+            self._check(rows)
+            self._done.append(rows)
+        self.num_batches += 1
+        self._after_batch(rows, self.num_batches - 1)
 
     def _check(self, rows: PyTree) -> None:
         """Raises unless the rows of a batch have the shapes of those of the first."""

@@ -213,6 +213,8 @@ def test_loaders_of_their_own_may_end_at_different_times(scenes):
         assert first[0]["before"][name] == pytest.approx(value, rel=1e-5)
     assert first[0]["before"] == second[0]["before"]
     assert [first[0]["own"], second[0]["own"]] == SIZES
+    for (each, *_), size in zip((first, second), SIZES, strict=True):
+        assert each["by_batch"] == [size, pytest.approx(each["sums"][0], rel=1e-4)]
     everyone = float(alone.predict([(x, y)]).sum())
     own = first[0]["sums"][0] + second[0]["sums"][0]
     assert own == pytest.approx(everyone, rel=1e-4)

@@ -296,6 +296,15 @@ def buckets(local=False):
     tell(losses=recorder.losses, wrong=wrong)
 
 
+class CountsPredictions(Callback):
+    def __init__(self):
+        self.rows, self.sum = 0, 0.0
+
+    def on_predict_batch_end(self, trainer, predictions, batch_idx):
+        self.rows += len(predictions)
+        self.sum += float(predictions.sum())
+
+
 def local(sizes):
     """Each process has rows of its own, and they end at different times."""
     index = jax.process_index()
@@ -304,14 +313,17 @@ def local(sizes):
     own = slice(start, start + sizes[index])
     mine = TensorDataset(torch.tensor(x[own]), torch.tensor(y[own], dtype=torch.int64))
     recorder = Recorder()
-    run = trainer(callbacks=[recorder], data="local")
+    counts = CountsPredictions()
+    run = trainer(callbacks=[recorder, counts], data="local")
     before = run.validate(DataLoader(mine, 8))
     predictions = run.predict(DataLoader(mine, 8), gather=False)
+    by_batch = counts.rows, counts.sum
     everyone = run.predict(DataLoader(mine, 8))
     run.fit(DataLoader(mine, 8), max_epochs=2)
     tell(
         before=before,
         own=predictions.shape[0],
+        by_batch=by_batch,
         everyone=everyone.shape[0],
         sums=[float(predictions.sum()), float(everyone.sum())],
         rows=run.run.progress.examples,

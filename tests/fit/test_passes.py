@@ -170,3 +170,24 @@ def test_a_callback_gets_the_predictions_of_each_batch(strategy):
     assert [len(of_batch) for of_batch in rows] == [16, 16, 16, 16, 5]
     assert all(type(of_batch) is np.ndarray for of_batch in rows)
     np.testing.assert_array_equal(np.concatenate(rows), predicted)
+
+    keeps.kept.clear()
+    assert trainer.predict(data, return_predictions=False) is None
+    numbers, rows = zip(*keeps.kept, strict=True)
+    assert numbers == (0, 1, 2, 3, 4)
+    np.testing.assert_array_equal(np.concatenate(rows), predicted)
+
+
+def test_predictions_that_nothing_gets_are_refused():
+    with pytest.raises(ValueError, match="`return_predictions`.*on_predict_batch_end"):
+        mlp_trainer().predict(batches(8), return_predictions=False)
+
+
+def test_a_pass_without_batches_is_told_with_and_without_a_result():
+    class Listens(Callback):
+        def on_predict_batch_end(self, trainer, predictions, batch_idx):
+            pass
+
+    for returns in (True, False):
+        with pytest.raises(ValueError, match="no batches"):
+            mlp_trainer(Listens()).predict([], return_predictions=returns)
