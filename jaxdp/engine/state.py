@@ -109,10 +109,14 @@ class DeviceState:
                 leaves[index] = make_global_array(leaf, leaves[index].sharding)
         return DeviceState(leaves, self.layout)
 
-    def get_reset_leaves(self) -> list[Any]:
-        """Returns the leaves with zeros of the host as the epoch's sums."""
-        leaves: list[Any] = list(self.leaves)
-        leaves[self.layout.totals] = self.layout.zeros
+    def get_reset_leaves(self) -> list[Array]:
+        """Returns the leaves with zeros as the epoch's sums.
+
+        They are placed here: `jax.transfer_guard("disallow")` forbids the call itself
+        to move them.
+        """
+        leaves, index = list(self.leaves), self.layout.totals
+        leaves[index] = make_global_array(self.layout.zeros, leaves[index].sharding)
         return leaves
 
     @property

@@ -185,3 +185,13 @@ def test_bytes_in_flight_are_bounded():
     assert waited == [0, 1, 2, 3, 4, 5]  # at least two stay in flight
     assert [num_in_flight(n, 1000) for n in (0, 20, 25, 60)] == [8, 2, 2, 2]
     assert num_in_flight(6, 1000) == 8 and num_in_flight(10, 1000) == 5
+
+
+@pytest.mark.parametrize("strategy", [SingleDevice, Sharded])
+def test_a_fit_moves_nothing_that_the_transfer_guard_forbids(strategy):
+    expected, guarded = trainer(strategy()), trainer(strategy())
+    for each, guard in ((expected, "allow"), (guarded, "disallow")):
+        each.fit(BATCHES)  # compiles
+        with jax.transfer_guard(guard):
+            each.fit(BATCHES, max_epochs=4)
+    assert guarded.history["loss"] == expected.history["loss"]
