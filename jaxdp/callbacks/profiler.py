@@ -129,7 +129,9 @@ class Profiler(Callback):
         announce(trainer, "Profiler", text)
         platform = _get_platform(trainer)
         if platform != "cpu" and not _has_device_events(trace.parent):
-            cause = " JAX needs CUPTI for that on NVIDIA's." if platform == "gpu" else ""
+            cause = (
+                " JAX needs CUPTI for that on NVIDIA's." if platform == "gpu" else ""
+            )
             text = f"that trace has no operations of the {platform.upper()}s.{cause}"
             announce(trainer, "Profiler", text)
 
@@ -137,7 +139,7 @@ class Profiler(Callback):
 def _get_platform(trainer: Trainer) -> str:
     """Returns the platform of the devices of the state, such as `"gpu"`."""
     leaf = jax.tree.leaves(trainer.state)[0]
-    return next(iter(leaf.sharding.device_set)).platform
+    return next(iter(leaf.devices())).platform
 
 
 def _has_device_events(folder: Path) -> bool:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import types
 
 import equinox as eqx
 import jax
@@ -87,7 +88,8 @@ def test_a_trace_without_operations_of_the_device_says_so(
 
     Data = jax.profiler.ProfileData
     # As on a GPU, with and without CUPTI.
-    monkeypatch.setattr("jaxdp.callbacks.profiler._get_platform", lambda _: platform)
+    devices = [types.SimpleNamespace(platform=platform)]
+    monkeypatch.setattr(type(jax.numpy.zeros(())), "devices", lambda _: devices)
     monkeypatch.setattr(Data, "from_file", read)
     make_trainer(Profiler(tmp_path, 1, 2)).fit(batches(*[8] * 4))
     is_silent = platform == "cpu" or bool(events)
