@@ -3,6 +3,8 @@
 import gc
 import json
 import os
+import pathlib
+import re
 import subprocess
 import sys
 
@@ -89,6 +91,18 @@ def test_a_second_process_loads_programs_from_the_cache(first):
     assert second["loss"] == first["loss"]
     assert first["folder"].startswith(str(home / ".cache" / "jaxdp"))
     assert "JAXDP_KEEP_FREED_MEMORY" in said
+
+
+def test_a_cache_of_the_first_lines_keeps_programs_that_make_the_model(
+    tmp_path, monkeypatch
+):
+    """The lines of docs/speed.md."""
+    page = pathlib.Path(__file__).parents[2] / "docs" / "speed.md"
+    (lines,) = re.findall(r"^```py\n(.*?)^```", page.read_text(), re.M | re.S)
+    monkeypatch.chdir(tmp_path)
+    make = "from equinox import nn\nnn.Linear(1, 1, key=jax.random.key(0))\nprint(0)"
+    train(tmp_path, lines + make)
+    assert any((tmp_path / "runs" / "programs").iterdir())
 
 
 @pytest.mark.slow
