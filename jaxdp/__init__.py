@@ -136,8 +136,7 @@ _EXTRAS = {
         "extras.token_cross_entropy:token_cross_entropy"
     ),
 }
-"""What most scripts do without, by its public name; nothing else in the core names an
-extra."""
+"""The modules of extras, by public name; nothing else in the core names an extra."""
 
 
 def open_extra(module: str, name: str) -> Any:

@@ -158,10 +158,10 @@ def is_per_row(criterion: Criterion) -> bool:
 
     A callable of the user's is written for a batch, whatever it computes.
     """
-    return _without_options(criterion) in _PER_ROW
+    return _unwrap_partial(criterion) in _PER_ROW
 
 
-def _without_options(criterion: Criterion) -> Criterion:
+def _unwrap_partial(criterion: Criterion) -> Criterion:
     """Returns the function whose keyword arguments a `functools.partial` fills."""
     is_partial = isinstance(criterion, functools.partial) and not criterion.args
     return criterion.func if is_partial else criterion
@@ -175,7 +175,7 @@ def num_classes(
     Raises:
         ValueError: if answers to yes/no questions were taken for logits of classes.
     """
-    functions = {name: _without_options(each) for name, each in criteria.items()}
+    functions = {name: _unwrap_partial(each) for name, each in criteria.items()}
     is_yes_no = functions["loss"] in _OF_YES_NO
     if is_yes_no and num_logits(prediction) > 1 and accuracy in functions.values():
         raise ValueError(

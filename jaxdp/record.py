@@ -1,4 +1,4 @@
-"""What a run logs: the only place that knows the step, epoch and run of a value."""
+"""The log of a run: the only place that knows the step, epoch and run of a value."""
 
 import collections
 import contextlib
@@ -18,7 +18,7 @@ from .history import History
 from .step import Metrics
 
 RowKind = Literal["step", "val", "epoch", "fit"]
-"""What logged values describe: a step, a validation, an epoch, or a complete fit."""
+"""Logged values describe a step, a validation, an epoch, or a complete fit."""
 Number = int | float
 
 _RESERVED: Final = ("epoch", "step")
@@ -87,7 +87,7 @@ class _LogTarget(NamedTuple):
 
 
 class Record:
-    """What a run logs: takes values of steps, validations, epochs and fits, and sends
+    """The log of a run: takes values of steps, validations, epochs and fits, and sends
     them as rows to one list of readers.
 
     The values of a step are lazy. They wait in one queue, and are read when so many

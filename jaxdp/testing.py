@@ -54,7 +54,7 @@ def check_strategy(
     Raises:
         AssertionError: naming the promise that is broken, with the numbers.
     """
-    model = _Dropped(jax.random.key(0)) if model is None else model
+    model = _DropoutModel(jax.random.key(0)) if model is None else model
     batches = _toy_batches() if batches is None else batches
     task = model, arguments
     expected = _train(SingleDevice(), task, batches)
@@ -137,7 +137,7 @@ def _trainer(
 def _check_batch_as_written(
     strategy: DataParallel, task: _Task, batches: Sequence[tuple[Any, Any]]
 ) -> None:
-    def by_the_mean(prediction: Any, target: Any) -> Any:
+    def scale_by_mean(prediction: Any, target: Any) -> Any:
         values = _cross_entropy(prediction, target)
         return values * values.mean()
 
@@ -145,7 +145,7 @@ def _check_batch_as_written(
     losses = []
     for one in (strategy, SingleDevice()):
         run = _TraceCounter()
-        trainer = _trainer(one, task, by_the_mean, callbacks=[run])
+        trainer = _trainer(one, task, scale_by_mean, callbacks=[run])
         trainer.fit([largest, smallest], max_epochs=1)
         losses.append(run.losses)
     _assert_close(
@@ -190,7 +190,7 @@ def _check_checkpoints(strategy: DataParallel, task: _Task, trainer: Trainer) ->
             )
 
 
-class _Dropped(eqx.Module):
+class _DropoutModel(eqx.Module):
     mlp: eqx.nn.MLP
     dropout: eqx.nn.Dropout
 

@@ -255,7 +255,7 @@ class Trainer(Generic[Model]):
 
     @checks_arguments
     def steps(self, train_loader: Iterable[Any] | None = None) -> Iterator[Metrics]:
-        """One epoch as a generator of steps, for those who want to own the loop.
+        """Yields the metrics of each step of one epoch, for a loop of your own.
 
             for epoch in range(10):
                 for metrics in trainer.steps(loader):
@@ -422,7 +422,7 @@ class Trainer(Generic[Model]):
     def state(self) -> TrainState:
         """The `TrainState` on the devices. The next step overwrites it: `copy.deepcopy`
         it first, also to write into it."""
-        return self.run.checked_engine().device_state.get_user_tree()
+        return self.run.get_checked_engine().device_state.get_user_tree()
 
     @property
     def hyperparams(self) -> Mapping[str, Any]:
@@ -487,7 +487,7 @@ class Trainer(Generic[Model]):
             return self.start_saving(path).finish()
 
     @checks_arguments
-    def start_saving(self, path: str | os.PathLike[str]) -> checkpoint.Saving:
+    def start_saving(self, path: str | os.PathLike[str]) -> checkpoint.PendingSave:
         """Like `save`, but in the background; call `finish` on what it returns."""
         return checkpointing.start_saving(self, path)
 

@@ -1,1 +1,1 @@
-"""What every room may use."""
+"""Tools for all packages of jaxdp."""

@@ -1,18 +1,18 @@
-"""What users of Lightning, Keras, Hugging Face, Composer, torchtnt and fastai type, and
-what to write instead."""
+"""Words of Lightning, Keras, Hugging Face, Composer, torchtnt and fastai, and what to
+write instead."""
 
 import difflib
 from collections.abc import Iterable, Mapping
 from typing import Final
 
 
-def _by_word(answers: Mapping[str, str]) -> dict[str, str]:
+def _split_words(answers: Mapping[str, str]) -> dict[str, str]:
     return {word: answer for answer, words in answers.items() for word in words.split()}
 
 
 INSTEAD: Final[dict[str, dict[str, str]]] = {
     # Arguments of trainers, fits and their configurations.
-    "argument": _by_word({
+    "argument": _split_words({
         # Devices and processes.
         "JAX takes what it finds; JAX_PLATFORMS=cpu hides the others": (
             "accelerator no_cuda use_cpu tpu_cores ipus"
@@ -253,7 +253,7 @@ INSTEAD: Final[dict[str, dict[str, str]]] = {
     },
     "Arrays": {"num_workers": "leave it out: the arrays are in memory"},
     # Names of losses and metrics.
-    "loss": _by_word({
+    "loss": _split_words({
         "'cross_entropy', which takes logits,": (
             "sparse_categorical_crossentropy categorical_crossentropy crossentropy ce"
             " nll nll_loss softmax_cross_entropy sparse_cross_entropy"
@@ -270,7 +270,7 @@ INSTEAD: Final[dict[str, dict[str, str]]] = {
         "jaxdp.PassMetric(fn)": "auc auroc f1 precision recall r2 r2_score",
     }),
     # Words for `strategy`: Lightning's, Keras's, DeepSpeed's.
-    "strategy": _by_word({
+    "strategy": _split_words({
         "leave it out: Sharded() over all devices": "auto",
         "Sharded()": "ddp ddp_spawn ddp_notebook mirrored",
         "Pmap()": "dp pmap",
@@ -284,7 +284,7 @@ INSTEAD: Final[dict[str, dict[str, str]]] = {
         "LocalSGD(every=...)": "diloco",
     }),
     # Attributes and methods of a trainer.
-    "trainer": _by_word({
+    "trainer": _split_words({
         "trainer.model": "lightning_module network net learn",
         "trainer.state.opt_state": "optimizers optimizer opt",
         "trainer.callback_metrics": "logged_metrics progress_bar_metrics",
@@ -311,7 +311,7 @@ INSTEAD: Final[dict[str, dict[str, str]]] = {
         "trainer.set_hyperparams(learning_rate=...)": "set_lr",
     }),
     # Names of the package.
-    "jaxdp": _by_word({
+    "jaxdp": _split_words({
         "jaxdp.Trainer(model, optimizer, loss=...).fit(loader)": (
             "LightningModule Model Learner TrainingArguments train Sequential"
         ),
@@ -324,7 +324,7 @@ INSTEAD: Final[dict[str, dict[str, str]]] = {
         "jaxdp.load_model(path, like)": "load load_checkpoint load_from_checkpoint",
         "jaxdp.save_model(path, model)": "save save_checkpoint",
     }),
-    "jaxdp.callbacks": _by_word({
+    "jaxdp.callbacks": _split_words({
         "NanGuard": "TerminateOnNaN",
         "WeightAveraging": "StochasticWeightAveraging EMA SWA EMACallback",
         "ProgressBar": "TQDMProgressBar RichProgressBar ProgbarLogger",
@@ -346,7 +346,7 @@ INSTEAD: Final[dict[str, dict[str, str]]] = {
         "trainer.history": "History",
     }),
     # Hooks, by those that do their work here.
-    "Callback": _by_word({
+    "Callback": _split_words({
         "setup": "on_init_start on_init_end after_create",
         "on_fit_start": (
             "on_train_start on_sanity_check_start on_sanity_check_end on_train_begin"
@@ -419,7 +419,7 @@ INSTEAD: Final[dict[str, dict[str, str]]] = {
         "stage": "trainer.run.doing",
     },
 }  # fmt: skip
-"""What to write instead of other libraries' names, by what they are given to."""
+"""The line to write instead of a name of other libraries, by its kind and the name."""
 
 
 def find_near(name: str, names: Iterable[str], cutoff: float = 0.8) -> str | None:

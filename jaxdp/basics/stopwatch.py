@@ -66,11 +66,11 @@ class Stopwatch:
         if not self.is_on:
             return function
 
-        def timed(*arguments: Any, **options: Any) -> Any:
+        def call_timed(*arguments: Any, **options: Any) -> Any:
             with self.measure(phase):
                 return function(*arguments, **options)
 
-        return timed
+        return call_timed
 
     def time_iterator(self, phase: Phase, items: Iterator[Any]) -> Iterator[Any]:
         """Returns `items`, with the wait for each one counted as `phase`."""

@@ -44,13 +44,14 @@ class Lockstep(Callback):
     processes, every trainer has this as its first callback; pass one to change it.
 
     When a fit starts, the processes compare versions, arguments, the model and the
-    compiled step. Then they meet before every step, every batch of an evaluation and
-    every end of a pass. If they are about to do different things, all of them raise a
-    RuntimeError that says where each process is. Nothing waits for the device.
+    compiled step. Then they wait for each other before every step, every batch of an
+    evaluation and every end of a pass. If they are about to do different things, all of
+    them raise a RuntimeError that says where each process is. Nothing waits for the
+    device.
 
     Args:
-        every_n_steps: how often they meet, in steps and batches of evaluations. A
-            difference in between is found at the next meeting.
+        every_n_steps: the steps, or batches of evaluations, from barrier to barrier. A
+            difference in between is found at the next barrier.
         timeout: how many seconds a process waits for another.
         warn_after: after how many seconds it says which one, and what that one does.
     """

@@ -144,7 +144,7 @@ class ModelCheckpoint(MetricCallback):
         self._is_due = False
         # A step that stays, whatever its score, while it is the newest.
         self._pinned_step: int | None = None
-        self._saving: tuple[int, checkpoint.Saving] | None = None
+        self._saving: tuple[int, checkpoint.PendingSave] | None = None
         self._saved_at = time.monotonic()
         self._error: BaseException | None = None  # the one that ended the fit
         self._has_told_unscored = False

@@ -71,8 +71,8 @@ def check_mode(callback: Callback, monitor: Any, mode: Any) -> str:
 def is_better(
     mode: str, value: float, best: float | None, min_delta: float = 0.0
 ) -> bool:
-    """Returns True if `value` beats `best` by more than `min_delta`. NaN beats
-    nothing, and every other value beats NaN and None."""
+    """Returns True if `value` is better than `best` by more than `min_delta`. NaN is
+    never better, and every other value is better than NaN and None."""
     if math.isnan(value) or best is None or math.isnan(best):
         return not math.isnan(value)
     return value < best - min_delta if mode == "min" else value > best + min_delta

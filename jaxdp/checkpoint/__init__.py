@@ -10,4 +10,4 @@ from .restoring import (
     load_together,
     restore,
 )
-from .saving import SaveFailed, Saving, start_saving
+from .saving import PendingSave, SaveFailed, start_saving

@@ -61,12 +61,12 @@ def restore(
     check_is_local("path", path)
     processes, path = get_process_group(), expand_path(path)
 
-    def wanted(meta: dict[str, Any]) -> TrainState:
+    def make_template(meta: dict[str, Any]) -> TrainState:
         return like({name: parse_shape(text) for name, text in meta["leaves"].items()})
 
     def check() -> str:
         meta, digest = read_sealed(path)
-        leaves = name_leaves(wanted(meta))
+        leaves = name_leaves(make_template(meta))
         stored = {n: meta["leaves"][s] for n, s in _map_names(meta, evaluated).items()}
         stored |= get_omitted_leaves(meta)
         now = describe_shapes(select_weights(leaves) if evaluated else leaves)
@@ -85,7 +85,7 @@ def restore(
             )
         check_files(path, processes.index, processes.count)
 
-    state, names = wanted(meta), _map_names(meta, evaluated)
+    state, names = make_template(meta), _map_names(meta, evaluated)
     arrays = {n: leaf for n, leaf in name_arrays(state).items() if n in names}
     stored = _read_arrays(path, {names[n]: leaf for n, leaf in arrays.items()})
     return unname_leaves({name: stored[names[name]] for name in arrays}, state), meta

@@ -46,7 +46,7 @@ class SaveFailed(RuntimeError):
     """A checkpoint could not be written. Older ones are unchanged."""
 
 
-class Saving:
+class PendingSave:
     """A checkpoint that is being written.
 
     Args:
@@ -137,7 +137,7 @@ def start_saving(
     ] = contextlib.nullcontext,
     evaluated: TrainState | None = None,
     omitted: Mapping[str, str] = MappingProxyType({}),
-) -> Saving:
+) -> PendingSave:
     """Starts to write `state` and `meta` into the new folder `path`.
 
     Returns as soon as the arrays are on the host, so that the next step may overwrite
@@ -147,9 +147,9 @@ def start_saving(
         path: the folder; parents are made.
         state: placed arrays, written from where they live.
         meta: JSON values.
-        on_saved: called by the first `Saving.finish`, with the path.
-        wait_context: makes the context in which `Saving.finish` waits, such as that of
-            a stopwatch.
+        on_saved: called by the first `PendingSave.finish`, with the path.
+        wait_context: makes the context in which `PendingSave.finish` waits, such as
+            that of a stopwatch.
         evaluated: `state` with the evaluated weights, if they differ.
         omitted: fingerprints of leaves that are not saved, by name.
 
@@ -215,7 +215,7 @@ def start_saving(
                 checkpointer.save(path, args=arguments)
         except (OSError, ValueError) as error:  # a full disk is a ValueError to Orbax
             raise _save_failed(path, error) from error
-        saving = Saving(path, checkpointer, on_saved, wait_context, processes)
+        saving = PendingSave(path, checkpointer, on_saved, wait_context, processes)
         _latest = saving.thread
     return saving
 

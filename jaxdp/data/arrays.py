@@ -10,7 +10,7 @@ from ..basics.arguments import check_count, checks_arguments
 from ..basics.host_memory import use_auto_axes
 from ..step import Batch, find_batched_leaves, map_row_leaves, to_user_batch
 from .batches import select_on_device
-from .conversion import as_numpy, fetch_rows, to_host, with_key_data
+from .conversion import as_numpy, fetch_rows, to_host, wrap_keys
 from .loader_state import Position
 from .partition import RowPartition
 from .random_states import make_seed
@@ -64,7 +64,7 @@ class Arrays:
             )
         check_count("batch_size", batch_size)
         check_count("seed", seed, minimum=0)
-        tree = with_key_data(arrays[0] if len(arrays) == 1 else arrays)
+        tree = wrap_keys(arrays[0] if len(arrays) == 1 else arrays)
         tree = use_auto_axes(tree)
         self.batch_size, self.seed = int(batch_size), int(seed)
         self.shuffle, self.drop_last = shuffle, drop_last

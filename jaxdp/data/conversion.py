@@ -92,7 +92,7 @@ def to_host(batch: Any, *, copy: bool = False) -> Batch:
                 continue
         is_jax = isinstance(leaf, jax.Array)
         if is_jax and is_key(leaf):
-            return to_host(with_key_data(batch), copy=copy)
+            return to_host(wrap_keys(batch), copy=copy)
         array: Any = leaf if is_jax else as_numpy(leaf)
         if array is None or not _is_of_numbers(array.dtype):
             raise TypeError(_explain_leaf(batch, index, leaf))
@@ -325,7 +325,7 @@ def as_numpy(leaf: Any) -> np.ndarray | None:
     return None
 
 
-def with_key_data(tree: Any) -> Any:
+def wrap_keys(tree: Any) -> Any:
     """Returns the tree with typed PRNG keys as `KeyData`."""
 
     def data(path: Any, leaf: Any, has_rows: int) -> Any:

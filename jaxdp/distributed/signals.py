@@ -19,8 +19,7 @@ from . import process_group
 from .process_group import PeriodicVote, ProcessGroup
 
 EXIT_CODE: Final = 143
-"""128 + SIGTERM. SLURM, Kubernetes and torchrun expect it of a job that was told to
-end."""
+"""128 + SIGTERM. SLURM, Kubernetes and torchrun expect it of a terminated job."""
 
 SIGNALS: Final = tuple(n for n in ("SIGTERM", "SIGHUP") if hasattr(signal, n))
 """The signals that end a fit by default: those of a scheduler, and of a terminal that

@@ -42,7 +42,7 @@ def initialize(
     Call it before anything uses a device, and after any `jax.config.update`. Arguments
     that you leave out come from the launcher's environment. A second call does nothing.
 
-    From then on, an exception that nobody catches is printed and ends the process by
+    From then on, an uncaught exception is printed and ends the process by
     `os._exit`; if a process dies, JAX ends the others after `heartbeat_timeout`, and a
     launcher such as torchrun at once. None exits with code 0: see docs/processes.md.
     Nothing is authenticated, so the network must be trusted.

@@ -19,7 +19,7 @@ from ..step import (
     Batch,
     Metrics,
     Objective,
-    Recomputed,
+    RematSpec,
     Steps,
     TrainState,
     products,
@@ -322,7 +322,7 @@ class Engine:
         if self._blocks.count > 1:
             packer = Packer(1, packer.kind)  # for the rows of this process
         dispatch = packer.pack([list(window)], self.micro_batches)
-        pure = self.pure._replace(inside=(), remat=Recomputed())
+        pure = self.pure._replace(inside=(), remat=RematSpec())
         jaxpr = trace_jaxpr(pure.train, self.state, dispatch.groups)
         return products(jaxpr).total() / count_padded_rows(dispatch.groups)
 

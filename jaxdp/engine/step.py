@@ -67,7 +67,7 @@ class StepOptions(NamedTuple):
     """Options of compiling the train step; `Callback.step_options` changes them."""
 
     donate: str = "state"
-    """What the step may overwrite: "state", "all" (batches, too) or "none"."""
+    """Buffers that a step may overwrite: "state", "all" (batches, too) or "none"."""
     skip_nonfinite: bool = False
     """Whether a step with NaN or infinity in it keeps the old state."""
 
@@ -277,7 +277,7 @@ class Step:
 
         seconds = time.perf_counter() - started
         if traced is None:
-            jitted = _with_jax_arrays(jitted) if is_eager else jitted
+            jitted = _convert_arguments(jitted) if is_eager else jitted
             program = Program(jitted, dispatch, groups, donate)
             program.compile_seconds = seconds
         else:
@@ -444,7 +444,7 @@ def get_debug_settings() -> tuple[bool, bool]:
     return config.jax_disable_jit, config.jax_debug_nans or config.jax_debug_infs
 
 
-def _with_jax_arrays(jitted: Callable[..., Any]) -> Callable[..., Any]:
+def _convert_arguments(jitted: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a step that gets JAX's arrays, also where jit is disabled."""
     return lambda *args: jitted(*jax.tree.map(jnp.asarray, args))
 

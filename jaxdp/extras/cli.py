@@ -21,8 +21,8 @@ from .doctor import examine
 from .model_files import read_weights, write_arrays
 from .reports import (
     compare_runs,
-    list_differences,
     read_run,
+    tabulate_differences,
     write_comparison,
     write_report,
 )
@@ -115,16 +115,16 @@ def _doctor(_: argparse.Namespace) -> int:
     return int(any(line.startswith("PROBLEM") for line in lines))
 
 
-class _Planned(BaseException):
+class _PlanDone(BaseException):
     """Leaves a script from inside of `fit`. No `except Exception` stops it."""
 
 
 def _plan(options: argparse.Namespace) -> None:
     """Runs SCRIPT up to its first `fit` (or `steps`), and plans instead.
 
-    Told are memory, communication, operations and time of a train step. What the script
-    does before, it does. The options below may stand before or after SCRIPT; all others
-    are handed to it, and so is whatever comes after `--`.
+    It prints the memory, communication, operations and time of a train step. The script
+    does all else that it does before that. The options below may stand before or after
+    SCRIPT; all others are handed to it, and so is whatever comes after `--`.
     """
     script, plans = options.script, []
     if not os.path.isfile(script):
@@ -134,7 +134,7 @@ def _plan(options: argparse.Namespace) -> None:
         names = "devices", "topology", "hardware", "hosts"
         chosen = {name: getattr(options, name) for name in names}
         plans.append(trainer.plan(train_loader, **chosen))
-        raise _Planned
+        raise _PlanDone
 
     # The script runs as ever, up to its first `fit`.
     argv, path, code = sys.argv, list(sys.path), None
@@ -143,7 +143,7 @@ def _plan(options: argparse.Namespace) -> None:
     try:
         with replace_training(plan):
             runpy.run_path(script, run_name="__main__")
-    except _Planned:
+    except _PlanDone:
         print(plans[0])
     except SystemExit as error:
         code = error.code
@@ -176,7 +176,7 @@ def _compare(options: argparse.Namespace) -> None:
     """
     runs = [read_run(path) for path in options.runs]
     print("\n".join(format_columns(compare_runs(runs))))
-    differing = list_differences(runs)
+    differing = tabulate_differences(runs)
     if len(differing) > 1:
         print("\nwhat differs", *format_columns(differing), sep="\n")
     if options.output:

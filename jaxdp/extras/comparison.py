@@ -185,7 +185,7 @@ def compare_strategies(
             raise ValueError(source.explain_no_batches())
 
         config.decide_loss(run.engine, first[0][0])
-        engine_here = run.checked_engine()
+        engine_here = run.get_checked_engine()
         start = gather_arrays(engine_here.state)
 
         def trace_under(strategy: DataParallel) -> Trace:

@@ -53,7 +53,7 @@ class LRFinder:
             skip_begin: how many steps to leave out at the beginning.
             skip_end: how many to leave out at the end.
         """
-        losses = np.array(self._smoothed())  # on the host
+        losses = np.array(self._smooth_losses())  # on the host
         last = len(losses) - skip_end
         selected = slice(skip_begin, last if last > skip_begin else skip_begin)
         rates = np.array(self.results["lr"])[selected]  # on the host
@@ -80,7 +80,9 @@ class LRFinder:
         rates, losses = self.results["lr"], self.results["loss"]
         curves = [
             Curve("loss", list(zip(rates, losses, strict=True)), "0.8"),
-            Curve("smoothed", list(zip(rates, self._smoothed(), strict=True)), "C0"),
+            Curve(
+                "smoothed", list(zip(rates, self._smooth_losses(), strict=True)), "C0"
+            ),
         ]
         figure = draw({"loss": curves}, "learning rate")
         (axes,) = figure.axes
@@ -100,7 +102,7 @@ class LRFinder:
             save_figure(figure, path)
         return figure
 
-    def _smoothed(self) -> list[float]:
+    def _smooth_losses(self) -> list[float]:
         """Exponential means of the losses; NaN where one is not finite."""
         total, weight, means = 0.0, 0.0, []
         for loss in self.results["loss"]:
@@ -185,7 +187,7 @@ def lr_find(
                 break  # an empty loader
             # waits for the device: the next step may be the last
             losses.append(float(metrics["loss"]))
-            smoothed = finder._smoothed()[-1]
+            smoothed = finder._smooth_losses()[-1]
             lost = lost + 1 if math.isnan(smoothed) else 0
             best = min(best, smoothed) if not lost else best
             if early_stop_threshold is None:

@@ -111,7 +111,7 @@ def _load_into_trainer(
     begin = make_weight_setter(run, "`load_weights`")
     params, buffers, model_state = get_shapes(run)
 
-    def with_layout(leaf: Any, placed: Any) -> Any:
+    def add_layout(leaf: Any, placed: Any) -> Any:
         if not is_tensor(leaf) or not is_tensor(placed) or leaf.shape != placed.shape:
             return leaf
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed.sharding)
@@ -119,7 +119,7 @@ def _load_into_trainer(
     current = config.model, config.model_state
     placed = eqx.combine(params, buffers), model_state
     is_none = lambda node: node is None  # noqa: E731
-    like = jax.tree.map(with_layout, current, placed, is_leaf=is_none)
+    like = jax.tree.map(add_layout, current, placed, is_leaf=is_none)
     begin(*_load(path, like, names, ignore, current))
 
 

@@ -189,8 +189,8 @@ class LocalSGD(Sharded):
         given = (
             self.mesh,
             self.row_axes,
-            self._checked_param_spec,
-            self._checked_update_spec,
+            self._get_param_spec,
+            self._get_update_spec,
         )
         return _ReplicaCollectives(self.every, *given, rows=rows)
 
@@ -408,8 +408,8 @@ def _split_params(inputs: Any) -> Any:
 def _select_replica(inputs: Any) -> Any:
     """Returns the inputs of one replica, from a stack of one on this device."""
 
-    def own(weights: Weights) -> Weights:
+    def take_first(weights: Weights) -> Weights:
         params = jax.tree.map(lambda leaf: leaf[0], weights.params)
         return weights._replace(params=params)
 
-    return map_nodes(Weights, own, inputs)
+    return map_nodes(Weights, take_first, inputs)

@@ -53,17 +53,19 @@ class CheckpointInfo(NamedTuple):
     """The callbacks in the checkpoint that the trainer lacks."""
 
 
-def start_saving(trainer: "Trainer", path: str | os.PathLike[str]) -> checkpoint.Saving:
+def start_saving(
+    trainer: "Trainer", path: str | os.PathLike[str]
+) -> checkpoint.PendingSave:
     """Starts to write the current state, which the next step may then overwrite."""
     run = trainer.run
 
-    def saved(path: str) -> None:
+    def run_save_hooks(path: str) -> None:
         run.hooks.on_save_checkpoint(trainer, path)
 
     with run.interrupts.defer_signals():
         run.renew_hooks(trainer.callbacks, to_train=True)
         run.check_between_dispatches("`save`")
-        held = run.checked_engine().device_state
+        held = run.get_checked_engine().device_state
         state = held.tree
         run.record.flush()
         meta = make_metadata(trainer)
@@ -72,7 +74,7 @@ def start_saving(trainer: "Trainer", path: str | os.PathLike[str]) -> checkpoint
                 path,
                 state,
                 meta,
-                saved,
+                run_save_hooks,
                 lambda: _time_save(run),
                 held.evaluated,
                 _fingerprint_frozen(run, state),

@@ -26,7 +26,7 @@ from ..step import (
     Objective,
     Part,
     PerExample,
-    Recomputed,
+    RematSpec,
     ResolvedPart,
     Whole,
     check_training_flags,
@@ -156,7 +156,7 @@ def check_parts(arguments: Mapping[str, Any]) -> None:
         )
 
 
-def find_recomputed_in(model: PyTree, remat: Any) -> Recomputed:
+def find_recomputed_in(model: PyTree, remat: Any) -> RematSpec:
     """Returns what `remat` means for a model; raises for what it can't mean."""
     blocks = [f"{name}.stacked".lstrip(".") for name in find_stacks(model)]
     return resolve_remat(remat, model, blocks)

@@ -189,8 +189,8 @@ def _run_user_pass(trainer: "Trainer", method: str) -> Iterator[Hooks]:
     """Sets callbacks up for a pass outside of a fit; yields the hooks to call."""
     run = trainer.run
     run.renew_hooks(trainer.callbacks)
-    if run.doing:  # callbacks are set up already, and are told of errors
-        run.checked_engine()
+    if run.doing:  # callbacks are set up already, and get errors
+        run.get_checked_engine()
         yield Hooks(()) if run.doing == "a fit" else run.hooks
         return
     hooks = Hooks(
@@ -199,7 +199,7 @@ def _run_user_pass(trainer: "Trainer", method: str) -> Iterator[Hooks]:
     with run_with_teardown(trainer, method, hooks):
         try:
             hooks.setup(trainer)
-            run.checked_engine()
+            run.get_checked_engine()
             yield hooks
         except BaseException as exception:
             with attach_second_error(exception):

@@ -80,7 +80,7 @@ class FitLoop:
         if arguments.fast_dev_run:
             if self.progress.done:
                 self.progress.abandon_epoch()
-            arguments = arguments.for_fast_dev_run(self.progress.epoch)
+            arguments = arguments.limit_to_fast_dev_run(self.progress.epoch)
         if arguments.overfit_batches:
             train, *sources = (
                 _read_overfit_batches(source, arguments.overfit_batches)

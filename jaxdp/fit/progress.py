@@ -180,7 +180,7 @@ class FitArguments(NamedTuple):
     fast_dev_run: bool | int = False
     overfit_batches: int | float | None = None
 
-    def for_fast_dev_run(self, epoch: int) -> "FitArguments":
+    def limit_to_fast_dev_run(self, epoch: int) -> "FitArguments":
         """Returns those for one epoch of as many batches as `fast_dev_run` says."""
         batches = int(self.fast_dev_run)
         names = "max_time", "fast_dev_run", "overfit_batches"

@@ -245,7 +245,7 @@ class Run:
                 self._engine = config.make_engine(strategy, self.hooks)
         return self._engine
 
-    def checked_engine(self) -> Engine:
+    def get_checked_engine(self) -> Engine:
         """Returns the engine; raises if code has written into `trainer.state`."""
         self.engine.device_state.check_not_written()
         return self.engine

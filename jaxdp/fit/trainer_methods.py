@@ -47,7 +47,7 @@ def gather_model(run: "Run") -> tuple[Any, Any]:
     """Gathers copies of the model as trained so far and of its `eqx.nn.State`."""
     if not run.has_engine:
         return run.config.model, run.config.model_state
-    return run.checked_engine().device_state.gather()
+    return run.get_checked_engine().device_state.gather()
 
 
 def inference_model(run: "Run", member: int | None) -> InferenceModel:
@@ -101,12 +101,12 @@ def get_shapes(run: "Run") -> tuple[Any, Any, Any]:
 
 def get_hyperparams(run: "Run") -> Mapping[str, Any]:
     """Implements `Trainer.hyperparams`."""
-    return fetch_hyperparams(run.checked_engine().state)
+    return fetch_hyperparams(run.get_checked_engine().state)
 
 
 def set_hyperparams(run: "Run", values: Mapping[str, Any]) -> None:
     """Implements `Trainer.set_hyperparams`."""
-    engine = run.checked_engine()
+    engine = run.get_checked_engine()
     run.processes.check_equal("values in `set_hyperparams`", values)
     engine.set_leaves(convert_hyperparams(engine.state, values))
 

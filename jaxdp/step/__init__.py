@@ -58,8 +58,8 @@ from .precision import (
     note_on_products,
 )
 from .remat import (
-    Recomputed,
     Remat,
+    RematSpec,
     find_outermost_modules,
     get_remat_call,
     resolve_remat,

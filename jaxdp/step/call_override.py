@@ -30,10 +30,14 @@ def _subclass(cls: type, call: Callable[..., Any]) -> type:
         return cls
 
     @functools.wraps(cls.__call__)  # it takes what that takes
-    def own(self: Any, *arguments: Any, **keywords: Any) -> Any:
+    def call_replacement(self: Any, *arguments: Any, **keywords: Any) -> Any:
         return call(_copy_as(cls, self), *arguments, **keywords)
 
-    names = {"__call__": own, "__module__": __name__, "_call_override": (call,)}
+    names = {
+        "__call__": call_replacement,
+        "__module__": __name__,
+        "_call_override": (call,),
+    }
     return types.new_class(cls.__name__, (cls,), {}, lambda body: body.update(names))
 
 

@@ -13,7 +13,7 @@ Products = collections.Counter[str]
 """Operations of products by what they are computed in: a dtype, or `BY_DEFAULT`."""
 
 BY_DEFAULT: Final = "float32 by default"
-"""Products of float32 arrays that nobody asked a precision of: TF32, say."""
+"""Products of float32 arrays for which no precision is set: TF32, say."""
 
 
 def products(jaxpr: Any) -> Products:
@@ -118,9 +118,11 @@ def _products(equation: Any) -> Products:
         left = equation.invars[0].aval.shape
         depth = math.prod(left[axis] for axis in contracted)
         count = 2 * depth * math.prod(equation.outvars[0].aval.shape)
-        return collections.Counter({_computed_in(equation): count})
+        return collections.Counter({_find_compute_dtype(equation): count})
     if name == "conv_general_dilated":
-        return collections.Counter({_computed_in(equation): _convolution(equation)})
+        return collections.Counter(
+            {_find_compute_dtype(equation): _convolution(equation)}
+        )
     if name == "cond":
         return max(map(products, params["branches"]), key=lambda found: found.total())
 
@@ -143,7 +145,7 @@ def _products(equation: Any) -> Products:
     return collections.Counter({key: times * count for key, count in inside.items()})
 
 
-def _computed_in(equation: Any) -> str:
+def _find_compute_dtype(equation: Any) -> str:
     """Returns the dtype of a product's arithmetic, from its arguments and precision."""
     dtypes = [argument.aval.dtype for argument in equation.invars[:2]]
     dtype = str(max(dtypes, key=lambda dtype: dtype.itemsize))

@@ -170,7 +170,7 @@ class Sums:
         weight = self.weights.get("loss")
         if weight is None:
             return grads
-        factor = _ratio(count_rows(groups), weight)
+        factor = _ratio(sum_row_counts(groups), weight)
         return jax.tree.map(lambda grad: grad * factor.astype(grad.dtype), grads)
 
 
@@ -178,7 +178,7 @@ def _ratio(value: Array, weight: Array) -> Array:
     return jnp.where(weight == 0, 0, value / jnp.where(weight == 0, 1, weight))
 
 
-def count_rows(groups: Sequence[Group]) -> Float[Array, ""]:
+def sum_row_counts(groups: Sequence[Group]) -> Float[Array, ""]:
     """Returns the number of real rows on all devices."""
     total = jnp.stack([group.counts.sum() for group in groups]).sum()
     return total.astype(sum_dtype())

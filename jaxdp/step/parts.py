@@ -23,7 +23,7 @@ from ..basics.arguments import format_call
 from ..basics.tracebacks import NoteOnError
 from ..basics.tree import get_node, leaf_path, matches
 from .collectives import Collectives
-from .metrics import Facts, Metrics, Sums, check_num_values, count_rows
+from .metrics import Facts, Metrics, Sums, check_num_values, sum_row_counts
 from .objective import LossFnObjective
 from .state import Group, TrainState, Weights, match_dtypes
 from .steps import Steps, UpdateResult
@@ -246,7 +246,7 @@ class MultiPartSteps(Steps):
         with self.precision.set_product_precision():
             params, model_state = state.params, state.model_state
             states = dict(self._states(state.opt_state))
-            total = count_rows(groups)
+            total = sum_row_counts(groups)
             nothing = jax.tree.map(lambda _: None, params)
             grads, updates, ran, summed = nothing, nothing, [], []
 
@@ -323,7 +323,9 @@ class MultiPartSteps(Steps):
                 " (loss, {'predictions': ..., 'targets': ...}), with whatever else."
             )
         always = [jnp.array(True)] * len(self.parts)
-        return self._merge_sums(always, summed, count_rows([group]))[0], outputs or None
+        return self._merge_sums(always, summed, sum_row_counts([group]))[
+            0
+        ], outputs or None
 
     def _merge_sums(
         self,

@@ -16,7 +16,7 @@ Remat = bool | Callable[..., Any] | str | Sequence[str]
 `"layers[*]"`."""
 
 
-class Recomputed(NamedTuple):
+class RematSpec(NamedTuple):
     """The submodules that recompute their activations in the backward pass."""
 
     patterns: tuple[str, ...] = ()
@@ -35,7 +35,7 @@ class Recomputed(NamedTuple):
         )
 
 
-def resolve_remat(remat: Any, model: PyTree, blocks: Sequence[str]) -> Recomputed:
+def resolve_remat(remat: Any, model: PyTree, blocks: Sequence[str]) -> RematSpec:
     """Returns what `Trainer(remat=...)` means for a model.
 
     Args:
@@ -49,7 +49,7 @@ def resolve_remat(remat: Any, model: PyTree, blocks: Sequence[str]) -> Recompute
             checkpoint around the whole model would save nothing.
     """
     if remat is False:
-        return Recomputed()
+        return RematSpec()
     if isinstance(remat, str):
         remat = [remat]
     if remat is True or callable(remat):
@@ -61,9 +61,9 @@ def resolve_remat(remat: Any, model: PyTree, blocks: Sequence[str]) -> Recompute
                 " name submodules, remat='blocks[*]'; there are"
                 f" {', '.join(_modules_in(model)) or 'none'}."
             )
-        return Recomputed(tuple(blocks), None if remat is True else remat)
+        return RematSpec(tuple(blocks), None if remat is True else remat)
     if isinstance(remat, Sequence) and all(isinstance(part, str) for part in remat):
-        recomputed = Recomputed(tuple(remat))
+        recomputed = RematSpec(tuple(remat))
         find_outermost_modules(model, recomputed.patterns, "remat")
         return recomputed
     raise TypeError(
@@ -126,6 +126,6 @@ class _Recompute(NamedTuple):
 
 
 def get_remat_call(module: Any) -> _Recompute | None:
-    """Returns the call that `Recomputed.apply` gave a module, if it did."""
+    """Returns the call that `RematSpec.apply` gave a module, if it did."""
     call = get_call_override(module)
     return call if isinstance(call, _Recompute) else None

@@ -28,9 +28,9 @@ from .metrics import (
     add_to_totals,
     add_values,
     compute_means,
-    count_rows,
     run_step_hooks,
     sum_dtype,
+    sum_row_counts,
     sum_values,
 )
 from .model_call import call_model, note_dict_input
@@ -44,7 +44,7 @@ from .precision import (
     make_loss_scale,
     promote_to_float32,
 )
-from .remat import Recomputed
+from .remat import RematSpec
 from .state import (
     Batch,
     Group,
@@ -83,7 +83,7 @@ class Steps(NamedTuple):
     optimizer: optax.GradientTransformationExtraArgs
     inside: tuple[Callable[..., dict[str, Array]], ...] = ()
     skip_nonfinite: bool = False
-    remat: Recomputed = Recomputed()
+    remat: RematSpec = RematSpec()
     precision: Precision = PRECISIONS["32-true"]
     unroll_convolutions: bool = False
     """Whether micro-batches with convolutions are unrolled in the compiled step."""
@@ -170,7 +170,7 @@ class Steps(NamedTuple):
         grads, model_state, summed = self._compute_mean_gradients(
             collectives, state, groups
         )
-        total = count_rows(groups)
+        total = sum_row_counts(groups)
         loss = summed.means(total)[0]
         state = state._replace(params=collectives.like_gradients(state.params))
         with jax.named_scope("update"):
@@ -196,7 +196,7 @@ class Steps(NamedTuple):
     ) -> tuple[TrainState, Metrics]:
         """Applies updates: returns the state after a step, and its metrics."""
         grads, updates, opt_state, model_state, summed = result
-        total = count_rows(groups)
+        total = sum_row_counts(groups)
         means = summed.means(total)
         sums = summed.to_vector() if summed.facts.weighted else means * total
 
@@ -255,7 +255,7 @@ class Steps(NamedTuple):
         the objective keeps them.
         """
         summed, outputs = self.sum_batch(collectives, weights, batch_idx, group)
-        total = count_rows([group])
+        total = sum_row_counts([group])
         sums, facts = summed.to_vector(), summed.facts
         means = summed.means(total) if facts.weighted else sums / total
         return add_to_totals(totals, total, sums), Metrics(facts, means, {}), outputs
@@ -316,7 +316,7 @@ class Steps(NamedTuple):
         step_key = jax.random.fold_in(
             jax.random.wrap_key_data(weights.key), weights.step
         )
-        total = count_rows(groups)
+        total = sum_row_counts(groups)
         with jax.named_scope("parameters"):  # plans report collectives by their scope
             whole = collectives.gather(weights.params)
             buffers = collectives.gather(weights.buffers)

@@ -145,11 +145,11 @@ class DataParallel:
         """
         params: dict[tuple[Any, ...], tuple[tuple[int, ...], PartitionSpec]] = {}
 
-        def own(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
-            return self._checked_param_spec(leaf_path(path), leaf)
+        def find_spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
+            return self._get_param_spec(leaf_path(path), leaf)
 
         def record_spec(path: tuple[Any, ...], leaf: Any) -> None:
-            spec = self._checked_update_spec(leaf_path(path), leaf)
+            spec = self._get_update_spec(leaf_path(path), leaf)
             params[tuple(map(str, path))] = leaf.shape, spec
 
         def inherit_spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
@@ -168,8 +168,8 @@ class DataParallel:
         with_path = jax.tree_util.tree_map_with_path
         with_path(record_spec, state.params)
         layouts = jax.tree.map(lambda _: PartitionSpec(), state)._replace(
-            params=with_path(own, state.params),
-            buffers=with_path(own, state.buffers),
+            params=with_path(find_spec, state.params),
+            buffers=with_path(find_spec, state.buffers),
             opt_state=with_path(inherit_spec, state.opt_state),
         )
         is_spec = lambda node: isinstance(node, PartitionSpec)  # noqa: E731
@@ -242,10 +242,10 @@ class DataParallel:
         batch = jax.tree.map(leaf_sharding, group.batch)
         return Group(batch, self._replicated, self._replicated)
 
-    def _checked_param_spec(self, path: str, leaf: Any) -> PartitionSpec:
+    def _get_param_spec(self, path: str, leaf: Any) -> PartitionSpec:
         return self._check_spec("`param_spec`", self.param_spec(path, leaf), path, leaf)
 
-    def _checked_update_spec(self, path: str, leaf: Any) -> PartitionSpec:
+    def _get_update_spec(self, path: str, leaf: Any) -> PartitionSpec:
         spec = self.update_spec(path, leaf)
         return self._check_spec("`update_spec`", spec, path, leaf)
 

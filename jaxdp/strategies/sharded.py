@@ -116,8 +116,8 @@ class Sharded(DataParallel):
         return ShardMapCollectives(
             self.mesh,
             self.row_axes,
-            self._checked_param_spec,
-            self._checked_update_spec,
+            self._get_param_spec,
+            self._get_update_spec,
             is_apart=is_apart,
             find_units=self.find_units,
         )

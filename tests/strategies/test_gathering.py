@@ -11,7 +11,7 @@ from toys import Recorder
 
 from jaxdp import FSDP, SingleDevice, Stack, Trainer, per_example
 from jaxdp.step import equations_in, override_call
-from jaxdp.step.remat import Recomputed
+from jaxdp.step.remat import RematSpec
 from jaxdp.strategies.fsdp_units import _GatherCall
 
 WIDTH, BLOCKS = 64, 16
@@ -208,7 +208,7 @@ def step_by_hand(model, batch):
 
 def test_a_recomputed_block_is_recomputed_by_one_checkpoint():
     """In two, one in the other, XLA for TPUs gathers no block ahead of its turn."""
-    block = Recomputed(("layers[0]",)).apply(Flat()).layers[0]
+    block = RematSpec(("layers[0]",)).apply(Flat()).layers[0]
     call = override_call(block, _GatherCall((), in_loop=True))
     program = jax.make_jaxpr(call)(jnp.zeros(WIDTH))
     names = [each.primitive.name for each in equations_in(program.jaxpr)]

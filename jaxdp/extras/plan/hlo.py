@@ -272,7 +272,7 @@ def count_iterations(
 ) -> int | None:
     """Returns the number of iterations of a loop, or None if it is unknown.
 
-    The compiler writes it, or the name of the loop's scope, or its counter tells it."""
+    It follows from the compiler's note, the scope of the loop, or its counter."""
     if match := _TRIP_COUNT.search(loop.attributes):
         return int(match[1])
     if (named := read_num_runs(loop.path)) is not None:

@@ -128,7 +128,7 @@ class Planner:
 
         engine = self.engine_on(strategy)
         with warnings.catch_warnings():
-            # Told by `not_overwritten`, with names.
+            # `not_overwritten` reports them, with names.
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")
             # A compiler without its devices can't take up what it compiled before.
             warnings.filterwarnings("ignore", "Error reading persistent compilation")

@@ -76,8 +76,8 @@ class StepAnalysis:
         )
         self.num_shards = math.prod(self.mesh[axis] for axis in self.batch_axes)
         self.params = [leaf for leaf in self.state if leaf.group == "parameters"]
-        self.gathered = self._gathered_in_calls(state, strategy)
-        self.in_flight = 0 if memory is None else self._in_flight(memory)
+        self.gathered = self._find_gathered_in_calls(state, strategy)
+        self.in_flight = 0 if memory is None else self._count_bytes_in_flight(memory)
 
     def memory(self) -> Memory:
         """Returns the memory of a device during a step."""
@@ -110,7 +110,7 @@ class StepAnalysis:
             host=host,
         )
 
-    def _in_flight(self, memory: int) -> int:
+    def _count_bytes_in_flight(self, memory: int) -> int:
         """Returns the bytes of batches that wait on a device for their steps.
 
         They belong to the dispatched steps after the running one, and the next one."""
@@ -171,7 +171,7 @@ class StepAnalysis:
     def bounds(self) -> tuple[Bound, ...]:
         """Lower bounds of this layout, beside what the program does."""
         shards = self.num_shards
-        gradients = sum(map(self._gathered_bytes, self.params))
+        gradients = sum(map(self._count_gathered_bytes, self.params))
         state, batch = (
             sum(item.bytes_per_device for item in leaves if not item.on_host)
             for leaves in (self.state, self.batch)
@@ -202,7 +202,7 @@ class StepAnalysis:
             ),
         )
 
-    def saved_per_example(self) -> tuple[float, float] | None:
+    def compare_with_per_example(self) -> tuple[float, float] | None:
         """Returns the bytes sent per step, and those with a loss for one example.
 
         None if that would save less than a tenth, or is not known.
@@ -214,11 +214,11 @@ class StepAnalysis:
         least = 0.0
         for leaf in self.params:
             passes = 3 * self.micro_batches if leaf.path in self.gathered else 2
-            least += passes * ring * self._gathered_bytes(leaf)
+            least += passes * ring * self._count_gathered_bytes(leaf)
         sent = sum(item.wire_bytes for item in self.traffic)
         return (sent, least) if least < 0.9 * sent else None
 
-    def _gathered_in_calls(self, state: Any, strategy: Any) -> frozenset[str]:
+    def _find_gathered_in_calls(self, state: Any, strategy: Any) -> frozenset[str]:
         """Finds the parameters that modules gather when they are called.
 
         Of a strategy that has such modules a step may gather all at once nevertheless,
@@ -244,9 +244,9 @@ class StepAnalysis:
         """Returns the bytes of a leaf's gradient, which is full or one shard."""
         if leaf.path in self.gathered:
             return leaf.bytes_per_device
-        return self._gathered_bytes(leaf)
+        return self._count_gathered_bytes(leaf)
 
-    def _gathered_bytes(self, leaf: PlanLeaf) -> float:
+    def _count_gathered_bytes(self, leaf: PlanLeaf) -> float:
         """Returns the bytes of a leaf after gathering over the axes of the batch."""
         others = [name for name in self.mesh if name not in self.batch_axes]
         parts = [self.mesh[name] for name in others if f"'{name}'" in leaf.spec]
@@ -293,8 +293,8 @@ def estimate_time(profile: Hardware, reading: StepAnalysis) -> Estimate:
 def describe_place(each: hlo.Collective) -> str:
     """Describes the place of a collective in a step, or of the arrays that it moves.
 
-    Told by the paths that JAX gives operations, of which this is in the backward pass,
-    in two scopes; the library's steps and `jax.named_scope` name more:
+    It follows from the paths of operations in JAX, such as this in the backward pass
+    and two scopes; the library's steps and `jax.named_scope` name more:
 
         jit(train_all)/shard_map/transpose(jvp(vmap(eqx.nn.MLP)))/eqx.nn.Linear/dot
     """
@@ -311,7 +311,7 @@ def describe_place(each: hlo.Collective) -> str:
 
 
 def _describe_path(path: str) -> str:
-    """`"backward: eqx.nn.MLP/eqx.nn.Linear"`; empty if the path tells nothing."""
+    """Returns `"backward: eqx.nn.MLP/eqx.nn.Linear"`; empty without scopes."""
     phase = "forward" if "jvp(" in path else ""
     phase = "backward" if "transpose(" in path else phase
     return ": ".join(filter(None, (phase, _join_scopes(path))))
@@ -430,7 +430,7 @@ def list_notes(
             " is used into a reduce-scatter, which the CPU compiler never does:"
             " plan with `topology`"
         )
-    if (saved := reading.saved_per_example()) is not None:
+    if (saved := reading.compare_with_per_example()) is not None:
         sent, least = map(format_bytes, saved)
         indicative.append(
             f"the loss is written for a batch, and XLA sends {sent} for it. If it is"

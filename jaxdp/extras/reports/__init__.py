@@ -2,10 +2,10 @@
 
 from .runs import (
     compare_runs,
-    list_differences,
     make_run,
     read_run,
     report_trainer,
+    tabulate_differences,
     write_comparison,
     write_report,
 )

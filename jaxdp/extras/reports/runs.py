@@ -186,7 +186,7 @@ def _format_duration(record: Mapping[str, Any]) -> str:
     return format_seconds(took.total_seconds())
 
 
-def list_differences(runs: Sequence[Run]) -> list[list[str]]:
+def tabulate_differences(runs: Sequence[Run]) -> list[list[str]]:
     """Returns a table of the settings in which the runs differ: a row per name."""
     made = [
         {
@@ -321,7 +321,7 @@ def write_comparison(runs: Sequence[Run], path: str | os.PathLike[str]) -> Path:
     sections = {
         "Results": _format_table(compare_runs(runs)),
         "Curves": _draw_charts(make_metric_charts(runs), runs[0].xlabel),
-        "What differs": _format_table(list_differences(runs))
+        "What differs": _format_table(tabulate_differences(runs))
         or "<p>Nothing that was recorded.</p>",
     }
     names = ", ".join(shorten_names(runs))

@@ -26,12 +26,12 @@ from jaxdp.extras.reports.runs import (
     compare_runs,
     format_number,
     format_percent,
-    list_differences,
     make_metric_charts,
     make_other_charts,
     make_throughput_charts,
     read_run,
     summarize_throughput,
+    tabulate_differences,
     write_comparison,
     write_report,
 )
@@ -180,7 +180,7 @@ def test_runs_are_compared(tmp_path):
     accuracy = [run.last("epoch_accuracy") for run in runs]
     marked = [text.endswith(" *") for text in rows["accuracy, last epoch"]]
     assert marked == [value == max(accuracy) for value in accuracy]
-    differ = {row[0]: row[1:] for row in list_differences(runs)}
+    differ = {row[0]: row[1:] for row in tabulate_differences(runs)}
     assert differ["mine"] == ["a", "b"] and differ["seed"] == ["0", "1"]
     assert "model" not in differ
     loss = curves(make_metric_charts(runs))["loss"]
