@@ -128,6 +128,10 @@ class Record:
         self._queue: collections.deque[tuple[int, LogRow]] = collections.deque()
         self._known: dict[str, Any] = {}
         self._newest: Any = None  # `Metrics` of a step, newer than `_known`
+        # A validation that the row of its epoch is to contain, and the step of the last
+        # one that has a row of its own.
+        self._pending: LogRow | None = None
+        self._written_at: int | None = None
 
         # None outside of hooks; then what is logged before the row of a step exists;
         # and the names of all that hooks have logged.
@@ -177,8 +181,8 @@ class Record:
     ) -> None:
         """Adds values of a validation, an epoch or a fit.
 
-        A validation that `ends_epoch` is written with the row of its epoch, and any
-        other has a row of its own.
+        A validation at the end of an epoch is written with the row of the epoch, and
+        any other has a row of its own. `ends_epoch` says that no more steps follow.
         """
         if kind == "fit":
             assert self._target is not None  # in a hook at the end of a fit
@@ -188,15 +192,23 @@ class Record:
         self._latest_values().update(values)
         progress = self._progress
         if kind == "val":
-            row = self._make_row(kind, dict(values))
-            is_joined = ends_epoch or self.is_at_epoch_end
-            self._send(row, [r for r in self._readers if not (r.sink and is_joined)])
+            self._write_pending()  # of an epoch that went on
+            self._pending = row = self._make_row(kind, dict(values))
+            self._send(row, [r for r in self._readers if not r.sink])
+            if not (ends_epoch or self.is_at_epoch_end):
+                self._write_pending()
         elif kind == "epoch":
             validation = progress.val_metrics
             own = {n: v for n, v in values.items() if n not in validation}
-            has_validation = validation and progress.validated_at == progress.done
-            row = self._make_row(kind, own)
-            self._send(row._replace(validation=validation if has_validation else None))
+            row, pending = self._make_row(kind, own), self._pending
+            if pending is not None and pending.step == row.step:
+                self._pending = None  # in this row
+            elif pending is not None:
+                self._write_pending()
+            is_current = validation and progress.validated_at == progress.done
+            if is_current and self._written_at != row.step:
+                row = row._replace(validation=validation)
+            self._send(row)
 
     def put_step(self, metrics: Metrics, batch_idx: int) -> None:
         """Adds the lazy values of a step, which hooks belong to from now on."""
@@ -320,7 +332,8 @@ class Record:
 
     def read_means(self, function: OnRow) -> None:
         """Has `function` called with the row of each validation of a fit and of each
-        epoch; for `Callback.setup`."""
+        epoch, whose `validation` repeats the values of its end; for `Callback.setup`.
+        """
         # Not before `validate` or `predict`, which have no such rows.
         if self._target is not None:
             self._readers.append(_Reader(function, ("val", "epoch")))
@@ -360,6 +373,16 @@ class Record:
             send = self.stopwatch.time_function("callbacks", _call_all)
             send(reads, row, of_callbacks=True)
 
+    def _write_pending(self) -> None:
+        """Writes a validation that no epoch's row contains, to sinks."""
+        row, self._pending = self._pending, None
+        if row is not None:
+            self._written_at = row.step
+            self._send(row, self._sink_readers())
+
+    def _sink_readers(self) -> list[_Reader]:
+        return [reader for reader in self._readers if reader.sink is not None]
+
     def _sinks(self) -> list[Sink]:
         return [reader.sink for reader in self._readers if reader.sink is not None]
 
@@ -374,7 +397,7 @@ class Record:
         closes = [sink.close for sink in self._sinks()]
         closing = functools.partial(_call_all, closes, of_callbacks=True)
         try:
-            _call_all([self.read_queue, *last, closing])
+            _call_all([self.read_queue, self._write_pending, *last, closing])
         finally:
             if self._readers:
                 self._rewound_to = None
@@ -399,6 +422,7 @@ class Record:
         self.run_id, self._rewound_to = run_id, step
         self._queue.clear()
         self._known, self._newest = {}, None
+        self._pending = self._written_at = None
 
 
 def scalars(metrics: Mapping[str, Any]) -> dict[str, Number]:

@@ -252,7 +252,7 @@ def test_every_wait_for_the_device_says_so():
 
 
 CALLED_BY_CHECKS = "Metrics.__len__", "Metrics.__iter__"
-MAX_CALLS_PER_STEP = 23
+MAX_CALLS_PER_STEP = 20
 """Functions of ours that a step calls: a small one takes as long as a hundred."""
 MAX_CALLS_PER_EPOCH = {"ready batches": 83, "a DataLoader": 116}
 """Those that the end of an epoch and the start of the next call, with a bar."""

@@ -125,6 +125,50 @@ def test_a_validation_has_its_own_row_or_that_of_its_epoch(tmp_path):
     assert [*epoch.numbers()] == [*(f"epoch_{name}" for name in own), *names]
 
 
+class Longer:
+    """A loader with more batches than its length says."""
+
+    def __len__(self):
+        return 4
+
+    def __iter__(self):
+        return iter(batches(*[8] * 8))
+
+
+class Stops(Callback):
+    """Stops at a step, by a wish or by an error at the end of the epoch."""
+
+    def __init__(self, step=None, error=None):
+        self.step, self.error = step, error
+
+    def on_train_batch_end(self, trainer, metrics, batch_idx):
+        trainer.should_stop |= trainer.global_step == self.step
+
+    def on_train_epoch_end(self, trainer, metrics):
+        if self.error is not None:
+            raise self.error
+
+
+@NO_ROW
+@pytest.mark.parametrize(
+    "loader, callback, steps",
+    [
+        (Longer(), Stops(), [2, 4, 6, 8]),
+        (batches(*[8] * 8), Stops(step=4), [2, 4]),
+        (batches(*[8] * 8), Stops(error=KeyError("at the end")), [2, 4, 6, 8]),
+    ],
+    ids=["longer than it says", "stopped at a validation", "failed at the end"],
+)
+def test_each_validation_is_written_once(loader, callback, steps, tmp_path):
+    sink = Keeps(tmp_path)
+    trainer = linear_trainer(sink, callback, log_every_n_steps=9)
+    try:
+        trainer.fit(loader, batches(8), val_check_interval=2)
+    except KeyError:
+        pass
+    assert [row.step for row in sink.rows if "val_loss" in row.numbers()] == steps
+
+
 def test_passes_outside_of_fits_add_no_readers():
     def read(row):
         pass

@@ -60,8 +60,8 @@ def describe_hardware() -> dict[str, Any]:
 def import_extra(module: str, who: str, extra: str) -> Any:
     """Imports a module for `who`; the error names its package if it is missing.
 
-    It does not say `pip install jaxdp[...]`: on the public index that is another
-    library with the same import name.
+    The error names no extra of `jaxdp`: on the public index this name belongs to
+    another library, with the same import name.
     """
     try:
         with warnings.catch_warnings():

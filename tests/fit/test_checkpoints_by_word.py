@@ -80,7 +80,7 @@ def test_it_tests_the_weights_of_a_checkpoint_and_keeps_its_own(tmp_path, strate
     program = trainer.run.engine.steps["evaluate"].programs
     programs = dict(program)
     before, progress = arrays(trainer.model), trainer.run.progress.state_dict
-    counted = progress(trainer.run.share("train"))
+    counted = progress(trainer.run.make_partition("train"))
 
     found = {
         word: list(trainer.test(TEST, ckpt_path=word).values())
@@ -95,7 +95,10 @@ def test_it_tests_the_weights_of_a_checkpoint_and_keeps_its_own(tmp_path, strate
 
     # Nothing else has changed, and nothing was compiled again.
     assert dict(program) == programs
-    assert trainer.global_step == 12 and progress(trainer.run.share("train")) == counted
+    assert (
+        trainer.global_step == 12
+        and progress(trainer.run.make_partition("train")) == counted
+    )
     for one, other in zip(before, arrays(trainer.model), strict=True):
         np.testing.assert_array_equal(one, other)
     assert trainer.test(TEST) == now
