@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import jaxdp
 from jaxdp.basics import environment
 
 ROOT = Path(__file__).parents[1]
@@ -42,3 +43,9 @@ def test_versions_have_the_library_by_its_import_name():
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("the library is not installed, only on the path")
     assert environment.get_versions()["jaxdp"] == expected
+
+
+def test_the_readme_and_the_metadata_have_the_version_of_the_package():
+    text = (ROOT / "README.md").read_text()
+    assert f"This is version {jaxdp.__version__}." in text
+    assert "version = attr: jaxdp.__version__" in (ROOT / "setup.cfg").read_text()
