@@ -303,6 +303,26 @@ def test_operations_are_those_that_xla_counts(name):
     assert steps.operations(work) < found  # activations, biases and the loss besides
 
 
+def test_what_is_too_short_to_time_says_so():
+    case = {
+        "title": "MLP",
+        "precision": "32-true",
+        "matrix_rate": 1e12,
+        "seconds_per_step": {"expert": -1e-3, "jaxdp": 1e-3, "jaxdp32": 1e-3},
+        "too_short": ["expert"],
+        "mfu": {"expert": -6.5, "jaxdp": 0.5, "jaxdp32": 6.5},
+        "of_expert": {"jaxdp": -1.0},
+        "host_seconds_per_call": {},
+        "not_run": {},
+    }
+    assert [text for _, text in steps.rows({"tiny": case})][1:] == [
+        "too short to time",
+        "1 ms a step, MFU 50.0%",
+        "1 ms a step, MFU not known",
+    ]
+    assert steps.is_too_short(1.0, 0.9) and not steps.is_too_short(1.0, 2.0)
+
+
 def test_growth_compares_both_loops_in_a_process(capsys):
     growth.main(["--toy", "--turns", "1", "--only", "leaves,rows"])
     lines = capsys.readouterr().out.splitlines()

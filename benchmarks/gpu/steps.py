@@ -285,7 +285,7 @@ def measure_case(case: Case, repeats: int, toy: bool) -> dict[str, Any]:
     """Seconds per step of each loop, the ratios, and what could not be run."""
     found: dict[str, Any] = {"title": case.title, "precision": case.precision}
     names = "seconds_per_step", "of_expert", "loss", "host_seconds_per_call", "not_run"
-    found |= {name: {} for name in names}
+    found |= {name: {} for name in names} | {"too_short": []}
     loops: dict[str, Loop] = {}
     some = TOY_LOOPS if toy and case.title != cases(True)["tiny"].title else LOOPS
     for name, make in some.items():
@@ -303,6 +303,8 @@ def measure_case(case: Case, repeats: int, toy: bool) -> dict[str, Any]:
             run = loops[name][0]
             short, long = run(1), run(1 + case.epochs)
             times[name].append((long - short) / (case.epochs * len(batches)))
+            if is_too_short(short, long) and name not in found["too_short"]:
+                found["too_short"].append(name)
 
     final = eqx.filter_jit(case.loss)
     for name, (_, model, calls) in loops.items():
@@ -325,6 +327,11 @@ def measure_case(case: Case, repeats: int, toy: bool) -> dict[str, Any]:
     return found
 
 
+def is_too_short(short: float, long: float) -> bool:
+    """Returns whether the difference of two fits is lost in what each varies by."""
+    return long - short < 0.2 * long
+
+
 def measure(toy: bool) -> dict[str, Any]:
     """All cases."""
     found = {}
@@ -340,8 +347,14 @@ def rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         title = f"{case['title']}, {case['precision']}"
         yield title, f"ceiling {case['matrix_rate'] / 1e12:.4g} TFLOP/s"
         for name, value in case["seconds_per_step"].items():
-            text = f"{1e3 * value:.4g} ms a step, MFU {case['mfu'][name]:.1%}"
-            if name in case["of_expert"]:
+            if name in case["too_short"]:
+                yield f"{title}: {name}", "too short to time"
+                continue
+            mfu = case["mfu"][name]
+            text = f"{1e3 * value:.4g} ms a step, MFU {mfu:.1%}"
+            if mfu > 1:  # the ceiling is of too small products
+                text = f"{1e3 * value:.4g} ms a step, MFU not known"
+            if name in case["of_expert"] and "expert" not in case["too_short"]:
                 text += f", {case['of_expert'][name]:.3f} of E"
             if name in case["host_seconds_per_call"]:
                 host = 1e6 * case["host_seconds_per_call"][name]

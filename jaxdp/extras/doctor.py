@@ -56,14 +56,19 @@ def examine() -> list[str]:
 
 def check() -> None:
     """Runs the checks in this process; prints the name of each, and its lines."""
-    for name, function in _CHECKS.items():
+    for name in CHECKS:
         print(f"# {name}", flush=True)
-        try:
-            for line in function():
-                print(line, flush=True)
-        except Exception as error:
-            text = f"{name}: {type(error).__name__}: {error}"
-            print(_format("PROBLEM", text[:500]), flush=True)
+        for line in run_check(name):
+            print(line, flush=True)
+
+
+def run_check(name: str) -> Iterator[str]:
+    """Yields the lines of one of `CHECKS`; an exception of it is a line, too."""
+    try:
+        yield from CHECKS[name]()
+    except Exception as error:
+        text = f"{name}: {type(error).__name__}: {error}"
+        yield _format("PROBLEM", text[:500])
 
 
 def _format(state: str, text: str, remedy: str = "") -> str:
@@ -153,7 +158,7 @@ def _check_host_memory() -> Iterator[str]:
     yield _compare(f"arrays go to {HOST} memory and back", back, np.arange(1024.0))
 
 
-_CHECKS: Final = {
+CHECKS: Final = {
     "looking for devices": _check_devices,
     "arithmetic": _check_arithmetic,
     "donation": _check_donation,

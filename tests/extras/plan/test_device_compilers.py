@@ -103,14 +103,16 @@ def test_variables_are_set_for_as_long_and_only_where_the_user_has_none(monkeypa
 USED = """
 import os, sys
 import jax, jax.numpy as jnp
-from jaxdp.extras.plan.planner import topology
+from jaxdp.extras.plan.planner import make_topology_devices
 later = "{later}"
 if not later:
     jax.devices()
     print("started", file=sys.stderr, flush=True)
 before = dict(os.environ)
 for name in {names}:
-    sharding = jax.sharding.SingleDeviceSharding(topology(name).devices[0])
+    sharding = jax.sharding.SingleDeviceSharding(
+        make_topology_devices(name).devices[0]
+    )
     x = jax.ShapeDtypeStruct((64, 64), "float32", sharding=sharding)
     jax.jit(lambda x: jnp.tanh(x @ jnp.linalg.qr(x)[0])).lower(x).compile()
 assert dict(os.environ) == before
