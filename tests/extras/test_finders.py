@@ -138,7 +138,7 @@ def test_losses_are_smoothed_as_in_lightning():
         mean = 0.98 * mean + 0.02 * loss
         expected.append(mean / (1 - 0.98 ** (step + 1)))
     found = LRFinder(list(np.geomspace(1e-6, 1, 200)), losses)
-    assert found._smoothed() == pytest.approx(expected)
+    assert found._smooth_losses() == pytest.approx(expected)
 
 
 @pytest.mark.slow_but("12-nan", "40-10.0")
@@ -165,7 +165,7 @@ def test_one_unlucky_batch_neither_ends_nor_blanks_it(unlucky, place):
     options = {"min_lr": 1e-4, "max_lr": 1.0, "optimizer": optax.sgd}
     found = lr_find(trainer, data, **options)
     assert len(found.results["loss"]) == 100 and found.suggestion() is not None
-    assert np.isfinite(found._smoothed()).sum() == 99 + np.isfinite(unlucky)
+    assert np.isfinite(found._smooth_losses()).sum() == 99 + np.isfinite(unlucky)
 
 
 @pytest.mark.slow_but("0-None", "12-sgd", "40-adam")
