@@ -168,6 +168,10 @@ def fetch_real_rows(
         return np.asarray(leaf)[: count_rows_by_block(batch)[0]]
     size = len(leaf) // blocks.count
     numbers = blocks.local if local else range(blocks.count)
+    if len(leaf) == sum(batch.counts) and leaf.is_fully_replicated:
+        # The rows of a batch that is computed in full have no padding between them.
+        rows, stops = np.asarray(leaf), [0, *itertools.accumulate(batch.counts)]
+        return np.concatenate([rows[stops[n] : stops[n + 1]] for n in numbers])
     if local and not leaf.is_fully_replicated:
         shards = {s.index[0].start or 0: s.data for s in leaf.addressable_shards}
         rows = np.concatenate([np.asarray(shards[start]) for start in sorted(shards)])

@@ -356,8 +356,8 @@ def _is_ordered(loader: Any) -> bool:
     from torch.utils.data import BatchSampler, SequentialSampler
 
     return (
-        type(loader.sampler) is SequentialSampler
-        and type(loader.batch_sampler) is BatchSampler
+        type(loader.batch_sampler) is BatchSampler
+        and type(loader.batch_sampler.sampler) is SequentialSampler
         and loader.generator is None  # else an epoch draws a seed from it
     )
 

@@ -90,7 +90,7 @@ class CompileLog:
         sizes = [jax.tree.leaves(batch)[0].shape[1] for batch in batches]
         rows = next((size for size in sizes if size % num_shards), None)
         has_rows = not any(isinstance(batch, SingleRowBatch) for batch in batches)
-        # ProcessGroup may have different numbers of rows, and shards divide each.
+        # Processes may have different numbers of rows, and shards divide each.
         if dispatch.split or rows is None or not has_rows or "full" in self._reported:
             return
         self._reported.add("full")

@@ -1,13 +1,21 @@
 """Weight decay for matrices, and not for biases and the scales of norms."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
+import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
 from ..basics.tree import get_node, leaf_path, matches
 from ..strategies.stack import Stack
+
+_NORMS: Final = (
+    eqx.nn.BatchNorm,
+    eqx.nn.GroupNorm,
+    eqx.nn.LayerNorm,
+    eqx.nn.RMSNorm,
+)
 
 
 def decay_mask(*exclude: str) -> Callable[[PyTree], PyTree]:
@@ -17,9 +25,9 @@ def decay_mask(*exclude: str) -> Callable[[PyTree], PyTree]:
         optax.adamw(1e-3, weight_decay=0.1, mask=decay_mask("embedding.*", "head.*"))
 
     Arrays of two or more dimensions decay, as in GPT-2: weights of linear layers,
-    convolutions and embeddings. Arrays called `bias` do not, nor those of fewer
-    dimensions, such as the scale of a norm. The dimension that a `jaxdp.Stack` adds to
-    the arrays of its blocks does not count.
+    convolutions and embeddings. Arrays called `bias` do not, nor those of Equinox's
+    norms, nor those of fewer dimensions, such as the scale of another norm. The
+    dimension that a `jaxdp.Stack` adds to the arrays of its blocks does not count.
 
     Args:
         exclude: paths of more arrays that do not decay, such as `layers[0].weight`;
@@ -46,11 +54,12 @@ def decay_mask(*exclude: str) -> Callable[[PyTree], PyTree]:
 
         def decays(path: tuple[Any, ...], leaf: Any) -> bool:
             name = leaf_path(path)
-            nodes = (get_node(params, path[:depth]) for depth in range(len(path)))
+            nodes = [get_node(params, path[:depth]) for depth in range(len(path))]
             dims = leaf.ndim - sum(isinstance(node, Stack) for node in nodes)
+            is_norm = any(isinstance(node, _NORMS) for node in nodes)
             is_bias = name.rpartition(".")[2] == "bias"
             is_excluded = any(matches(name, pattern) for pattern in exclude)
-            return dims >= 2 and not is_bias and not is_excluded
+            return dims >= 2 and not (is_norm or is_bias or is_excluded)
 
         return jax.tree.map_with_path(decays, params)
 

@@ -66,6 +66,8 @@ class DataParallel:
         return replace_attributes(self)  # devices are not copied
 
     def __reduce__(self) -> Any:  # for `pickle`
+        if self.mesh.empty:
+            return super().__reduce__()
         raise TypeError(
             f"a strategy such as {self!r} can't be pickled: its devices belong to this"
             " process. Send the name of its class and its arguments, and make it there."

@@ -445,3 +445,25 @@ def test_peeking_does_not_change_the_epoch():
         before = source.epoch_start
         source.peek_batch()
         assert source.epoch_start is before and before.epoch == 5
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        lambda: {"batch_size": 4, "shuffle": True},
+        lambda: {"batch_sampler": BatchSampler(RandomSampler(range(23)), 4, False)},
+    ],
+    ids=["shuffle=True", "a batch sampler"],
+)
+def test_the_order_of_rows_depends_on_the_seed_of_the_trainer_alone(options):
+    def read(torch_seed):
+        torch.manual_seed(torch_seed)
+        source = open_loader(DataLoader(range(23), **options()), "loader", 0)
+        return [np.asarray(batch).tolist() for batch in source.read_epoch()]
+
+    orders = [read(1), read(2)]
+    assert orders[0] == orders[1] and sum(orders[0], []) != [*range(23)]
+    state = torch.get_rng_state()
+    read(2)
+    torch.manual_seed(2)
+    assert torch.equal(state, torch.get_rng_state())

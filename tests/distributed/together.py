@@ -221,6 +221,14 @@ def losses(loader, epochs=2, **options):
     return recorder.losses
 
 
+def predict_in_full(model, state):
+    """Predicts batches that each device computes in full: their sizes do not divide."""
+    strategy = "Sharded" if jax.process_count() > 1 else "SingleDevice"
+    x, _ = rows(ROWS)
+    run = trainer(strategy, model=model, state=state)
+    return run.predict([x[:10], x[10:13], x[13:30]]).ravel().tolist()
+
+
 def loaders():
     """The losses of all kinds of loaders and options."""
     logged = Logged()
@@ -248,6 +256,7 @@ def loaders():
             [(x[:4], y[:4]) for x, y in arrays()], epochs=1, loss=mixing_loss
         ),
         "batch norm": losses(arrays(), model=model, state=state),
+        "predicted by batch norm": predict_in_full(model, state),
     }
     tell(found=found, asked=logged.asked)
 

@@ -29,6 +29,7 @@ def model_of_all_kinds():
         "convolution": eqx.nn.Conv1d(4, 4, 3, key=keys[1]),
         "block": Block(keys[2]),
         "stack": Stack([Block(key) for key in keys[3:5]]),
+        "image_norm": eqx.nn.LayerNorm((4, 4)),
         "head": eqx.nn.Linear(4, 2, key=keys[5]),
     }
 

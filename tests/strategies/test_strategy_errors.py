@@ -32,6 +32,15 @@ class Own(DataParallel):
         return arguments
 
 
+class Numbered(Own):
+    num_shards = 4
+
+
+class Placed(Own):
+    def place_batch(self, groups, *, split):
+        return groups
+
+
 class Unnamed(Own):
     """An engine with a mesh, and no name of the axis that rows are split over."""
 
@@ -152,6 +161,12 @@ REFUSED = {
          r"blocks of a jaxdp\.Stack, but the model ha"),
         (lambda: fit(Pipeline(4, 2), Deep(6)), ValueError,
          "4 stages .* do not divide the 6 blocks of b"),
+    ],
+    "removed members": [
+        (lambda: make_small(strategy=Numbered()), TypeError,
+         "Numbered has `num_shards`.*`row_axes` of its `mesh`; set these"),
+        (lambda: make_small(strategy=Placed()), TypeError,
+         "Placed has `place_batch`.*split by `batch_spec`; override it"),
     ],
     "TensorParallel": [
         (lambda: TensorParallel({"data": 4, "model": 3}), ValueError,

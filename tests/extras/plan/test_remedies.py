@@ -65,3 +65,14 @@ def test_a_plan_that_fits_names_none(hardware, fits):
 def test_changes_that_cannot_be_are_not_named():
     plan = trainer(FSDP(8)).plan([batch(1)], hardware=SMALL)
     assert plan.fits is False and plan.remedies == ()
+
+
+def test_changes_that_the_code_of_the_user_does_not_take_are_not_named():
+    def loss_fn(model, x, y):
+        outputs = jax.vmap(model)(x.reshape(16, -1))  # of one size of batch
+        return ((outputs - y.reshape(16, 1)) ** 2).mean()
+
+    made = trainer(Sharded(8), loss=None, loss_fn=loss_fn)
+    plan = made.plan([batch(16)], hardware=SMALL)
+    changes = [remedy.change for remedy in plan.remedies]
+    assert plan.fits is False and not any("batches of" in each for each in changes)
