@@ -254,15 +254,38 @@ def test_gpu_benchmark_at_its_size_is_not_for_a_cpu(tmp_path, capsys):
     assert "needs a GPU or TPU" in capsys.readouterr().err
 
 
-def test_a_part_that_dies_is_told_and_takes_no_other_along():
+def test_a_part_that_dies_keeps_its_results_and_stops_no_other():
     failed = {"failed": "exit code -11: Segmentation fault", "seconds": 1.0}
-    found = {"findings": [], "profile": None, "float32_by_default": "TF32"}
-    table = gpu.markdown(
-        {"canaries": {"device": "1 x H100", "found": found}, "bits": failed}
+    found = {"profile": None, "float32 products": "TF32", "check: a": ["ok      yes"]}
+    table = gpu.format_table(
+        {"correct": {"device": "1 x H100", "found": found} | failed, "bits": failed}
     )
     assert table.startswith("1 x H100.")
-    assert "| canaries | its profile | not known; float32 products in TF32 |" in table
-    assert "| bits | FAILED | exit code -11: Segmentation fault |" in table
+    assert "| correct | its profile | not known; float32 products in TF32 |" in table
+    assert "| correct | ok | yes |" in table
+    for part in ("correct", "bits"):
+        assert f"| {part} | FAILED | exit code -11: Segmentation fault |" in table
+
+
+def test_a_part_over_its_time_limit_is_stopped(tmp_path, monkeypatch):
+    assert sum(part.time_limit for part in gpu.PARTS.values()) <= 560
+    monkeypatch.setitem(gpu.PARTS, "bits", gpu.Part("", 1))
+    result = gpu.run("bits", tmp_path, {"device": "1 x H100"}, toy=True)
+    assert result["failed"] == "not done within 1 seconds"
+    assert json.loads((tmp_path / "bits.json").read_text()) == result
+
+
+def test_parts_leave_the_memory_to_the_processes_that_they_start():
+    code = (
+        "from jax._src.xla_bridge import backends_are_initialized\n"
+        "from benchmarks.gpu import bits, memory, steps\n"
+        "for part, count in (bits, 2), (memory, 6), (steps, 2):\n"
+        "    part.measure_in_process = lambda *arguments: {}\n"
+        "    measured = part.measure(True)\n"
+        "    assert [next(measured)[1] for _ in range(count)]\n"
+        "assert not backends_are_initialized()"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=processes.ROOT, check=True)
 
 
 @pytest.mark.slow
@@ -275,47 +298,48 @@ def test_gpu_benchmark_runs_anywhere_at_toy_size(tmp_path, capsys):
         part: json.loads((tmp_path / f"{part}.json").read_text())["found"]
         for part in gpu.PARTS
     }
-    for case in found["steps"].values():
+    for name in steps.make_cases(toy=True):
+        case = found["steps"][name]
         assert not case["not_run"]
-        losses = case["loss"]
-        assert losses["jaxdp"] == pytest.approx(losses["expert"], 1e-3)
+        assert case["loss"]["jaxdp"] == pytest.approx(case["loss"]["expert"], 1e-3)
     hashes = {
         one[name]
         for one in (*found["bits"]["default"], *found["bits"]["run"])
         for name in ("one run", "resumed", "8 steps a dispatch")
     }
     assert len(hashes) == 1
-    assert "| canaries | ok | a scatter-add is right |" in table
-    assert "| overflow | 64 rows, after that, in the same process | trained |" in table
+    assert "| correct | ok | a scatter-add is right |" in table
+    assert "| memory | 64 rows, after that | trained |" in table
 
 
-@pytest.mark.parametrize("name", ["big-f32", "lenet"])
+@pytest.mark.parametrize("name", ["tiny", "lenet"])
 def test_operations_are_those_that_xla_counts(name):
-    work = steps.cases(toy=True)[name].work
+    work = steps.make_cases(toy=True)[name].work
     params, static = eqx.partition(models.build(work), eqx.is_inexact_array)
 
-    def loss_of(params, x, y):
+    def compute_loss(params, x, y):
         return models.mean_loss(eqx.combine(params, static), x, y, work.criterion)
 
-    compiled = jax.jit(jax.grad(loss_of)).lower(params, *work.batches()[0]).compile()
+    gradient = jax.jit(jax.grad(compute_loss))
+    compiled = gradient.lower(params, *work.batches()[0]).compile()
     found = compiled.cost_analysis()["flops"]
-    assert steps.operations(work) == pytest.approx(found, rel=0.1)
-    assert steps.operations(work) < found  # activations, biases and the loss besides
+    # XLA also counts activations, biases and the loss: much of a tiny model.
+    assert 0.6 * found < steps.count_operations(work) < found
 
 
-def test_what_is_too_short_to_time_says_so():
+def test_times_that_noise_hides_are_not_shown():
     case = {
         "title": "MLP",
         "precision": "32-true",
-        "matrix_rate": 1e12,
-        "seconds_per_step": {"expert": -1e-3, "jaxdp": 1e-3, "jaxdp32": 1e-3},
+        "product_rate": 1e12,
+        "seconds_per_step": {"expert": -1e-3, "jaxdp": 1e-3, "jaxdp, O1": 1e-3},
         "too_short": ["expert"],
-        "mfu": {"expert": -6.5, "jaxdp": 0.5, "jaxdp32": 6.5},
+        "mfu": {"expert": -6.5, "jaxdp": 0.5, "jaxdp, O1": 6.5},
         "of_expert": {"jaxdp": -1.0},
         "host_seconds_per_call": {},
         "not_run": {},
     }
-    assert [text for _, text in steps.rows({"tiny": case})][1:] == [
+    assert [text for _, text in steps.format_rows({"tiny": case})][1:] == [
         "too short to time",
         "1 ms a step, MFU 50.0%",
         "1 ms a step, MFU not known",

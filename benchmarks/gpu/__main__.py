@@ -1,96 +1,113 @@
-"""On one accelerator, in ten minutes: does it compute right, how fast, what fits?
+"""Measures one accelerator in ten minutes: correctness, speed, memory, bits.
 
 python -m benchmarks.gpu --output FOLDER [--only steps,bits] [--toy]
 
-Eight parts, each a process of its own, so that one that hangs or dies takes no other
-along. What a part has found is in FOLDER/PART.json as soon as it ends; a table of all
-comes last, and into FOLDER/gpu.md. Needs jax, equinox, optax and no network; torch, if
-it is there, loads the batches. `--toy` runs everything at a tiny size on any device.
+Each part runs in a process of its own, under a time limit of its own. Together they
+take 560 seconds at most. After each measurement, a part writes all that it has so far
+to FOLDER/PART.json, so a part that hangs or dies keeps its results and stops no other
+part. A table of all parts is printed last, and written to FOLDER/gpu.md. Needs jax,
+equinox, optax and no network; torch, if it is installed, loads the batches. `--toy`
+runs everything at a tiny size on any device.
 """
 
 import argparse
 import importlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ..processes import ROOT
+from ..report import describe_machine
+
+
+class Part(NamedTuple):
+    """A module beside this one.
+
+    It has `measure(toy)`, which yields pairs of a name and a JSON value, and
+    `format_rows(found)`, which yields pairs of texts for the table. As long as it
+    measures in processes of their own, it does not use the device itself: JAX would
+    reserve most of the memory for it.
+    """
+
+    title: str
+    time_limit: int  # in seconds
+
 
 PARTS: Final = {
-    "canaries": "does it compute right?",
-    "feeding": "batches to the device",
-    "steps": "steps beside a loop by hand, and MFU",
-    "plans": "plans beside the memory that was used",
-    "bits": "the same bits again",
-    "offload": "optimizer state on the host, checkpoints",
-    "options": "options of the compiler",
-    "overflow": "more than fits",
+    "correct": Part("does it compute right?", 40),
+    "feeding": Part("batches to the device, beside a step that computes", 60),
+    "steps": Part("steps beside a loop by hand, and MFU", 230),
+    "bits": Part("the same bits again", 90),
+    "memory": Part("plans beside the memory in use, offload, too large batches", 140),
 }
-"""Modules beside this one. Each has `measure(toy)`, which returns what JSON takes, and
-`rows(found)`, lines of the table: what, and what was found."""
-
-SECONDS: Final = 900
-"""After which a part is given up."""
 
 
-def run(part: str, folder: Path, *, toy: bool) -> dict[str, Any]:
-    """Measures a part in a process of its own.
+def run(
+    part: str, folder: Path, device: dict[str, str], *, toy: bool
+) -> dict[str, Any]:
+    """Measures a part in a process of its own; its file also describes the device.
 
     Returns:
-        `{"found": ...}`, or `{"failed": the end of what it printed}`.
+        `{"found": ...}`, with `"failed"`, the end of the output, if it did not end well
+        or in time.
     """
     command = [sys.executable, "-m", "benchmarks.gpu", "--part", part]
     command += ["--output", str(folder), *(["--toy"] if toy else [])]
     path, begin = folder / f"{part}.json", time.perf_counter()
     path.unlink(missing_ok=True)
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, timeout=SECONDS, capture_output=True, text=True
-        )
-        said, why = done.stdout + done.stderr, f"exit code {done.returncode}"
-    except subprocess.TimeoutExpired:
-        said, why = "", f"no answer within {SECONDS} seconds"
-    result = json.loads(path.read_text()) if path.exists() else {}
-    if not result:
-        result = {"failed": f"{why}: {said[-1500:]}"}
+    limit, failed = PARTS[part].time_limit, ""
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,  # its own processes are killed with it
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=limit)
+            if process.returncode:
+                failed = f"exit code {process.returncode}: {output[-1500:]}"
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            failed = f"not done within {limit} seconds"
+    found = json.loads(path.read_text()) if path.exists() else {}
+    result: dict[str, Any] = {**device, "found": found}
+    if failed:
+        result["failed"] = failed
     result["seconds"] = round(time.perf_counter() - begin, 1)
     path.write_text(json.dumps(result, indent=1) + "\n")
     return result
 
 
 def measure_here(part: str, folder: Path, *, toy: bool) -> None:
-    """What the process of a part does."""
-    import jax
-
-    from ..report import describe_machine
-
+    """Measures a part in this process, and writes each result when it is there."""
+    found = {}
     module = importlib.import_module(f".{part}", __package__)
-    device = jax.devices()[0]
-    result = {
-        "device": f"{jax.device_count()} x {device.device_kind}",
-        "platform": device.client.platform_version,
-        "machine": describe_machine(),
-        "found": module.measure(toy),
-    }
-    (folder / f"{part}.json").write_text(json.dumps(result, indent=1) + "\n")
+    for name, value in module.measure(toy):
+        found[name] = value
+        partial = folder / f"{part}.partial"
+        partial.write_text(json.dumps(found))
+        partial.replace(folder / f"{part}.json")  # whole, even if it is killed here
 
 
-def markdown(results: dict[str, dict[str, Any]]) -> str:
-    """A table of all parts."""
+def format_table(results: dict[str, dict[str, Any]]) -> str:
+    """Returns the Markdown table of all parts."""
     devices = {result["device"] for result in results.values() if "device" in result}
     lines = [f"{', '.join(sorted(devices)) or 'no device'}.", ""]
-    lines += ["| part | what | found |", "|---|---|---|"]
+    lines += ["| part | measured | result |", "|---|---|---|"]
     for part, result in results.items():
+        module = importlib.import_module(f".{part}", __package__)
+        rows = [*module.format_rows(result.get("found", {}))]
         if "failed" in result:
-            rows = [("FAILED", result["failed"][-300:])]
-        else:
-            module = importlib.import_module(f".{part}", __package__)
-            rows = module.rows(result["found"])
-        for what, value in rows:
-            cells = (" ".join(str(cell).split()) for cell in (part, what, value))
+            rows.append(("FAILED", result["failed"][-300:]))
+        for name, value in rows:
+            cells = (" ".join(str(cell).split()) for cell in (part, name, value))
             lines.append(f"| {' | '.join(c.replace('|', '/') for c in cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -116,25 +133,33 @@ def main(argv: list[str] | None = None) -> int:
     for name in names:
         if name not in PARTS:
             parser.error(f"`--only` has {name!r}; there are {', '.join(PARTS)}.")
-    if not args.toy and _platform() == "cpu":
+    device = _describe_device()
+    if not args.toy and device["platform"] == "cpu":
         parser.error("this needs a GPU or TPU, and JAX has a CPU; `--toy` runs on it.")
 
     results = {}
     for name in names:
-        print(f"{name}: {PARTS[name]} ...", flush=True)
-        results[name] = run(name, args.output, toy=args.toy)
+        print(f"{name}: {PARTS[name].title} ...", flush=True)
+        results[name] = run(name, args.output, device, toy=args.toy)
         print(f"  {results[name]['seconds']} s", flush=True)
-    table = markdown(results)
+    table = format_table(results)
     (args.output / "gpu.md").write_text(table)
     print(f"\n{table}\nwritten to {args.output}")
     return int(any("failed" in result for result in results.values()))
 
 
-def _platform() -> str:
-    """What JAX computes on, asked of another process: this one takes no memory."""
-    code = "import jax; print(jax.devices()[0].platform)"
-    asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    return asked.stdout.strip().rpartition("\n")[2] or "cpu"
+def _describe_device() -> dict[str, str]:
+    """Returns the kind of the device; a process finds it, and then frees its memory."""
+    code = (
+        "import jax, json\nfirst, *_ = devices = jax.devices()\nprint(json.dumps("
+        "{'device': f'{len(devices)} x {first.device_kind}', 'platform': first.platform"
+        ", 'version': first.client.platform_version}))"
+    )
+    asked = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    device = json.loads(asked.stdout.strip().rpartition("\n")[2])
+    return {**device, "machine": describe_machine()}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The same bits: in fresh processes, after a resume, with several steps a dispatch."""
+"""The same bits in fresh processes, after a resume, with several steps per dispatch."""
 
 import hashlib
 import tempfile
@@ -14,11 +14,11 @@ import optax
 
 from jaxdp import SingleDevice, Trainer
 
-from . import fresh
+from . import measure_in_process
 
 
-class Reads(eqx.Module):
-    """Embeddings, convolved, max-pooled: whose gradients GPUs add in any order."""
+class TextNet(eqx.Module):
+    """Embeddings and a max-pool, whose gradients GPUs add in an order that varies."""
 
     words: eqx.nn.Embedding
     conv: eqx.nn.Conv1d
@@ -37,8 +37,8 @@ class Reads(eqx.Module):
         return self.last(self.pool(jax.nn.relu(x)).ravel())
 
 
-def one(reproducible: str | None, toy: bool) -> dict[str, Any]:
-    """Hashes of three runs that must end alike, and seconds per step."""
+def measure_one(reproducible: str | None, toy: bool) -> dict[str, Any]:
+    """Returns hashes of three runs that must end alike, and seconds per step."""
     rows, steps = (8, 8) if toy else (512, 64)
     draw = np.random.default_rng(0)
     x = draw.integers(0, 399, (steps, rows, 64), dtype=np.int32)
@@ -46,7 +46,7 @@ def one(reproducible: str | None, toy: bool) -> dict[str, Any]:
 
     def trainer(**options: Any) -> Trainer:
         return Trainer(
-            Reads(jax.random.key(0)),
+            TextNet(jax.random.key(0)),
             optax.adam(1e-3),
             loss="cross_entropy",
             strategy=SingleDevice(),
@@ -82,18 +82,17 @@ def one(reproducible: str | None, toy: bool) -> dict[str, Any]:
     return found
 
 
-def measure(toy: bool) -> dict[str, Any]:
-    """By setting, what three fresh processes have found; at toy size two."""
-    found: dict[str, Any] = {}
+def measure(toy: bool) -> Iterator[tuple[str, Any]]:
+    """Yields the results of two fresh processes for each setting."""
     for reproducible in (None, "run"):
-        times = (1 if reproducible else 2) if toy else 3
-        name = reproducible or "default"
-        found[name] = [fresh.one(__name__, reproducible, toy) for _ in range(times)]
-    return found
+        yield (
+            reproducible or "default",
+            [measure_in_process(__name__, reproducible, toy) for _ in range(2)],
+        )
 
 
-def rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """A line for each setting, and one for the price."""
+def format_rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields rows for each setting, and one for the price."""
     seconds = {}
     for setting, runs in found.items():
         failed = [one["failed"] for one in runs if "failed" in one]

@@ -1,8 +1,11 @@
-"""Three ways to give a step its batch: in the call, before the call, there already."""
+"""Ways to give a step its batch: does the transfer run while the step before computes?
+
+Batches are 154 MB of images, and a step computes about as long as their transfer takes.
+"""
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import equinox as eqx
@@ -13,95 +16,102 @@ import optax
 
 from jaxdp import SingleDevice, Trainer
 
+REPEATS = 4
+"""How often each way is timed; the first time compiles, and does not count."""
 
-def measure(toy: bool) -> dict[str, Any]:
-    """Milliseconds of a step for each way, with images of 154 MB a batch."""
-    rows, side, steps = (4, 16, 3) if toy else (256, 224, 5)
+
+class Net(eqx.Module):
+    """The same layer many times, on as many pixels as it is wide."""
+
+    weight: jax.Array
+    depth: int = eqx.field(static=True)
+
+    def compute_loss(self, images: jax.Array) -> jax.Array:
+        x = images.reshape(len(images), -1)
+
+        def apply(h: jax.Array, _: None) -> tuple[jax.Array, None]:
+            return jnp.tanh(h @ self.weight), None
+
+        h, _ = jax.lax.scan(apply, x[:, : len(self.weight)], None, self.depth)
+        return h.mean() + x.mean()  # of all pixels, so all are transferred
+
+
+def measure(toy: bool) -> Iterator[tuple[str, Any]]:
+    """Yields the milliseconds of a step for each way."""
+    rows, side, steps = (4, 16, 3) if toy else (256, 224, 20)
+    width, depth = (64, 2) if toy else (4096, 50)
     batches = [
         np.random.default_rng(n).random((rows, side, side, 3), np.float32)
         for n in range(3)
     ]
-    # As much work as a transfer takes time, so that one can hide the other.
-    times = 2 if toy else 100
+    yield "megabytes", batches[0].nbytes / 1e6
+    on_device = [jax.device_put(batch) for batch in batches]
+    net = Net(jnp.eye(width), depth)
+    for name, put_early, source in (
+        ("by hand, NumPy into the call", False, batches),
+        ("by hand, put before the call", True, batches),
+        ("by hand, on the device already", False, on_device),
+    ):
+        yield name, _time(_make_loop(net, source, put_early), steps)
+    for name, source in (
+        ("jaxdp, NumPy", batches),
+        ("jaxdp, on the device already", on_device),
+    ):
+        yield name, _time(_make_fit(net, source), steps)
+
+
+def _time(run: Callable[[int], None], steps: int) -> float:
+    """Returns the milliseconds of a step, the median of several runs."""
+    seconds = []
+    for _ in range(REPEATS):
+        begin = time.perf_counter()
+        run(steps)
+        seconds.append((time.perf_counter() - begin) / steps)
+    return 1e3 * statistics.median(seconds[1:])
+
+
+def _make_loop(net: Net, source: Any, put_early: bool) -> Callable[[int], None]:
+    """Returns a loop by hand, which trains so many steps."""
+    optimizer = optax.sgd(1e-6)
 
     @jax.jit
-    def step(weight, x):
-        rows = x.reshape(len(x), -1)[:, : weight.shape[0]]
-        grow = jax.lax.fori_loop(0, times, lambda _, h: jnp.tanh(h @ weight), rows)
-        return weight + 1e-6 * (grow.mean() + x.mean())
+    def step(weight: jax.Array, batch: jax.Array) -> jax.Array:
+        grads = jax.grad(lambda w: Net(w, net.depth).compute_loss(batch))(weight)
+        updates, _ = optimizer.update(grads, optimizer.init(weight))
+        return optax.apply_updates(weight, updates)
 
-    size = 64 if toy else 4096
-    first = jnp.eye(size)
+    def run(steps: int) -> None:
+        weight, batch = net.weight, source[0]
+        for number in range(1, steps + 1):
+            following = source[number % 3]
+            if put_early:
+                following = jax.device_put(following)
+            weight, batch = step(weight, batch), following
+        weight.block_until_ready()
 
-    def in_the_call(weight, number):
-        return step(weight, batches[number % 3])
-
-    ready = {}
-
-    def before_the_call(weight, number):
-        here = ready.pop(number, None)
-        here = jax.device_put(batches[number % 3]) if here is None else here
-        ready[number + 1] = jax.device_put(batches[(number + 1) % 3])
-        return step(weight, here)
-
-    there = [jax.device_put(batch) for batch in batches]
-
-    def on_the_device(weight, number):
-        return step(weight, there[number % 3])
-
-    found: dict[str, Any] = {"megabytes": batches[0].nbytes / 1e6}
-    ways = {
-        "NumPy into the call": in_the_call,
-        "put before the call": before_the_call,
-        "on the device already": on_the_device,
-    }
-    for name, way in ways.items():
-        times_of = []
-        for _ in range(4):
-            ready.clear()
-            weight, begin = way(first, 0), time.perf_counter()
-            for number in range(1, steps + 1):
-                weight = way(weight, number)
-            weight.block_until_ready()
-            times_of.append((time.perf_counter() - begin) / steps)
-        found[name] = 1e3 * statistics.median(times_of[1:])  # the first compiles
-    found |= _ours(batches, steps)
-    return found
+    return run
 
 
-def _ours(batches: list[np.ndarray], steps: int) -> dict[str, float]:
-    """The same for a Trainer with a model that does next to nothing."""
+def _make_fit(net: Net, source: Any) -> Callable[[int], None]:
+    """Returns a fit of a Trainer, which trains so many steps."""
+    trainer = Trainer(
+        net,
+        optax.sgd(1e-6),
+        loss_fn=lambda net, images: net.compute_loss(images),
+        strategy=SingleDevice(),
+        enable_progress_bar=False,
+    )
 
-    class Mean(eqx.Module):
-        weight: jax.Array
-
-        def __call__(self, x):
-            return self.weight * x.mean()
-
-    def fit(data: list[Any]) -> float:
-        model = Mean(jnp.ones(()))
-        trainer = Trainer(
-            model,
-            optax.sgd(1e-3),
-            loss_fn=lambda model, x: jax.vmap(model)(x) ** 2,
-            strategy=SingleDevice(),
-            enable_progress_bar=False,
-        )
-        trainer.fit(data, max_epochs=1)
-        begin = time.perf_counter()
-        trainer.fit(data, max_epochs=1 + steps)
+    def run(steps: int) -> None:
+        data = [(source[number % 3],) for number in range(steps)]
+        trainer.fit(data, max_epochs=trainer.current_epoch + 1)
         jax.block_until_ready(trainer.state)
-        return 1e3 * (time.perf_counter() - begin) / (steps * len(data))
 
-    there = [(jax.device_put(batch),) for batch in batches]
-    return {
-        "jaxdp, NumPy": fit([(batch,) for batch in batches]),
-        "jaxdp, on the device already": fit(there),
-    }
+    return run
 
 
-def rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """A line for each way."""
+def format_rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields a row for each way."""
     for name, value in found.items():
         if name != "megabytes":
             yield f"{name}, {found['megabytes']:.0f} MB", f"{value:.2f} ms a step"
