@@ -140,14 +140,19 @@ _OF_YES_NO: Final = binary_cross_entropy, optax.sigmoid_binary_cross_entropy
 """Criteria for which each logit answers a yes/no question."""
 
 
-_PER_ROW: Final = (
-    *METRICS.values(),
+_OF_EQUAL_SHAPES: Final = (
     optax.squared_error,
     optax.l2_loss,
     optax.huber_loss,
     optax.log_cosh,
     optax.sigmoid_binary_cross_entropy,
     optax.softmax_cross_entropy,
+)
+"""Losses of optax, some of which would broadcast a prediction against a target."""
+
+_PER_ROW: Final = (
+    *METRICS.values(),
+    *_OF_EQUAL_SHAPES,
     optax.softmax_cross_entropy_with_integer_labels,
 )
 """Criteria that are known to work on rows one by one."""
@@ -159,6 +164,18 @@ def is_per_row(criterion: Criterion) -> bool:
     A callable of the user's is written for a batch, whatever it computes.
     """
     return _unwrap_partial(criterion) in _PER_ROW
+
+
+def match_shapes(criterion: Criterion, prediction: Any, target: Any) -> tuple[Any, Any]:
+    """Returns the arguments of a criterion; for optax's losses, of equal shapes.
+
+    Raises:
+        ValueError: if the shapes differ in more than a last axis of one.
+    """
+    function = _unwrap_partial(criterion)
+    if function not in _OF_EQUAL_SHAPES:
+        return prediction, target
+    return _match_shapes(function.__name__, prediction, target)
 
 
 def _unwrap_partial(criterion: Criterion) -> Criterion:
@@ -309,33 +326,6 @@ def per_row(values: Array) -> Array:
     return (
         values.reshape(values.shape[0], -1).mean(axis=1) if values.ndim > 1 else values
     )
-
-
-def broadcasts_silently(criterion: Criterion, prediction: Any, target: Any) -> Any:
-    """Returns the shape that `criterion` broadcasts `(batch, 1)` and `(batch,)` to.
-
-    Two arrays that differ only in axes of size one are nearly always meant to
-    match row by row, but NumPy's rules make `(batch, batch)` of them. Only when
-    such an array really arises inside the criterion is it reported: a criterion
-    that squeezes or indexes first is right.
-    """
-    left, right = getattr(prediction, "shape", None), getattr(target, "shape", None)
-    if left is None or right is None or left == right:
-        return None
-    if [n for n in left if n != 1] != [n for n in right if n != 1]:
-        return None
-    try:
-        grown = jnp.broadcast_shapes(left, right)
-    except ValueError:
-        return None
-    if grown in (left, right):
-        return None
-    try:
-        jaxpr = jax.make_jaxpr(criterion)(prediction, target)
-    except Exception:  # it checks shapes itself, and will say so when called
-        return None
-    made = f"[{','.join(map(str, grown))}]"  # as programs print it: f32[8,8]
-    return grown if made in str(jaxpr) else None
 
 
 def name_of(metric: str | Criterion) -> str:

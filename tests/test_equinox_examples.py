@@ -244,7 +244,7 @@ def stateful_by_hand():
     [
         (SingleDevice, "batch", {"loss": "mse"}),
         (Sharded, "batch", {"loss_fn": stateful_loss}),
-        (Pmap, ("batch", "data"), {"loss": "mse"}),
+        (Pmap, "batch", {"loss": "mse"}),
     ],
 )
 def test_layers_with_state_learn_as_by_hand(strategy, axis_name, arguments):

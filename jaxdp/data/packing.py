@@ -20,7 +20,6 @@ from ..step import Batch, Group, SingleRowBatch, find_batched_leaves, merge_leav
 from .batches import (
     LocalBatch,
     SpecKey,
-    get_local,
     leaf_name,
     make_spec_key,
     select_rows,
@@ -227,7 +226,7 @@ class Packer:
     If it pads, every block of a short batch is padded to the largest size of its spec,
     with copies of its own first row (zeros or NaN could poison gradients). If not,
     batches keep their size, and each device computes a batch in full that the devices
-    do not divide. `should_pad` decides by the first batch; None means no.
+    do not divide.
 
     Sizes are rounded up to a multiple of `num_shards`. If blocks are filled `in_order`,
     all padding is at the end, and the compiled step is that of one process. All
@@ -242,11 +241,10 @@ class Packer:
         blocks: RowBlocks = _ONE_BLOCK,
         in_order: bool = True,
         collect: Callable[[Leaves], Leaves] = list,
-        should_pad: Callable[[Batch], bool] | None = lambda _: True,
+        pads: bool = True,
     ):
         self.num_shards, self.kind, self.blocks = num_shards, kind, blocks
-        self.pads = should_pad is not None
-        self._should_pad, self._is_settled = should_pad, should_pad is None
+        self.pads = pads
         self.specs = BatchSpecs(kind, num_shards, blocks.count)
         self._in_order = in_order
         self._collect = collect
@@ -259,7 +257,6 @@ class Packer:
     def reset(self) -> None:
         """Treats the next batch as the first."""
         self.specs.reset()
-        self._is_settled = self._should_pad is None
 
     def pack(self, windows: list[Window], slots: int = 1) -> Dispatch:
         """Packs the batches of one optimizer step, or of several of equal shapes.
@@ -270,8 +267,6 @@ class Packer:
         # Most windows are one batch with the shapes of the last, and small steps wait
         # for it.
         first, last, steps = windows[0][0], self.specs.last, len(windows)
-        if not self._is_settled and self._should_pad is not None:
-            self.pads, self._is_settled = self._should_pad(get_local(first)), True
         is_plain = type(first) is tuple and _NUMPY.issuperset(map(type, first))
         if last and is_plain and steps == slots == 1:
             if [*map(_SHAPE_AND_DTYPE, first)] == last[0]:

@@ -1,6 +1,5 @@
 """Compiled steps on the train state of a trainer."""
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -113,10 +112,8 @@ class Engine:
         self._blocks = make_row_blocks(strategy) if several else RowBlocks()
         self.steps: dict[StepKind, Step] = {}
         for kind in KIND_NAMES:
-            should_pad = functools.partial(pure.is_padded, kind)
-            self.steps[kind] = Step(
-                kind, strategy, self._blocks, in_order, should_pad=should_pad
-            )
+            pads = pure.is_padded(kind)
+            self.steps[kind] = Step(kind, strategy, self._blocks, in_order, pads=pads)
         shapes = jax.eval_shape(lambda *trees: trees, *parts[:2])
         self._structure = ModelStructure(parts[2], shapes, view)
         with clear_mesh(), pause_gc():

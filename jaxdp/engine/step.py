@@ -18,7 +18,6 @@ from ..basics.process import pause_gc
 from ..data import Dispatch, Packer, check_targets, replace_ignored_rows
 from ..distributed import RowBlocks, make_global_array
 from ..step import (
-    Batch,
     CriterionObjective,
     Facts,
     Group,
@@ -197,7 +196,7 @@ class Step:
         blocks: RowBlocks,
         in_order: bool,
         *,
-        should_pad: Callable[[Batch], bool] | None,
+        pads: bool,
     ):
         def collect(leaves: list[Any]) -> list[np.ndarray]:
             (group,) = place_batch(strategy, [Group(leaves, None)], split=True)
@@ -210,7 +209,7 @@ class Step:
             blocks,
             in_order,
             collect,
-            should_pad,
+            pads,
         )
         self.facts = _UNTRACED
         self.programs: dict[Hashable, Program] = {}

@@ -211,7 +211,7 @@ def check_model(model: Any, *, must_be_callable: bool) -> None:
             " `loss_fn(model, *batch)`."
         )
     if must_be_callable:
-        check_training_flags(model, True, False)
+        check_training_flags(model)
 
 
 def check_optimizer(optimizer: Any) -> None:

@@ -8,8 +8,9 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Int, PyTree
 
-from ..basics.tree import describe_difference, leaf_path
+from .loss_output import describe
 from .model_call import find_keywords
+from .state import match_dtypes
 
 
 class AfterUpdate:
@@ -50,33 +51,16 @@ class AfterUpdate:
         model = eqx.combine(params, buffers, self.static)
         offered = {"key": key, "step": step}
         new = self.function(model, **{name: offered[name] for name in self._names})
-        if jax.tree.structure(new) != jax.tree.structure(model):
+        old = eqx.filter(model, eqx.is_array)
+        others = eqx.filter(new, eqx.is_array, inverse=True)
+        if not eqx.tree_equal(others, eqx.filter(model, eqx.is_array, inverse=True)):
             raise TypeError(
-                f"`after_update` returned a {type(new).__name__} of another structure"
-                " than the model's; it must return the model, changed by eqx.tree_at or"
-                f" jax.tree.map: {describe_difference(model, new)}."
+                f"`after_update` returned {describe(new)}; it must be the model, in"
+                " which nothing but values of arrays is changed, as by eqx.tree_at."
             )
-
-        def same_kind(path: Any, old: Any, new: Any) -> Any:
-            is_array, was, now = eqx.is_array(old), _kind(old), _kind(new)
-            is_same = was == now if is_array else new is old or eqx.tree_equal(new, old)
-            if not is_same:
-                raise TypeError(
-                    f"`after_update` makes {now} of {leaf_path(path)}, which is {was};"
-                    " it may change the values of arrays, but no shape, no dtype and"
-                    " nothing that is not an array."
-                )
-            weak = is_array and getattr(new, "weak_type", False)
-            return jax.lax.convert_element_type(new, new.dtype) if weak else new
-
-        new = jax.tree_util.tree_map_with_path(same_kind, model, new)
+        new = match_dtypes(
+            old, eqx.filter(new, eqx.is_array), "model of `after_update`"
+        )
         is_none = lambda leaf: leaf is None  # noqa: E731
         trained = jax.tree.map(lambda p: p is not None, params, is_leaf=is_none)
-        params, others = eqx.partition(new, trained)
-        return params, eqx.filter(others, eqx.is_array)
-
-
-def _kind(leaf: Any) -> str:
-    if not eqx.is_array(leaf):
-        return repr(leaf)
-    return f"an array of shape {leaf.shape}, {leaf.dtype}"
+        return eqx.partition(new, trained)

@@ -1,7 +1,8 @@
 """The weights to evaluate, of optimizers that take gradients at other weights."""
 
+import functools
 from collections.abc import Callable
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,7 @@ def make_weights_view(opt_state: PyTree) -> Callable[[TrainState], TrainState] |
         opt_state: arrays, or their shapes.
 
     Raises:
-        ValueError: for `optax.lookahead`.
+        ValueError: for `optax.lookahead`, and for SAM that changes weights in steps.
     """
     nodes = jax.tree.leaves(opt_state, is_leaf=_has_eval_weights)
     if find_nodes(LookaheadState, opt_state):
@@ -38,11 +39,16 @@ def make_weights_view(opt_state: PyTree) -> Callable[[TrainState], TrainState] |
             "`optimizer`: optax.lookahead trains pairs of fast and slow weights, which"
             " are no model to call. jaxdp.callbacks.WeightAveraging() averages weights."
         )
+    if any(node.cache is not None for node in find_nodes(SAMState, opt_state)):
+        raise ValueError(
+            "`optimizer`: optax.contrib.sam trains adversarial weights in some steps,"
+            " which are not to be evaluated; pass opaque_mode=True to it."
+        )
     return _replace_params if any(map(_has_eval_weights, nodes)) else None
 
 
 def _has_eval_weights(node: Any) -> bool:
-    return isinstance(node, ScheduleFreeState | SAMState | KeepsWeights)
+    return isinstance(node, ScheduleFreeState | KeepsWeights)
 
 
 def _replace_params(state: TrainState) -> TrainState:
@@ -59,52 +65,22 @@ def evaluated_params(params: PyTree, opt_state: PyTree) -> PyTree:
     """Returns the weights to evaluate of an optimizer that has trained `params`."""
     nodes = jax.tree.leaves(opt_state, is_leaf=_has_eval_weights)
     for node in filter(_has_eval_weights, nodes):
-        if isinstance(node, ScheduleFreeState | SAMState):
-            other = node.z if isinstance(node, ScheduleFreeState) else node.cache
-            if other is not None:  # SAM in its opaque mode trains the outer weights
-                params = jax.tree.map(_FROM[type(node)](node), params, other)
+        if isinstance(node, ScheduleFreeState):
+            average = functools.partial(_average_schedule_free, node.b1)
+            params = jax.tree.map(average, params, node.z)
         else:
             params = node.evaluated_params(params)
     return params
 
 
-def _make_schedule_free_average(state: Any) -> Callable[[Array, Any], Array]:
-    """Returns a function to the average `x` of arXiv:2405.15682.
+def _average_schedule_free(b1: Any, y: Array, z: Any) -> Array:
+    """Returns the average `x` of arXiv:2405.15682; trained is `y = b1 x + (1 - b1) z`.
 
-    Trained is `y = b1 x + (1 - b1) z`.
-
-    It is what `optax.contrib.schedule_free_eval_params` returns.
+    It is what `optax.contrib.schedule_free_eval_params` returns. `b1` is a number, or
+    one for each member of an ensemble.
     """
-
-    def average(y: Array, z: Any) -> Array:
-        if z is None or isinstance(z, MaskedNode):
-            return y
-        b1 = _broadcast_to_leaf(state.b1, y)
-        return ((y - (1 - b1) * z) / b1).astype(y.dtype)
-
-    return average
-
-
-def _make_sam_restore(state: Any) -> Callable[[Array, Any], Array]:
-    """Returns a function to the weights before the latest adversarial steps."""
-
-    def before(params: Array, cache: Any) -> Array:
-        if cache is None or isinstance(cache, MaskedNode):
-            return params
-        return jnp.where(
-            _broadcast_to_leaf(state.steps_since_sync, params) == 0, params, cache
-        )
-
-    return before
-
-
-_FROM: Final = {
-    ScheduleFreeState: _make_schedule_free_average,
-    SAMState: _make_sam_restore,
-}
-
-
-def _broadcast_to_leaf(number: Any, leaf: Array) -> Array:
-    """Returns a number, or one for each member of an ensemble, shaped for a leaf."""
-    number = jnp.asarray(number)
-    return number.reshape(number.shape + (1,) * (leaf.ndim - number.ndim))
+    if z is None or isinstance(z, MaskedNode):
+        return y
+    b1 = jnp.asarray(b1)
+    b1 = b1.reshape(b1.shape + (1,) * (y.ndim - b1.ndim))
+    return ((y - (1 - b1) * z) / b1).astype(y.dtype)

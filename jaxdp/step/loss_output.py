@@ -1,6 +1,5 @@
 """Checks of a loss or a metric that a user's function returned inside a step."""
 
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -10,11 +9,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from .. import losses
-
-UNWRAPPED = (
-    " (A function wrapped in `filter_value_and_grad` or `filter_grad` must be passed"
-    " unwrapped: the trainer takes the gradient.)"
-)
 
 
 class LossOutput(NamedTuple):
@@ -32,13 +26,14 @@ def check_loss_output(
     name: str,
     value: Any,
     rows: int,
-    *,
     weight: Array | None = None,
+    *,
     is_criterion: bool = False,
 ) -> LossOutput:
     """Checks a value or a pair: a floating array with the rows, or a scalar.
 
-    The values of a criterion may have more axes after that of the rows.
+    The values of a criterion, which `check_criterion_values` has checked, may have more
+    axes after that of the rows.
     """
     row_weights = None
     if is_pair(value):
@@ -49,7 +44,8 @@ def check_loss_output(
             after = [1] * (row_weights.ndim - weight.ndim)
             weight = row_weights * weight.reshape(*weight.shape, *after)
     else:
-        _check_shape(argument, name, value, rows, is_criterion)
+        if not is_criterion:
+            _check_shape(argument, value, ((), (rows,)), rows)
         value = jnp.asarray(value)
 
     if weight is not None:
@@ -75,22 +71,24 @@ def check_loss_output(
     )
 
 
-def _check_shape(
-    argument: str, name: str, value: Any, rows: int, is_criterion: bool
-) -> None:
-    is_array = eqx.is_array_like(value)
-    shape = jnp.shape(value) if is_array else None
-    if shape in ((), (rows,)):
-        return
-    hint = "" if is_array else UNWRAPPED
-    if is_criterion:
-        if shape and shape[0] == rows and (name == "loss" or math.prod(shape) == rows):
-            return
-        hint = f" Average over other axes: values.reshape({rows}, -1).mean(axis=1)."
-    raise (ValueError if is_array else TypeError)(
-        f"{argument} is {describe(value)} for a batch of {rows} rows; it must be"
-        f" one value per row, ({rows},), or a scalar mean, ().{hint}"
-    )
+def check_criterion_values(argument: str, value: Any, target: Any, rows: int) -> None:
+    """Raises unless the values of the user's criterion are a scalar, or by rows.
+
+    Other shapes are what a function of one example makes of a batch, or what
+    broadcasting makes of predictions and targets.
+    """
+    shapes = (), (rows,), jnp.shape(target) if eqx.is_array_like(target) else ()
+    _check_shape(argument, value, shapes, rows)
+
+
+def _check_shape(argument: str, value: Any, shapes: tuple[Any, ...], rows: int) -> None:
+    if not eqx.is_array_like(value) or jnp.shape(value) not in shapes:
+        raise (ValueError if eqx.is_array_like(value) else TypeError)(
+            f"{argument} is {describe(value)} for a batch of {rows} rows; it must be"
+            f" one value per row, ({rows},), or a scalar mean, (). Average over other"
+            " axes, .mean(axis=1); a function of one example is to be wrapped in"
+            " jax.vmap, and one in `filter_value_and_grad` to be passed unwrapped."
+        )
 
 
 def _check_weight(argument: str, values: Array, weights: Array, rows: int) -> None:

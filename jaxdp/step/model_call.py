@@ -1,13 +1,11 @@
-"""Calls of a user's model inside a step: vmapped, with the axes that it names.
+"""Calls of a user's model inside a step: vmapped, with the arguments that it names.
 
-A BatchNorm reduces over axes by name, and all of them are bound. A model with state is
-always called with the full batch.
+A model with state is always called with the full batch.
 """
 
-import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 import equinox as eqx
@@ -33,12 +31,10 @@ def call_model(
     `training` if its `__call__` names them. The axis has the name that its BatchNorm
     layers use.
     """
-    row_axis, *others = find_axis_names(model) or (None,)
     given_state = copy_state(model_state)
-    offers = make_keyword_getter(model, training=rows.training)
 
     def one_row(row: PyTree, key: PRNGKeyArray) -> Any:
-        keywords = offers(key)
+        keywords = bind_keywords(model, key, training=rows.training)
         row = unwrap_whole(row)
         shapes = jax.tree.map(jnp.shape, row)
         with NoteOnError(f"the model was called on one example, of shape {shapes}"):
@@ -46,13 +42,12 @@ def call_model(
                 return model(row, **keywords), None
             return model(row, given_state, **keywords)
 
-    def call_rows() -> Any:
-        in_axes = row_axes(x), 0
-        batched = jax.vmap(one_row, in_axes, out_axes=(0, None), axis_name=row_axis)
-        return batched(x, rows.keys)
-
-    prediction, new_state = bind_axes(others, call_rows)()
-    return prediction, new_state
+    return jax.vmap(
+        one_row,
+        (row_axes(x), 0),
+        out_axes=(0, None),
+        axis_name=find_axis_name(model),
+    )(x, rows.keys)
 
 
 def row_axes(batch: PyTree) -> PyTree:
@@ -62,103 +57,49 @@ def row_axes(batch: PyTree) -> PyTree:
     )
 
 
-@contextlib.contextmanager
-def note_dict_input(x: PyTree) -> Iterator[None]:
-    """Names the keys of `x` if it is a dict and the model fails on it."""
-    try:
-        yield
-    except (TypeError, AttributeError) as error:
-        if not isinstance(x, Mapping):
-            raise
-        raise TypeError(
-            f"`predict` called the model on a dict with the keys {list(x)}, with"
-            f" one row of each, and that failed: {error}. If the model takes one"
-            f" of them, pass [b[{next(iter(x), 'KEY')!r}] for b in loader]."
-        ) from error
-
-
-def bind_axes(names: list[str], call: Callable[[], Any]) -> Callable[[], Any]:
-    """Returns `call`, in which each of the names is that of an axis of size one.
-
-    So a model that reduces over ("batch", "data") runs without a mesh axis "data".
-    """
-    for name in names:
-        mapped = jax.vmap(
-            lambda _, call=call: call(),
-            in_axes=None,
-            out_axes=None,
-            axis_size=1,
-            axis_name=name,
+def find_axis_name(model: PyTree) -> Any:
+    """Returns the axis that the model's BatchNorms reduce over, or None."""
+    names = [norm.axis_name for norm in find_nodes(eqx.nn.BatchNorm, model)]
+    if any(name != names[0] or not isinstance(name, str) for name in names):
+        raise ValueError(
+            f"the model's BatchNorm layers name the axes {names}; give all of them one,"
+            " axis_name='batch', which has all rows of the batch, of all devices."
         )
-        call = functools.partial(mapped, None)
-    return call
+    return next(iter(names), None)
 
 
-def find_axis_names(model: PyTree) -> tuple[str, ...]:
-    """Returns the axes that the model's BatchNorms reduce over, in order."""
-    names: dict[str, None] = {}
-    for norm in find_nodes(eqx.nn.BatchNorm, model):
-        axis = norm.axis_name
-        names |= dict.fromkeys(axis if isinstance(axis, tuple | list) else (axis,))
-    return tuple(names)
-
-
-def make_keyword_getter(
-    model: Any, *, training: bool
-) -> Callable[[PRNGKeyArray | None], dict[str, Any]]:
-    """Returns a function from a key to the keyword arguments that the model names.
+def bind_keywords(model: Any, key: Any, *, training: bool) -> dict[str, Any]:
+    """Returns `key` and `training`, where the model's call names them.
 
     Raises:
         TypeError: see `check_training_flags`.
     """
-    check_training_flags(model, training)
+    check_training_flags(model)
     named = find_keywords(model)
-
-    def offers(key: PRNGKeyArray | None) -> dict[str, Any]:
-        offered = {"key": key, "training": training}
-        return {name: value for name, value in offered.items() if name in named}
-
-    return offers
+    offered = {"key": key, "training": training}
+    return {name: value for name, value in offered.items() if name in named}
 
 
-_OTHER_NAMES: Final = {
-    "train": True,
-    "is_training": True,
-    "deterministic": False,
-    "inference": False,
-}
-"""Other names of `training` in models, and the value of each while they train."""
+_OTHER_NAMES: Final = "train", "is_training", "deterministic", "inference"
+"""Other names of `training` in models."""
 
 
-def check_training_flags(model: Any, *passes: bool) -> None:
+def check_training_flags(model: Any) -> None:
     """Raises if the model has a training flag that no call would set.
 
-    No caller sets such a flag, so its default would hold in all passes. None, Equinox's
-    default, leaves the choice to the layers.
-
-    Args:
-        model: the callable.
-        passes: for each kind of call, whether it is in training.
+    Its default would hold in training and in validation. None, Equinox's default,
+    leaves the choice to the layers.
     """
     named = find_keywords(model)
-    for name in _OTHER_NAMES.keys() & named.keys():
-        default, while_training = named[name].default, _OTHER_NAMES[name]
-        if default is inspect.Parameter.empty:
-            instead = "and it has no default"
-        elif not isinstance(default, bool):
-            continue
-        elif all(default == (while_training == training) for training in passes):
-            continue
-        else:
-            trains = "in training" if default == while_training else "outside training"
-            instead = f"so that it is {default}, as {trains}, in every pass"
-        raise TypeError(
-            f"`model`: its `__call__` takes `{name}`, which is not passed, {instead}."
-            " Call it `training`, which is passed (True in the steps of `fit`, else"
-            " False), or leave it to eqx.nn.Dropout and eqx.nn.BatchNorm, whose"
-            f" `inference` is set. For one value always, pass eqx.Partial(model,"
-            f" {name}=...)."
-        )
+    for name in _OTHER_NAMES:
+        if name in named and named[name].default is not None:
+            raise TypeError(
+                f"`model`: its `__call__` takes `{name}`, which is not passed, so that"
+                " its default would hold in every pass. Call it `training`, which is"
+                " passed (True in the steps of `fit`, else False), or leave it to"
+                " eqx.nn.Dropout and eqx.nn.BatchNorm, whose `inference` is set. For"
+                f" one value always, pass eqx.Partial(model, {name}=...)."
+            )
 
 
 def find_keywords(model: Any) -> Mapping[str, inspect.Parameter]:
@@ -215,7 +156,7 @@ class InferenceModel(eqx.Module):
 
     def __call__(self, x: PyTree, *, key: PRNGKeyArray | None = None) -> PyTree:
         """Returns the prediction for one example; models may draw from `key`."""
-        keywords = make_keyword_getter(self.model, training=False)(key)
+        keywords = bind_keywords(self.model, key, training=False)
         if self.state is None:
             return self.model(x, **keywords)
         return self.model(x, copy_state(self.state), **keywords)[0]

@@ -4,8 +4,6 @@
 `Trainer(loss_fn=...)`; both are called inside the compiled step.
 """
 
-import contextlib
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -15,21 +13,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from .. import losses
-from ..basics.tree import find_nodes, is_key
-from .collectives import DATA
 from .loss_output import (
-    UNWRAPPED,
     LossOutput,
+    check_criterion_values,
     check_loss_output,
     describe,
     is_pair,
     make_notes,
     zero_ignored_rows,
 )
-from .model_call import bind_axes, call_model, copy_state, find_axis_names
+from .model_call import call_model, copy_state
 from .per_example import Arguments, PerExample
 from .state import MaskAndKeys
-from .whole import KeyData, is_whole, to_user_batch, unwrap_whole
+from .whole import is_whole, to_user_batch, unwrap_whole
 
 
 class ObjectiveOutput(NamedTuple):
@@ -57,6 +53,7 @@ class CriterionObjective:
 
     is_per_example: bool
     """Whether all criteria are ours or optax's, which work on rows one by one."""
+    knows_padding = False
 
     def __init__(
         self,
@@ -68,10 +65,6 @@ class CriterionObjective:
         self.loss, self.keeps_outputs = loss, keeps_outputs
         self.criteria = {"loss": loss, **metrics}
         self.is_per_example = all(map(losses.is_per_row, self.criteria.values()))
-
-    def knows_padding(self, batch: PyTree) -> bool:
-        """Returns False: criteria get no mask."""
-        return False
 
     def __call__(
         self,
@@ -90,11 +83,9 @@ class CriterionObjective:
             )
             for name, criterion in self.criteria.items()
         }
-        by_name = {
-            name: one._replace(values=losses.per_row(one.values))
-            for name, one in by_name.items()
-        }
         notes = make_notes("`metrics`", by_name, scalars=True)
+        if any(not losses.is_per_row(one) for one in self.criteria.values()):
+            notes = *notes, *_make_shape_notes(prediction, target)
         if weight is not None:
             note = "batches are (x, y, weight): the loss and metrics are weighted means"
             notes = note, *notes
@@ -118,6 +109,7 @@ class LossFnObjective:
         is_per_example: whether it is written for one example.
         names: the parameters of the user's function, without the model.
         takes_state: whether it takes the state of the model.
+        knows_padding: whether it is given the mask of real rows.
     """
 
     def __init__(
@@ -132,6 +124,7 @@ class LossFnObjective:
         is_one = self.is_per_example = isinstance(loss_fn, PerExample)
         self.names = loss_fn.names if is_one else self._arguments.names
         self.takes_state = "state" in self.names
+        self.knows_padding = "mask" in self.names
 
     def __call__(
         self,
@@ -144,35 +137,25 @@ class LossFnObjective:
         batch = batch if self.is_per_example else unwrap_whole(batch)
         elements = batch if isinstance(batch, tuple) else (batch,)
 
-        def bound(state: PyTree) -> Callable[[], Any]:
-            # A micro-batch may have no real row. Its weight is 0 for us, and a mean by
-            # the user's own use of the mask must not be 0 / 0.
-            some_are_real = rows.mask | ~rows.mask.any()
-            offered = rows._replace(mask=some_are_real)._asdict()
-            if model_state is not None:
-                offered["state"] = state
-            arguments, keywords = self._arguments.bind(elements, offered)
-            return functools.partial(self.loss_fn, model, *arguments, **keywords)
-
-        result = call_loss_fn(bound, model, model_state)
+        # A micro-batch may have no real row. Its weight is 0 for us, and a mean by the
+        # user's own use of the mask must not be 0 / 0.
+        offered = rows._replace(mask=rows.mask | ~rows.mask.any())._asdict()
+        if model_state is not None:
+            offered["state"] = copy_state(model_state)
+        arguments, keywords = self._arguments.bind(elements, offered)
+        result = self.loss_fn(model, *arguments, **keywords)
 
         # The state is the last element.
         if self.takes_state and model_state is not None:
-            if not (isinstance(result, tuple) and len(result) in (2, 3)):
+            is_long = isinstance(result, tuple) and len(result) in (2, 3)
+            if not is_long or not isinstance(result[-1], eqx.nn.State):
+                got = map(describe, result if is_long else [result])
                 raise TypeError(
                     "`loss_fn` takes `state`, so it must return (loss, state) or"
-                    f" (loss, metrics, state); got {describe(result)}."
+                    " (loss, metrics, state), with the new eqx.nn.State last and not"
+                    f" inside of another element; got {', '.join(got)}."
                 )
             *result, state = result
-            if not isinstance(state, eqx.nn.State):
-                is_deeper = bool(find_nodes(eqx.nn.State, (result, state)))
-                deeper = " The State is inside of another element." * is_deeper
-                raise TypeError(
-                    "`loss_fn` takes `state`, so the new eqx.nn.State must come last,"
-                    f" (loss, state) or (loss, metrics, state); got {describe(state)}"
-                    f" there.{deeper} (`has_aux=True` has (loss, (aux, state)),"
-                    " which is nested.)"
-                )
             model_state = state
             result = result[0] if len(result) == 1 else tuple(result)
 
@@ -193,48 +176,20 @@ class LossFnObjective:
         notes = make_notes("`loss_fn`: metric", by_name, scalars=num_rows > 1)
         return ObjectiveOutput(by_name, model_state, None, notes, outputs)
 
-    def knows_padding(self, batch: PyTree) -> bool:
-        """Returns True if the loss is given `mask` beside this batch."""
-        return self._arguments.gives("mask", batch)
-
 
 Objective = CriterionObjective | LossFnObjective
-
-
-def call_loss_fn(
-    bound: Callable[[PyTree], Callable[[], Any]], model: PyTree, model_state: PyTree
-) -> Any:
-    """Returns the result of a user's loss over a batch, `bound(model_state)()`.
-
-    The loss vmaps the model itself. If the model reduces over ("batch", "data"), all of
-    its axes are bound. "data" is bound if the loss uses it, as one for `jax.pmap` does.
-    """
-    names = find_axis_names(model)
-    unbound = [*names] if len(names) > 1 else []
-    try:
-        return bind_axes(unbound, bound(copy_state(model_state)))()
-    except NameError:  # JAX raises it for an axis that is not bound
-        if DATA not in unbound:
-            with contextlib.suppress(NameError):
-                call = bound(copy_state(model_state))
-                return bind_axes([*unbound, DATA], call)()
-        raise
 
 
 def split_batch(batch: PyTree) -> tuple[PyTree, PyTree, PyTree]:
     """Returns `(x, y, weight)` of a batch, the last None where it has none."""
     if not isinstance(batch, tuple) or len(batch) not in (2, 3):
-        instead = "Of x and y themselves, pass jaxdp.Arrays(x, y, batch_size=32)"
-        if isinstance(batch, Mapping):
-            x, y, *_ = *map(repr, batch), "Y", "Y"
-            instead = f"Pass [(b[{x}], b[{y}]) for b in loader], x before y"
-        argument = "*batch" if isinstance(batch, tuple) else "batch"
         raise TypeError(
             "`loss` and `metrics` need batches (x, y), or (x, y, weight); got"
-            f" {describe(to_user_batch(batch))}. {instead}; or, instead of `loss`, pass"
-            f" `loss_fn(model, {argument})`, which is given the whole batch."
+            f" {describe(to_user_batch(batch))}. Of arrays x and y, pass"
+            " jaxdp.Arrays(x, y, batch_size=32); of dicts, [(b['x'], b['y']) for b in"
+            " loader]; or, instead of `loss`, pass `loss_fn(model, *batch)`, or"
+            " `loss_fn(model, batch)` of a batch that is no tuple."
         )
-
     x, y, weight = batch if len(batch) == 3 else (*batch, None)
     if is_whole(y):
         raise TypeError(
@@ -243,12 +198,10 @@ def split_batch(batch: PyTree) -> tuple[PyTree, PyTree, PyTree]:
             " Pass `loss_fn(model, *batch)`, which is given the array itself."
         )
 
-    are_keys = isinstance(weight, KeyData) or is_key(weight)
-    if weight is not None and (are_keys or not eqx.is_array_like(weight)):
-        got = "PRNG keys" if are_keys else describe(weight)
+    if weight is not None and not eqx.is_array_like(weight):
         raise TypeError(
             "the third element of a batch (x, y, weight) must be an array (rows,) or"
-            f" (rows, ...); got {got}. For other batches pass"
+            f" (rows, ...); got {describe(weight)}. For other batches pass"
             " `loss_fn(model, *batch)`, which is given the whole batch."
         )
     return x, y, weight
@@ -262,7 +215,8 @@ def _loss_and_metrics(result: Any) -> tuple[Any, Mapping[str, Any]]:
         raise TypeError(
             "`loss_fn` must return the loss or (loss, metrics) with metrics a dict of"
             " named values, where each may be a pair (values, weights); got a tuple of"
-            f" {', '.join(map(describe, result))}." + UNWRAPPED
+            f" {', '.join(map(describe, result))}. (Pass a function unwrapped, without"
+            " `filter_value_and_grad`.)"
         )
     return result
 
@@ -277,17 +231,8 @@ def _evaluate_criterion(
 ) -> LossOutput:
     """Returns the values of a criterion, weighted if the batch is."""
     argument = "`loss`" if name == "loss" else f"`metrics`: {name!r}"
-    if criterion not in losses.LOSSES.values():
-        grown = losses.broadcasts_silently(criterion, prediction, target)
-        if grown is not None:
-            raise ValueError(
-                f"{argument}: predictions of shape {prediction.shape} and targets of"
-                f" shape {target.shape} were broadcast to {grown}, which compares every"
-                " row with every other. Make the shapes equal, for example with"
-                " `prediction.squeeze(-1)` in the model or `y[:, None]` in the data."
-            )
-
     is_per_row = losses.is_per_row(criterion)
+    prediction, target = losses.match_shapes(criterion, prediction, target)
     if weight is not None and is_per_row:
         # The gradient of NaN is NaN, even where nothing selects the value.
         prediction, target = zero_ignored_rows(weight, prediction, target)
@@ -300,33 +245,27 @@ def _evaluate_criterion(
         )
         raise
 
-    if not is_per_row and _is_written_for_one_row(criterion, prediction, target, value):
-        raise ValueError(
-            f"{argument}: it gave an array of shape {value.shape} for targets of shape"
-            f" {target.shape}: the targets picked rows of the predictions, of shape"
-            f" {prediction.shape}. It is called with a whole batch; if it is written"
-            " for one example, wrap it in jax.vmap."
-        )
-    return check_loss_output(
-        argument, name, value, rows, weight=weight, is_criterion=True
+    if not is_per_row and not is_pair(value):
+        check_criterion_values(argument, value, target, rows)
+    result = check_loss_output(argument, name, value, rows, weight, is_criterion=True)
+    return result._replace(values=losses.per_row(result.values))
+
+
+def _make_shape_notes(prediction: Any, target: Any) -> tuple[str, ...]:
+    """Returns a note on shapes that differ by a last axis of one.
+
+    A criterion of the user's may broadcast them, and compare each row with all others.
+    """
+    if not eqx.is_array(prediction) or not eqx.is_array(target):
+        return ()
+    shapes = prediction.shape, target.shape
+    if (*shapes[0], 1) != shapes[1] and shapes[0] != (*shapes[1], 1):
+        return ()
+    return (
+        f"predictions have the shape {shapes[0]} and targets {shapes[1]}: arithmetic"
+        " broadcasts them, and compares every row with every other, unless your loss"
+        " or metric makes the shapes equal",
     )
-
-
-def _is_written_for_one_row(
-    criterion: losses.Criterion, prediction: Any, target: Any, value: Any
-) -> bool:
-    """Returns True if integer targets have picked whole rows of predictions: `p[y]`."""
-    arrays = prediction, target, value
-    if not all(hasattr(array, "shape") and array.ndim for array in arrays):
-        return False
-    picked = target.shape + prediction.shape[1:]
-    is_label = jnp.issubdtype(target.dtype, jnp.integer)
-    if not is_label or value.shape != picked or value.ndim == target.ndim:
-        return False
-
-    with contextlib.suppress(Exception):  # if it fails for one row, it is for batches
-        return jax.eval_shape(jax.vmap(criterion), prediction, target).ndim < value.ndim
-    return False
 
 
 _OUTPUTS = "predictions", "targets"

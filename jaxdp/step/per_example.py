@@ -15,14 +15,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, PRNGKeyArray, PyTree
 
 from ..basics.tracebacks import NoteOnError
-from .loss_output import describe, is_pair
 from .model_call import row_axes
 from .whole import unwrap_whole
 
 _OFFERED: Final = "key", "training", "step"
 """Names that a loss of one example may take."""
-
-_ALL_OFFERED: Final = "keys", "key", "mask", "step", "training", "state"
 
 _OF_BATCHES: Final = {
     "keys": "name `key`, which is this example's",
@@ -51,70 +48,46 @@ class Arguments:
         self._after_model = self.signature.replace(parameters=others)
         # Arguments that functools.partial fills are not offered.
         is_partial = isinstance(function, functools.partial | eqx.Partial)
-        self._filled = function.keywords if is_partial else {}
-        self.names = {*self._after_model.parameters} - {*self._filled}
+        filled = function.keywords if is_partial else {}
+        self.names = {*self._after_model.parameters} - {*filled}
 
     def bind(
         self, batch: tuple[Any, ...], offered: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the arguments after `model`: the batch by place, `offered` by name.
 
-        A name such as `mask` is bound to our value, unless the batch has more elements
-        than there are other places: then the first such names get elements.
-
         Raises:
             TypeError: if the elements do not fit the parameters.
         """
-        offered = {n: v for n, v in offered.items() if n not in self._filled}
-        parameters = self._after_model.parameters.values()
-        values = {p.name: offered[p.name] for p in parameters if p.name in offered}
-        rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None)
-        needed = [
-            p.name
-            for p in parameters
-            if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-        ]
-        # functools.partial makes the parameters after one that it fills keyword-only.
-        takes = [
-            p.name
-            for p in parameters
-            if p.kind <= p.POSITIONAL_OR_KEYWORD or rest is None and p.name in needed
-        ]
-        if rest is None:
-            places = [name for name in takes if name not in values]
-            short = max(0, len(batch) - len(places))
-            for name in [name for name in takes if name in values][:short]:
-                del values[name]
+        named = {n: v for n, v in offered.items() if n in self.names}
+        values, queue, is_short = {}, list(batch), False
+        for p in self._after_model.parameters.values():
+            is_rest = p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+            is_needed = p.default is p.empty and not is_rest
+            # functools.partial makes the parameters after one that it fills
+            # keyword-only.
+            takes = p.kind <= p.POSITIONAL_OR_KEYWORD or is_needed
+            if p.name in named:
+                values[p.name] = named[p.name]
+            elif queue and p.kind is p.VAR_POSITIONAL:
+                values[p.name], queue = tuple(queue), []
+            elif queue and takes:
+                values[p.name] = queue.pop(0)
+            else:
+                is_short |= is_needed
 
-        queue = list(batch)
-        for name in takes:
-            if queue and name not in values:
-                values[name] = queue.pop(0)
-        if rest is not None and queue:
-            values[rest], queue = tuple(queue), []
-
-        if queue or not values.keys() >= {*needed}:
+        if queue or is_short:
             raise TypeError(self._describe_mismatch(len(batch), offered))
         bound = inspect.BoundArguments(self._after_model, values)
         return bound.args, bound.kwargs
-
-    def gives(self, name: str, batch: PyTree) -> bool:
-        """Returns True if `name` gets our value in a call with this batch."""
-        elements = batch if isinstance(batch, tuple) else (batch,)
-        offered = {each: object() for each in _ALL_OFFERED}
-        try:
-            arguments, keywords = self.bind(elements, offered)
-        except TypeError:  # the step raises it again, with its place
-            return False
-        values = (*arguments, *keywords.values())
-        return any(value is offered[name] for value in values)
 
     def _describe_mismatch(self, elements: int, offered: Mapping[str, Any]) -> str:
         message = (
             f"`loss_fn` is {self.signature} but a batch of this loader has"
             f" {elements} element(s): after the model come the elements of a tuple"
             " batch, or the whole batch if it is not a tuple, then any of"
-            f" {', '.join(offered)} by name."
+            f" {', '.join(offered)} by name. Rename a parameter for an element that has"
+            " such a name."
         )
         if "state" in self.names and "state" not in offered:
             message += (
@@ -170,8 +143,7 @@ class PerExample:
             with NoteOnError(
                 f"the function was called on one example, of shapes {shapes}"
             ):
-                result = self.function(model, *arguments, **keywords)
-            return _check_scalars(result)
+                return self.function(model, *arguments, **keywords)
 
         axes = None if keys is None else 0, *map(row_axes, batch)
         return jax.vmap(call, in_axes=axes)(keys, *batch)
@@ -214,27 +186,3 @@ def per_example(function: Callable[..., Any]) -> PerExample:
             f" {function!r}."
         )
     return PerExample(function)
-
-
-def _check_scalars(result: Any) -> Any:
-    """Raises unless a loss of one example and its metrics are scalars, or pairs."""
-    has_metrics = isinstance(result, tuple) and len(result) == 2 and not is_pair(result)
-    loss, metrics = result if has_metrics else (result, {})
-    named = {"the loss": loss}
-    if isinstance(metrics, Mapping):
-        # Predictions and targets for a `PassMetric` may have any shape.
-        named |= {
-            f"metric {name!r}": value
-            for name, value in metrics.items()
-            if name not in ("predictions", "targets")
-        }
-    for name, value in named.items():
-        parts: Any = value if is_pair(value) else (value,)
-        for part in parts:
-            if not eqx.is_array_like(part) or jnp.shape(part) != ():
-                raise ValueError(
-                    f"`per_example`: {name} of one example is {describe(part)}; it must"
-                    " be a scalar, (). Take the mean over its axes, or return a pair"
-                    " (value, weight) for a mean that is weighted over the set."
-                )
-    return result

@@ -33,7 +33,7 @@ from .metrics import (
     sum_row_counts,
     sum_values,
 )
-from .model_call import call_model, note_dict_input
+from .model_call import call_model
 from .objective import Objective
 from .precision import (
     PRECISIONS,
@@ -46,7 +46,6 @@ from .precision import (
 )
 from .remat import RematSpec
 from .state import (
-    Batch,
     Group,
     MicroBatch,
     TrainState,
@@ -114,15 +113,15 @@ class Steps(NamedTuple):
         """
         return not self.has_state and (kind == "predict" or self.losses_per_example)
 
-    def is_padded(self, kind: str, batch: Batch) -> bool:
-        """Returns True if batches like this may be padded for a kind of step.
+    def is_padded(self, kind: str) -> bool:
+        """Returns True if batches may be padded for a kind of step.
 
         That holds for functions of one example, and for losses that name `mask`.
         """
         if self.is_per_example(kind) or self.has_state or self.objective is None:
             return self.is_per_example(kind)
         objectives = [part.objective for part in self.parts] or [self.objective]
-        return all(one.knows_padding(batch) for one in objectives)
+        return all(one.knows_padding for one in objectives)
 
     def init_optimizer(self, params: PyTree) -> PyTree:
         """Returns the optimizer's first state."""
@@ -392,9 +391,7 @@ class Steps(NamedTuple):
         key = key_outside_training(weights)
         rows = mask_and_keys(collectives, key, micro, weights.step, training=False)
         x = to_user_batch(merge_leaves(micro.batch, micro.whole))
-        arguments = self._inference(model), weights.model_state, x, rows
-        with note_dict_input(x):
-            return call_model(*arguments)[0]
+        return call_model(self._inference(model), weights.model_state, x, rows)[0]
 
     def _batch(self, model: PyTree, micro: MicroBatch) -> PyTree:
         """Returns what the objective is called with."""

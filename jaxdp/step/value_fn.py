@@ -13,13 +13,21 @@ import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, PyTree
+from optax.contrib import SAMState
 
+from ..basics.tree import find_nodes
 from .state import TrainState
 
 _ON_COMPLEX: Final = (
     "trained leaves are complex: the optimizer is given the conjugates of JAX's"
     " gradients of them, which point uphill; if it conjugates them itself, pass"
     " `conjugate_complex=False`"
+)
+
+
+_LINE_SEARCHES: Final = (
+    optax.ScaleByBacktrackingLinesearchState,
+    optax.ScaleByZoomLinesearchState,
 )
 
 
@@ -74,7 +82,7 @@ def run_optimizer(
     to_ascent = conjugate_leaves if conjugate else lambda grads: grads
     uphill = to_ascent(grads)
     offered = {"value": loss, "value_fn": value_fn, "grad": uphill, "grad_fn": grad_fn}
-    if _has_backtracking_search(state.opt_state):
+    if find_nodes(optax.ScaleByBacktrackingLinesearchState, state.opt_state):
         # It takes the slope from JAX's gradient, unlike optax's zoom search, which
         # takes it from the conjugate.
         offered["grad"] = grads
@@ -105,23 +113,14 @@ def call_update(
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         return update(grads, state, params, **named)
 
-    # Some optimizers raise for arguments that they do not take: optax's line searches
-    # for grad_fn, and optax.contrib.sam for all others.
-    for names in (offered, ("value", "grad", "value_fn")):
-        extra = named | {name: offered[name] for name in names}
-        try:
-            return update(grads, state, params, **extra)
-        except TypeError as error:
-            if "keyword" not in str(error):
-                raise
-    return update(grads, state, params, **named | {"grad_fn": offered["grad_fn"]})
-
-
-def _has_backtracking_search(opt_state: PyTree) -> bool:
-    def is_search(node: Any) -> bool:
-        return isinstance(node, optax.ScaleByBacktrackingLinesearchState)
-
-    return any(map(is_search, jax.tree.leaves(opt_state, is_leaf=is_search)))
+    # For the stages inside. optax's line searches raise for grad_fn, and
+    # optax.contrib.sam for all others.
+    others = dict(offered)
+    if find_nodes(SAMState, state):
+        others = {"grad_fn": others.get("grad_fn")}
+    elif any(find_nodes(kind, state) for kind in _LINE_SEARCHES):
+        others.pop("grad_fn", None)
+    return update(grads, state, params, **others | named)
 
 
 def get_closure(function: Any) -> Mapping[str, Any]:

@@ -148,10 +148,8 @@ class Pmap(Sharded):
     This holds for functions of one example: named losses and metrics, and
     `per_example`. A function of a batch (a `loss_fn`, a callable loss, BatchNorm) gets
     the full batch, as under `Sharded`: the numbers are those of one device, not a mean
-    over devices that each saw only their own rows. A `loss_fn` from a
-    `jax.pmap` program may reduce over the axis `"data"` (`jax.lax.pmean(x, "data")`,
-    `BatchNorm(axis_name=("batch", "data"))`). As under every strategy, this axis has
-    size one: a reduction over it changes nothing, since the loss sees the full batch.
+    over devices that each saw only their own rows. From a `jax.pmap` program, leave out
+    `jax.lax.pmean` and the second name of `BatchNorm(axis_name=("batch", "data"))`.
 
     Built on `jax.jit` and `jax.shard_map`, which is what `jax.pmap` has become; so is
     `Sharded`, and on the devices of one mesh axis both are the same. The state is

@@ -66,7 +66,7 @@ def test_padding_keeps_each_row_once_and_adds_copies_that_do_not_count(shards, w
 @settings()
 @given(SHARDS, WINDOWS)
 def test_unpadded_batches_have_their_own_rows(shards, windows):
-    packer = Packer(shards, "train", should_pad=None)
+    packer = Packer(shards, "train", pads=False)
     for window in windows:
         data = [numbered(itertools.count(), *each) for each in window]
         dispatch, found = packer.pack([data], slots=3), []
@@ -92,9 +92,7 @@ def test_each_row_comes_to_one_process(processes, devices, sizes, pads):
     own = []
     for process in range(processes):
         blocks = RowBlocks(processes, (process,))
-        packer = Packer(
-            count, "train", blocks, should_pad=(lambda _: True) if pads else None
-        )
+        packer = Packer(count, "train", blocks, pads=pads)
         own.append(
             [
                 *GlobalPartition(None, lambda packer=packer: packer).split(

@@ -372,16 +372,11 @@ def at_weight(change):
         (3, TypeError, "`after_update` must be a function model -> model"),
         (lambda model, x: model, TypeError, "is called with the model and what it nam"),
         (lambda: None, TypeError, "is called with the model"),
-        (lambda model: None, TypeError, "returned a NoneType of another structure"),
-        (lambda model: model.first, TypeError, "a Linear of another structure"),
-        (
-            at_weight(lambda w: w.T),
-            TypeError,
-            r"\(4, 16\), float32 of first.weight, wh",
-        ),
-        (at_weight(lambda w: w.astype(jnp.bfloat16)), TypeError, "bfloat16 of first.w"),
-        (at_weight(lambda w: 0.5), TypeError, "makes 0.5 of first.weight"),
-        (eqx.nn.inference_mode, TypeError, "makes True of dropout.inference, which is"),
+        (lambda model: None, TypeError, "returned a NoneType; it must be the model"),
+        (lambda model: model.first, TypeError, "returned a Linear; it must be the mod"),
+        (at_weight(lambda w: w.T), TypeError, r"first.weight was .*, is \(4, 16\)"),
+        (at_weight(lambda w: 0.5), TypeError, "nothing but values of arrays"),
+        (eqx.nn.inference_mode, TypeError, "nothing but values of arrays"),
     ],
 )
 def test_mistakes_are_told_by_the_constructor(after, error, message):

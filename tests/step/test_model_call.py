@@ -7,18 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toys import quiet
+from toys import NormNet, quiet
 
 from jaxdp import FSDP, SingleDevice
-from jaxdp.step.model_call import call_model, find_keywords, make_keyword_getter
-from jaxdp.step.objective import call_loss_fn
+from jaxdp.step.model_call import call_model, check_training_flags, find_keywords
+from jaxdp.step.objective import LossFnObjective
 from jaxdp.step.state import MaskAndKeys
-
-
-def bound(loss_fn):
-    """What gives the loss with its state filled in."""
-    return lambda state: functools.partial(loss_fn, state)
-
 
 X = np.arange(6, dtype=np.float32).reshape(3, 2)
 KEY = jax.random.key(0)
@@ -50,10 +44,11 @@ def test_a_state_is_left_as_it_was_and_may_be_set_to_a_constant():
         return call_model(model, state, X, ROWS)
 
     def by_loss(state):
-        def loss_fn(state):
-            return jax.vmap(model, (0, None), (0, None))(X, state)
+        def loss_fn(model, x, state):
+            return jax.vmap(model, (0, None), (0, None))(x, state)
 
-        return call_loss_fn(bound(loss_fn), model, state)
+        found = LossFnObjective(loss_fn)(model, state, X, ROWS)
+        return found.by_name["loss"].values, found.model_state
 
     for call in (by_model, by_loss):
         found, new = jax.jit(call)(state)
@@ -61,29 +56,6 @@ def test_a_state_is_left_as_it_was_and_may_be_set_to_a_constant():
         assert new.get(model.was_called)
         assert new.get(model.unused) == 2
     assert not state.get(model.was_called)
-
-
-def test_a_loss_may_reduce_over_data_where_there_is_no_such_axis():
-    model, state = eqx.nn.make_with_state(Switch)()
-
-    def loss_fn(state):
-        found, state = jax.vmap(model, (0, None), (0, None))(X, state)
-        return jax.lax.pmean(found, "data"), state
-
-    found, new = call_loss_fn(bound(loss_fn), model, state)
-    np.testing.assert_array_equal(found, X.sum(axis=1))
-    assert new.get(model.was_called)
-
-
-def test_a_name_that_is_not_defined_is_the_user_s_error():
-    def loss_fn(state):
-        return undefined_name  # noqa: F821  # pyright: ignore
-
-    with pytest.raises(NameError, match="'undefined_name' is not defined") as raised:
-        call_loss_fn(bound(loss_fn), None, None)
-    assert raised.value.__context__ is None
-    with pytest.raises(NameError, match="unbound axis name: other"):
-        call_loss_fn(bound(lambda state: jax.lax.psum(1, "other")), None, None)
 
 
 class Told(eqx.Module):
@@ -156,22 +128,20 @@ def named(name, default):
     return scope["call"]
 
 
-@pytest.mark.parametrize("name, in_training", [
-    ("train", True), ("is_training", True), ("deterministic", False),
-    ("inference", False),
-])  # fmt: skip
-def test_a_name_that_nobody_passes_is_refused_where_its_default_is_wrong(
-    name, in_training
-):
-    for training in (True, False):
-        right = in_training == training
-        make_keyword_getter(named(name, right), training=training)
-        make_keyword_getter(named(name, None), training=training)
-        for model in (named(name, not right), eqx.Partial(named(name, not right))):
-            with pytest.raises(TypeError, match=f"`{name}`, .* Call it `training`"):
-                make_keyword_getter(model, training=training)
-        filled = eqx.Partial(named(name, right), **{name: not right})
-        make_keyword_getter(filled, training=training)
+@pytest.mark.parametrize("name", ["train", "is_training", "deterministic", "inference"])
+def test_a_name_that_nobody_passes_is_refused(name):
+    check_training_flags(named(name, None))
+    check_training_flags(eqx.Partial(named(name, True), **{name: False}))
+    for model in (named(name, True), eqx.Partial(named(name, False))):
+        with pytest.raises(TypeError, match=f"`{name}`, .* Call it `training`"):
+            check_training_flags(model)
+
+
+def test_norms_that_name_several_axes_are_refused():
+    for axis_name in (("batch", "data"), ["batch", "data"]):
+        model, state = eqx.nn.make_with_state(NormNet)(KEY, axis_name)
+        with pytest.raises(ValueError, match="BatchNorm.*axis_name='batch'"):
+            quiet(model, state=state, loss="mse").fit([(X4, X4[:, :3])])
 
 
 def test_a_loss_fn_that_can_not_tell_the_model_is_said(caplog):

@@ -325,7 +325,7 @@ NO_NUMBERS = {
 @pytest.mark.parametrize("what", [*ARRAYS, *NO_NUMBERS])
 def test_what_is_not_a_scalar_of_one_example_is_refused(what, kind):
     """Even if it has as many values as the batch has rows."""
-    match = f"per_example.*{what.replace('a weight', 'the loss')}"
+    match = f"`loss_fn`: {what.replace('a weight', 'the loss')}"
     for rows in (3, 4, 8):
         loss_fn = per_example({**ARRAYS, **NO_NUMBERS}[what])
         with pytest.raises(
