@@ -21,9 +21,7 @@ from .jaxprs import (
     has_own_loop,
     make_loop_scope,
     products,
-    programs_in,
     read_num_runs,
-    strip_constants,
 )
 from .metrics import (
     IN_FLIGHT,

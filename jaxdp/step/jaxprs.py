@@ -32,8 +32,7 @@ def products(jaxpr: Any) -> Products:
 
 def has_convolutions(jaxpr: Any) -> bool:
     """Returns True if a traced program contains a convolution."""
-    names = (equation.primitive.name for equation in equations_in(jaxpr))
-    return "conv_general_dilated" in names
+    return _has_operation(jaxpr, "conv_general_dilated")
 
 
 def calls_python(jaxpr: Any) -> bool:
@@ -41,8 +40,11 @@ def calls_python(jaxpr: Any) -> bool:
 
     `eqx.error_if` does, and so does every diffrax solver.
     """
-    names = (equation.primitive.name for equation in equations_in(jaxpr))
-    return "pure_callback" in names
+    return _has_operation(jaxpr, "pure_callback")
+
+
+def _has_operation(jaxpr: Any, name: str) -> bool:
+    return any(each.primitive.name == name for each in equations_in(jaxpr))
 
 
 def gathers_in_branches(jaxpr: Any) -> bool:

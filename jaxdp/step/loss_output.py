@@ -104,31 +104,21 @@ def _check_weight(argument: str, values: Array, weights: Array, rows: int) -> No
         )
 
 
-def check_depends(loss: Array, params: PyTree) -> None:
-    """Raises when no trained leaf reaches the loss through differentiable operations.
+def check_gradients(loss: LossOutput, params: PyTree) -> None:
+    """Raises unless the loss depends on trained leaves, and its weights do not.
 
     While JAX differentiates, a value with a tangent is a tracer of the same type as
     the parameters; one whose tangent is known to be zero is not.
     """
     leaves = jax.tree.leaves(params)
-    if leaves and not isinstance(loss, type(leaves[0])):
+    if leaves and not isinstance(loss.values, type(leaves[0])):
         raise ValueError(
             "The loss does not depend on any trained parameter in a way that can be"
             " differentiated, so every gradient would be zero. Does the loss use the"
             " model it is given, without argmax, rounding or stop_gradient in between?"
             " Does `filter_spec` train the leaves that matter?"
         )
-
-
-def check_constant(weights: Array | None, params: PyTree) -> None:
-    """Raises when weights depend on trained leaves through differentiable operations.
-
-    Args:
-        weights: those that a loss returned beside its values, while JAX differentiates.
-        params: see `check_depends`.
-    """
-    leaves = jax.tree.leaves(params)
-    if leaves and weights is not None and isinstance(weights, type(leaves[0])):
+    if leaves and isinstance(loss.pair_weights, type(leaves[0])):
         raise ValueError(
             "the loss is a pair, whose second is the weight of the first, and this"
             " weight depends on the model's parameters. If it is to be a metric, put it"
@@ -137,29 +127,24 @@ def check_constant(weights: Array | None, params: PyTree) -> None:
         )
 
 
-def make_notes(
-    argument: str, by_name: Mapping[str, LossOutput], *, scalars: bool
-) -> tuple[str, ...]:
+def make_notes(by_name: Mapping[str, LossOutput], *, scalars: bool) -> tuple[str, ...]:
     """Returns notes on pairs, which might be meant as two values, and on `scalars`.
 
     A scalar loss gets none: most often it is a mean over rows.
     """
-    pairs = (
-        f"{'the loss' if name == 'loss' else f'metric {name!r}'} is a pair (values,"
-        " weights): the second is the weight of the first"
-        for name, result in by_name.items()
-        if result.pair_weights is not None
-    )
-    means = (
-        f"{argument} {name!r} is a scalar: over an epoch or a data set it is the"
-        " mean over batches, weighted by their rows. One value per row, (rows,),"
-        " would be averaged exactly; for metrics that are not means over rows,"
-        " such as F1 or a correlation, compute the exact value from"
-        " trainer.predict"
-        for name, result in by_name.items()
-        if scalars and result.values.ndim == 0 and name != "loss"
-    )
-    return *pairs, *means
+    notes = []
+    for name, result in by_name.items():
+        what = "the loss" if name == "loss" else f"metric {name!r}"
+        if result.pair_weights is not None:
+            second = "the second is the weight of the first"
+            notes.append(f"{what} is a pair (values, weights): {second}")
+        elif scalars and result.values.ndim == 0 and name != "loss":
+            notes.append(
+                f"{what} is a scalar, so over an epoch it is the mean over batches,"
+                " weighted by their rows; values (rows,) are averaged exactly, and"
+                " jaxdp.PassMetric is for what is no mean over rows, as F1"
+            )
+    return tuple(notes)
 
 
 def zero_ignored_rows(weight: Array, *trees: PyTree) -> tuple[PyTree, ...]:

@@ -83,7 +83,7 @@ class CriterionObjective:
             )
             for name, criterion in self.criteria.items()
         }
-        notes = make_notes("`metrics`", by_name, scalars=True)
+        notes = make_notes(by_name, scalars=True)
         if any(not losses.is_per_row(one) for one in self.criteria.values()):
             notes = *notes, *_make_shape_notes(prediction, target)
         if weight is not None:
@@ -173,7 +173,7 @@ class LossFnObjective:
             argument = f"`loss_fn`: metric {name!r}"
             by_name[name] = check_loss_output(argument, name, value, num_rows)
         # With one row, scalars are no means; the batch may have no rows at all.
-        notes = make_notes("`loss_fn`: metric", by_name, scalars=num_rows > 1)
+        notes = make_notes(by_name, scalars=num_rows > 1)
         return ObjectiveOutput(by_name, model_state, None, notes, outputs)
 
 

@@ -67,13 +67,8 @@ def find_precision(name: Any) -> Precision:
 
 
 def float32_products(precision: Precision, device: Any) -> str:
-    """Describes the arithmetic of float32 products: `"TF32 (JAX's default)"`."""
-    if precision.products is not None:
-        return precision.products
-    by_default, chosen = get_product_precision(device), _global()
-    if by_default == "float32" or chosen is None:
-        return f"{by_default} (JAX's default)" if chosen is None else by_default
-    return f"as jax_default_matmul_precision={chosen!r} says"
+    """Returns the arithmetic of float32 products, such as `"TF32"`."""
+    return precision.products or _global() or get_product_precision(device)
 
 
 def note_on_products(precision: Precision, device: Any) -> str | None:

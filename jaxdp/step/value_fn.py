@@ -87,17 +87,7 @@ def run_optimizer(
         # takes it from the conjugate.
         offered["grad"] = grads
     arguments = uphill, state.opt_state, state.params
-    try:
-        return call_update(optimizer.update, *arguments, offered)
-    except (AttributeError, TypeError) as error:
-        error.add_note(
-            "in `optimizer.update`, which is given gradients, the model's trained"
-            " leaves and what it names of `value`, `grad`, `value_fn` and `grad_fn`"
-            " (the mean loss of the batch, and functions of it). Optimizers that"
-            " need other things, as optax.lookahead does parameters of its own"
-            " kind, can't be used."
-        )
-        raise
+    return call_update(optimizer.update, *arguments, offered)
 
 
 def call_update(

@@ -18,7 +18,7 @@ from toys import (
     run,
 )
 
-from jaxdp import FSDP, Arrays, Pmap, Sharded, SingleDevice, Trainer
+from jaxdp import FSDP, Pmap, Sharded, SingleDevice, Trainer
 
 STRATEGIES = {
     "sharded1": lambda: Sharded(1),
@@ -327,29 +327,3 @@ def test_a_mask_is_never_all_false_where_a_window_lacks_a_batch():
         for loss in ({"loss_fn": mean_over_a_mask}, {"loss": "mse"})
     ]  # fmt: skip
     np.testing.assert_allclose(*losses, rtol=1e-6)
-
-
-def test_a_mask_of_the_batch_is_no_mask_of_padding():
-    """Also after a batch of another kind that could not be trained on."""
-
-    def loss_fn(model, x, mask):
-        values = (jax.vmap(model)(x) ** 2).mean(axis=1)
-        return (values * mask).sum() / mask.sum()
-
-    x = np.random.default_rng(0).normal(size=(45, 4)).astype(np.float32)
-    mask = np.arange(45) % 7 > 1
-    model, weights = eqx.nn.Linear(4, 4, key=jax.random.key(0)), []
-    batches = [(x[i : i + 16], mask[i : i + 16]) for i in (0, 16, 32)]
-    there = jax.device_put((x, mask))
-    for data in batches, Arrays(*there, batch_size=16, shuffle=False):
-        trainer = quiet(model, optax.sgd(0.1), strategy=Sharded(), loss_fn=loss_fn)
-        with pytest.raises(TypeError, match="dot_general"):
-            trainer.fit([np.ones((8, 5), np.float32)])
-        trainer.fit(data)
-        weights.append(np.asarray(trainer.model.weight))
-    by_hand, gradient = model, eqx.filter_grad(loss_fn)
-    for batch in batches:
-        update = jax.tree.map(lambda g: -0.1 * g, gradient(by_hand, *batch))
-        by_hand = eqx.apply_updates(by_hand, update)
-    for found in weights:
-        np.testing.assert_allclose(found, by_hand.weight, rtol=1e-5, atol=1e-7)

@@ -152,14 +152,3 @@ def test_an_optimizer_is_given_what_it_names_beside_other_arguments(wrapped):
     model, quiet = Mlp(jax.random.key(0)), {"enable_progress_bar": False}
     Trainer(model, wrapped(optimizer), **quiet).fit(batches(16))
     assert set(given) == {(True, True)}
-
-
-def test_what_an_optimizer_wants_besides_is_explained():
-    def update(updates, state, params=None, *, batch):
-        return updates, state
-
-    optimizer = optax.GradientTransformationExtraArgs(lambda p: (), update)
-    trainer = Trainer(Mlp(jax.random.key(0)), optimizer, enable_progress_bar=False)
-    with pytest.raises(TypeError, match="batch") as caught:
-        trainer.fit(batches(16))
-    assert "`value_fn` and `grad_fn`" in caught.value.__notes__[0]
