@@ -12,7 +12,6 @@ ORDER = {
         "from_lightning",
         "from_keras",
         "from_equinox",
-        "other_libraries",
         "troubleshooting",
     ],
     "Guides": [
