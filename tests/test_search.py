@@ -122,6 +122,7 @@ def search(query):
         ("resume", "checkpoints.md#Checkpoints: save and resume"),
         ("multi-gpu", "strategies.md#Multiple GPUs"),
         ("slurm", "distributed.md#SLURM"),
+        ("gpu", "install.md#On a GPU"),
         ("two optimizers gan", "recipes/gan.md#A GAN"),
     ],
 )
