@@ -1,0 +1,462 @@
+"""Weights of rows: batches `(x, y, weight)`, pairs `(values, weights)`, and zeros."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from toys import NormNet, Recorder, batches, quiet
+
+from jaxdp import (
+    FSDP,
+    Bitwise,
+    Ensemble,
+    LocalSGD,
+    Part,
+    PassMetric,
+    Pmap,
+    Sharded,
+    SingleDevice,
+)
+from jaxdp.callbacks import NanGuard
+
+softmax = optax.softmax_cross_entropy_with_integer_labels
+SIZES = 16, 11, 16, 3
+ENTROPY = {"loss": "cross_entropy", "metrics": ["accuracy"]}
+LAYOUTS = {
+    "one": lambda: {"strategy": SingleDevice()},
+    "jit": lambda: {"strategy": Sharded(), "steps_per_execution": 2},
+    "pmap": lambda: {"strategy": Pmap(), "accumulate_grad_batches": 3},
+    "fsdp": lambda: {"strategy": FSDP(min_size=1), "accumulate_grad_batches": 2},
+    "bits": lambda: {"strategy": Bitwise(Sharded())},
+    "local": lambda: {"strategy": LocalSGD(every=1, outer=optax.sgd(1.0))},
+    "remat": lambda: {"strategy": Sharded(), "remat": "linear"},
+}
+
+
+def linear():
+    return eqx.nn.Linear(4, 3, key=jax.random.key(0))
+
+
+def weighted():
+    """Ragged batches with weights of all sizes, some of them 0."""
+    generator = np.random.default_rng(1)
+    weights = [generator.gamma(0.5, size=n).astype(np.float32) for n in SIZES]
+    for each in weights:
+        each[::5] = 0
+    pairs = zip(batches(*SIZES), weights, strict=True)
+    return [(x, y, weight) for (x, y), weight in pairs]
+
+
+def by_hand(data, sums_of, accumulate=1):
+    """The losses of a loop in plain JAX, the model, and the sums of all steps."""
+    model, optimizer = linear(), optax.adam(0.05)
+    state = optimizer.init(model)
+
+    def mean(model, windows):
+        found = [sums_of(model, *batch) for batch in windows]
+        return sum(f[0] for f in found) / sum(f[1] for f in found)
+
+    losses, sums = [], []
+    for start in range(0, len(data), accumulate):
+        window = data[start : start + accumulate]
+        sums += [sums_of(model, *batch) for batch in window]
+        loss, grads = jax.value_and_grad(mean)(model, window)
+        updates, state = optimizer.update(grads, state)
+        model = eqx.apply_updates(model, updates)
+        losses.append(float(loss))
+    return losses, model, np.sum(sums, axis=0)
+
+
+def trained(data, model=None, epochs=1, **options):
+    """The trainer, and the loss of each step."""
+    recorder = Recorder()
+    model = linear() if model is None else model
+    trainer = quiet(model, optax.adam(0.05), callbacks=[recorder], **options)
+    trainer.fit(data, data, max_epochs=epochs)
+    return trainer, recorder.losses
+
+
+@pytest.mark.slow_but("one", "fsdp")
+@pytest.mark.parametrize("layout", ["one", "jit", "pmap", "fsdp", "bits"])
+def test_a_third_element_weighs_rows_in_the_loss_and_the_metrics(layout, caplog):
+    def sums_of(model, x, y, weight):
+        logits = jax.vmap(model)(x)
+        hits = (logits.argmax(-1) == y) * weight
+        return (softmax(logits, y) * weight).sum(), weight.sum(), hits.sum()
+
+    options, data = LAYOUTS[layout](), weighted()
+    accumulate = options.get("accumulate_grad_batches", 1)
+    losses, model, (loss, weight, hits) = by_hand(data, sums_of, accumulate)
+    trainer, found = trained(data, **ENTROPY, **options)
+    np.testing.assert_allclose(found, losses, rtol=1e-5)
+    np.testing.assert_allclose(trainer.model.weight, model.weight, rtol=1e-4)
+    history = trainer.history
+    assert history["loss"] == pytest.approx([loss / weight], rel=1e-5)
+    assert history["accuracy"] == pytest.approx([hits / weight], rel=1e-5)
+
+    loss, weight, hits = np.sum([sums_of(model, *batch) for batch in data], axis=0)
+    assert history["val_loss"] == pytest.approx([loss / weight], rel=1e-4)
+    assert history["val_accuracy"] == pytest.approx([hits / weight], rel=1e-4)
+    assert len(trainer.predict(data)) == sum(SIZES)  # from x alone
+    assert caplog.text.count("batches are (x, y, weight): the loss and metrics") == 1
+
+
+@pytest.mark.slow_but("one")
+@pytest.mark.parametrize("layout", ["one", "jit", "fsdp"])
+def test_values_with_masks_are_means_over_tokens(layout):
+    """Of whole steps and epochs: not means of the means of rows or batches."""
+
+    def per_token(model, x, y):
+        logits = jax.vmap(model)(x)[:, None] * x[:, :, None]
+        labels = jnp.broadcast_to(y[:, None], x.shape)
+        return softmax(logits, labels), logits.argmax(-1) == labels
+
+    def loss_fn(model, x, y):
+        losses, hits = per_token(model, x, y)
+        return (losses, x > 0), {"hits": (hits, x > 0), "plain": jnp.ones(len(x))}
+
+    def sums_of(model, x, y):
+        losses, hits = per_token(model, x, y)
+        return (losses * (x > 0)).sum(), (x > 0).sum(), (hits & (x > 0)).sum()
+
+    options, data = LAYOUTS[layout](), batches(*SIZES)
+    accumulate = options.get("accumulate_grad_batches", 1)
+    losses, model, (loss, mask, hits) = by_hand(data, sums_of, accumulate)
+    trainer, found = trained(data, loss_fn=loss_fn, **options)
+    np.testing.assert_allclose(found, losses, rtol=1e-5)
+    history = trainer.history
+    assert history["loss"] == pytest.approx([loss / mask], rel=1e-5)
+    assert history["hits"] == pytest.approx([hits / mask], rel=1e-5)
+    assert history["plain"] == [1.0]
+    loss, mask, hits = np.sum([sums_of(model, *batch) for batch in data], axis=0)
+    assert history["val_hits"] == pytest.approx([hits / mask], rel=1e-4)
+
+
+def test_weights_of_a_criterion_and_of_the_batch_are_multiplied():
+    def masked(prediction, target):
+        return (prediction - target) ** 2, jnp.abs(target)
+
+    x = batches(9)[0][0]
+    weight, y = np.arange(9, dtype=np.int64), x[:, :3]
+    trainer = quiet(linear(), loss=masked, metrics={"same": masked})
+    found = trainer.validate([(x[:5], y[:5], weight[:5]), (x[5:], y[5:], weight[5:])])
+    error = np.square(jax.vmap(linear())(x) - y)
+    expected = pytest.approx(np.average(error, weights=np.abs(y) * weight[:, None]))
+    assert found == {"val_loss": expected, "val_same": expected}
+
+
+def test_a_step_without_any_weight_changes_nothing_and_counts_for_nothing():
+    data = [(x, y, np.ones(len(x), bool)) for x, y in batches(16, 16)]
+    empty = [(x, y, np.zeros(len(x), bool)) for x, y in batches(16)]
+    trainer, other = (
+        quiet(linear(), optax.sgd(0.1), loss="cross_entropy") for _ in range(2)
+    )
+    losses = [float(m["loss"]) for m in trainer.steps(data[:1] + empty + data[1:])]
+    assert losses.pop(1) == 0
+    assert losses == [float(m["loss"]) for m in other.steps(data)]
+    np.testing.assert_array_equal(trainer.model.weight, other.model.weight)
+    assert trainer.validate(data + empty) == trainer.validate(data)
+    assert np.isnan(trainer.validate(empty)["val_loss"])
+
+
+def test_an_epoch_that_is_resumed_has_the_weights_of_its_beginning(tmp_path):
+    whole, first, second = (quiet(linear(), loss="cross_entropy") for _ in range(3))
+    whole.fit(weighted(), max_epochs=1)
+    first.fit(weighted(), max_steps=2)
+    second.load(first.save(tmp_path / "saved"))
+    second.fit(weighted(), max_epochs=1)
+    assert second.history["loss"] == whole.history["loss"]
+
+
+def test_weights_that_depend_on_other_rows_are_of_the_real_ones():
+    def loss_fn(model, x, y):
+        return softmax(jax.vmap(model)(x), y), jax.nn.softmax(x[:, 0])
+
+    data = batches(16, 5)  # the second would be padded to 16
+    trainer, _ = trained(data, loss_fn=loss_fn)
+    pairs = [loss_fn(trainer.model, *batch) for batch in data]
+    sums = [(np.sum(loss * weight), np.sum(weight)) for loss, weight in pairs]
+    loss, weight = np.sum(sums, axis=0)
+    assert trainer.history["val_loss"] == pytest.approx([loss / weight], rel=1e-5)
+
+
+ONES = np.ones(8, np.float32)
+
+
+def mean(prediction, target):
+    return jnp.mean(prediction)
+
+
+@pytest.mark.parametrize(
+    "options, weight, error, match",
+    [
+        ({"loss": "cross_entropy"}, {"a": ONES}, TypeError, "must be an array .rows,."),
+        ({"loss": "cross_entropy"}, np.ones((8, 2)), ValueError, r"shape \(8, 2\)"),
+        ({"loss": mean}, ONES, ValueError, r"values of shape \(\) and"),
+        ({"metrics": {"m": mean}}, ONES, ValueError, "return no mean, which can't be"),
+        ({"loss": "cross_entropy"}, -ONES, ValueError, "0 or more.* has -1.0. For fac"),
+        (
+            {"loss": lambda p, t: p.mean(1)},
+            ONES - 2 * np.eye(8)[3],
+            ValueError,
+            "has -1",
+        ),
+        ({"loss_fn": lambda m, x, *b: (x[0], 1.0)}, ONES, ValueError, "into a dict"),
+        ({"loss_fn": lambda m, x, *b: (b[0], b[1])}, ONES, TypeError, "dtype int32"),
+    ],
+)
+def test_what_can_not_be_weighted_is_refused(options, weight, error, match):
+    x, y = batches(8)[0]
+    with pytest.raises(error, match=match):
+        quiet(linear(), **options).fit([(x, y, weight)])
+
+
+# A pair is a loss and its weights, not a loss and a metric.
+
+
+def results(model, x, y):
+    logits = jax.vmap(model)(x)
+    return softmax(logits, y), logits
+
+
+def focal(model, x, y):
+    loss, _ = results(model, x, y)
+    return loss, jnp.exp(-loss)
+
+
+def focal_criterion(prediction, target):
+    return softmax(prediction, target), jax.nn.softmax(prediction)[:, 0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loss_fn": focal, "strategy": SingleDevice()},
+        {"loss_fn": focal, "strategy": Sharded(), "accumulate_grad_batches": 2},
+        {"loss_fn": focal, "strategy": FSDP(min_size=1), "precision": "bf16-mixed"},
+        {"loss_fn": focal, "strategy": Pmap(), "steps_per_execution": 2},
+        {"loss": focal_criterion},
+        {"optimizer": [Part("weight", focal, optax.sgd(0.1))]},
+    ],
+)
+def test_weights_of_parameters_are_refused(options):
+    with pytest.raises(ValueError, match="depends on the model's par.*into a dict"):
+        quiet(linear(), **options).fit(batches(8, 8))
+
+
+def stopped(model, x, y):
+    loss, logits = results(model, x, y)
+    return loss, jax.lax.stop_gradient((logits.argmax(-1) == y).astype(float) + 1)
+
+
+def stopped_model(model, x, y):
+    arrays, static = eqx.partition(model, eqx.is_array)
+    still = eqx.combine(jax.lax.stop_gradient(arrays), static)
+    return results(model, x, y)[0], 1 + results(still, x, y)[1][:, 0] ** 2
+
+
+def scanned_mask(model, x, y):
+    """The losses are of the model, and the weights come through the same loop."""
+
+    def body(seen, row):
+        x, y = row
+        loss = softmax(model(x), y)
+        return seen + loss, (loss, x[0] > 0)
+
+    return jax.lax.scan(body, 0.0, (x, y))[1]
+
+
+def of_data(model, x, y):
+    return results(model, x, y)[0], (y != 1)
+
+
+@pytest.mark.parametrize("loss_fn", [stopped, stopped_model, scanned_mask, of_data])
+def test_constant_weights_are_taken_and_said_once(loss_fn, caplog):
+    data = batches(16, 11)
+    loss = quiet(linear(), optax.sgd(0.0), loss_fn=loss_fn).fit(data)["loss"]
+    note = "the loss is a pair (values, weights): the second is the weight"
+    assert caplog.text.count(note) == 1
+    pairs = [loss_fn(linear(), *batch) for batch in data]
+    total = np.sum([np.sum(loss * weight) for loss, weight in pairs])
+    weight = np.sum([np.sum(weight) for _, weight in pairs])
+    assert loss == pytest.approx([total / weight], rel=1e-5)
+
+
+def test_frozen_leaves_are_no_parameters():
+    def loss_fn(models, x, y):
+        student, teacher = models.layers
+        return results(student, x, y)[0], 1 + results(teacher, x, y)[1][:, 0] ** 2
+
+    models = eqx.nn.Sequential([linear(), linear()])
+    quiet(models, loss_fn=loss_fn, filter_spec="layers[0]").fit(batches(16))
+
+
+def test_metrics_may_have_weights_of_parameters(caplog):
+    def loss_fn(model, x, y):
+        loss, logits = results(model, x, y)
+        return loss, {"precision": (logits.argmax(-1) == y, jnp.abs(logits[:, 0]))}
+
+    assert {*trained(batches(16, 11), loss_fn=loss_fn)[0].history} > {"val_precision"}
+    assert caplog.text.count("metric 'precision' is a pair") == 1
+    assert "the loss is a pair" not in caplog.text
+
+
+# Rows of weight 0 do not count, whatever is in them.
+
+
+class Rooted(eqx.Module):
+    """Gives NaN, and NaN gradients, for rows that are negative."""
+
+    linear: eqx.nn.Linear
+
+    def __call__(self, x):
+        return self.linear(jnp.log(jnp.abs(x) + 0.1)) * jnp.sqrt(1 + x[0])
+
+
+def marked(dtype=np.float32, *, x_is=0.5, y_is=0, classes=True):
+    """Batches of which rows have weight 0, and there other values in x and y."""
+    found = []
+    for x, y in batches(16, 11, 8):
+        x = np.abs(x)
+        y = y if classes else x[:, :3] / 2
+        weight = np.arange(len(x)) % 3
+        x, y = x.copy(), y.copy()
+        x[weight == 0], y[weight == 0] = x_is, y_is
+        found.append((x, y, weight.astype(dtype)))
+    return found
+
+
+WRONG = {
+    "y": {"y_is": np.nan},
+    "x": {"x_is": np.nan},
+    "infinite": {"x_is": np.inf, "y_is": -np.inf},
+    "model": {"x_is": -5},
+}
+LOSSES = {"mse": {"loss": "mse", "metrics": ["mae", "huber"]}, "entropy": ENTROPY}
+CASES = [(layout, "mse", "x") for layout in LAYOUTS]
+CASES += [("jit", loss, wrong) for loss in LOSSES for wrong in WRONG]
+
+
+def compare(found, expected):
+    for name in expected.history:
+        np.testing.assert_allclose(
+            found.history[name], expected.history[name], rtol=1e-5, err_msg=name
+        )
+    models = (eqx.filter(each.model, eqx.is_array) for each in (found, expected))
+    for a, b in zip(*map(jax.tree.leaves, models), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def rooted(data, model=None, **options):
+    model = Rooted(linear()) if model is None else model
+    return trained(data, model, epochs=2, **options)[0]
+
+
+@functools.cache
+def rooted_by_right_rows(layout, loss):
+    return rooted(marked(classes=False), **LAYOUTS[layout](), **LOSSES[loss])
+
+
+@pytest.mark.slow_cases(
+    "remat-mse-x", "one-mse-x", "jit-entropy-infinite", "jit-entropy-model"
+)
+@pytest.mark.parametrize("layout, loss, wrong", CASES)
+def test_what_is_in_rows_of_weight_0_changes_nothing(layout, loss, wrong):
+    data = marked(**WRONG[wrong], classes=False)
+    found = rooted(data, **LAYOUTS[layout](), **LOSSES[loss])
+    compare(found, rooted_by_right_rows(layout, loss))
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.float64, bool])
+def test_their_labels_may_be_no_classes(dtype):
+    found = rooted(marked(dtype, x_is=np.nan, y_is=-100), **ENTROPY)
+    compare(found, rooted(marked(dtype), **ENTROPY))
+
+
+def test_of_ensembles_and_criteria_of_labels():
+    keys = jax.random.split(jax.random.key(0), 3)
+    many = eqx.filter_vmap(lambda key: eqx.nn.Linear(4, 3, key=key))(keys)
+    options = {"model": many, "loss": softmax, "ensemble": Ensemble(3)}
+    found = rooted(marked(x_is=np.nan, y_is=99), **options)
+    compare(found, rooted(marked(), **options))
+
+
+@pytest.mark.slow_but("Sharded")
+@pytest.mark.parametrize("strategy", [Sharded, SingleDevice])
+def test_a_batch_of_nothing_else_has_a_finite_gradient(strategy):
+    ((x, _),) = batches(8)
+    full = [(np.abs(x), np.abs(x)[:, :3], np.ones(8))]
+    empty = [(x * np.nan, x[:, :3] * np.nan, np.zeros(8))]
+    options = {"loss": "mse", "strategy": strategy()}
+    found, expected = (rooted(data, **options).history for data in (empty + full, full))
+    assert np.isfinite([*found["loss"], *found["val_loss"]]).all()
+    # The first step changes nothing; later ones move by the optimizer's momentum.
+    assert found["loss"][0] == pytest.approx(expected["loss"][0], rel=1e-5)
+
+
+@pytest.mark.slow_but("Sharded")
+@pytest.mark.parametrize("strategy", [Sharded, Pmap, SingleDevice])
+def test_what_is_written_for_a_batch_needs_finite_rows(strategy):
+    def fit(loss, **wrong):
+        model, state = eqx.nn.make_with_state(NormNet)(jax.random.key(0))
+        options = {"loss": loss, "state": state, "strategy": strategy()}
+        return trained(marked(**wrong, classes=False), model, **options)[0]
+
+    compare(fit("mse", y_is=np.nan), fit("mse"))
+    own = lambda prediction, target: (prediction - target) ** 2  # noqa: E731
+    for loss, wrong, at in ((own, "y_is", 1), (own, "x_is", 0), ("mse", "x_is", 0)):
+        with pytest.raises(ValueError, match=rf"batch\[{at}\] has NaN.*the whole"):
+            fit(loss, **{wrong: np.nan})
+
+
+def of_pairs(values_of):
+    """A loss over batches of x and a mask, in which other rows are infinite."""
+
+    def loss_fn(model, x, real):
+        values = values_of(model, x, real)
+        return (values, real), {"same": (values, real)}
+
+    return loss_fn
+
+
+def unsafe(model, x, real):
+    return jnp.log(jnp.maximum(x[:, 0], 0)) ** 2 * jax.vmap(model)(x)[:, 0] ** 2
+
+
+def safe(model, x, real):
+    return unsafe(model, jnp.where(real[:, None], x, 1), real)
+
+
+@pytest.mark.slow_but("jit")
+@pytest.mark.parametrize("layout", ["jit", "pmap", "one"])
+def test_a_pair_shows_its_loss_where_values_of_weight_0_are_infinite(layout):
+    def trainer(values_of, *parts, **more):
+        of_all = {} if parts else {"loss_fn": of_pairs(values_of)}
+        optimizer = list(parts) or optax.adam(0.05)
+        layouts = LAYOUTS[layout]() | {"accumulate_grad_batches": 1}
+        return quiet(linear(), optimizer, **of_all, **layouts, **more)
+
+    data = [(x, x[:, 0] > 0) for x, _ in batches(16, 11, 8)]
+    assert trainer(unsafe).validate(data) == trainer(safe).validate(data)
+    first, expected = (next(trainer(f).steps(data)) for f in (unsafe, safe))
+    assert float(first["loss"]) == pytest.approx(float(expected["loss"]))
+
+    trainer(safe).fit(data, max_epochs=1)
+    # The gradient of what is infinite is NaN: the loss shows it a step later.
+    with pytest.warns(UserWarning, match="the loss of epoch 0 is nan: .*NanGuard"):
+        trainer(unsafe).fit(data, max_epochs=1)
+    part = Part("weight", of_pairs(unsafe), optax.sgd(0.1), every=2)
+    for parts in ((), (part,)):
+        wrong = trainer(unsafe, *parts, callbacks=[NanGuard()])
+        with pytest.raises(FloatingPointError, match="NaN or infinity in the grad"):
+            wrong.fit(data, max_epochs=1)
+
+
+def test_metrics_over_a_pass_see_all_rows():
+    metrics = {"rows": PassMetric(lambda p, t: len(p))}
+    found = rooted(marked(classes=False), loss="mse", metrics=metrics)
+    assert found.history["val_rows"] == [35, 35]
