@@ -196,26 +196,15 @@ def num_classes(
     is_yes_no = functions["loss"] in _OF_YES_NO
     if is_yes_no and num_logits(prediction) > 1 and accuracy in functions.values():
         raise ValueError(
-            "`metrics`: 'accuracy' takes the largest of"
-            f" {num_logits(prediction)} logits for the answer, but in a binary"
-            " cross-entropy each of them answers a"
-            " yes/no question of its own. For the share of right answers use"
-            " 'binary_accuracy'; where one class is right, use loss='cross_entropy'."
+            "`metrics`: 'accuracy' takes the largest logit for the answer, but in a"
+            " binary cross-entropy each answers a yes/no question of its own; use"
+            " 'binary_accuracy', or, where one class is right, loss='cross_entropy'."
         )
     if not jnp.issubdtype(getattr(target, "dtype", float), jnp.integer):
         return None
     if any(function in _OF_LABELS for function in functions.values()):
         return num_logits(prediction)
     return 2 if is_yes_no else None
-
-
-_SYNONYMS: Final = {
-    "acc": "accuracy",
-    "mean_squared_error": "mse",
-    "mean_absolute_error": "mae",
-    "huber_loss": "huber",
-}
-"""Names of other libraries' that mean exactly one of ours."""
 
 
 def find_loss(loss: str | Criterion) -> Criterion:
@@ -246,9 +235,8 @@ def find_metrics(
 def _find(argument: str, given: Any, known: Mapping[str, Criterion]) -> Any:
     names = ", ".join(sorted(known))
     if isinstance(given, str):
-        name = _SYNONYMS.get(given, given)
-        if name in known:
-            return known[name]
+        if given in known:
+            return known[given]
         if instead := INSTEAD["loss"].get(given) or find_near(given, known):
             names = f"{names}; {instead} may be meant"
     if not callable(given):
@@ -281,12 +269,10 @@ def check_package(argument: str, given: Any, *packages: str) -> None:
         return
     name = getattr(given, "__name__", type(given).__name__)
     package = module.partition(".")[0]
-    remedy = "a name, an optax loss or, over a whole set in NumPy, jaxdp.PassMetric(fn)"
-    if package == "sklearn":
-        remedy = f"jaxdp.PassMetric({name}), which gives it a whole validation"
     raise TypeError(
         f"{argument} is {package}'s {name}, which can't compute on JAX arrays inside a"
-        f" step; pass {remedy}."
+        " step; pass a name, an optax loss or, for a function in NumPy over a whole"
+        f" validation, jaxdp.PassMetric({name})."
     )
 
 
@@ -367,16 +353,11 @@ def _match_shapes(name: str, prediction: Array, target: Array) -> tuple[Array, A
     elif target.shape == (*prediction.shape, 1):
         target = target[..., 0]
     if prediction.shape != target.shape:
-        hint = ""
-        labels = target.shape[:-1] if target.shape[-1:] == (1,) else target.shape
-        if labels == prediction.shape[:-1] and not _is_float(target):
-            instead = "accuracy" if name == "binary_accuracy" else "cross_entropy"
-            hint = f" For labels of {prediction.shape[-1]} classes use {instead!r}."
         raise ValueError(
             f"{name!r} got predictions of shape {shapes[0]} and targets of shape"
             f" {shapes[1]}; they must be equal, but for an axis of one at the end"
             " (broadcasting would silently compare rows with other rows). Reshape one"
-            f" of them.{hint}"
+            " of them; for labels of classes use 'cross_entropy' and 'accuracy'."
         )
     return prediction, target
 
@@ -411,19 +392,13 @@ def _classes(name: str, prediction: Array, target: Array) -> Array:
     if target.shape == prediction.shape:
         return target
 
-    labels = target
-    if target.ndim == prediction.ndim and target.shape[-1] == 1:
-        labels = target[..., 0]
-    if labels.shape != prediction.shape[:-1]:
+    has_last_axis = target.ndim == prediction.ndim and target.shape[-1] == 1
+    labels = target[..., 0] if has_last_axis else target
+    if labels.shape != prediction.shape[:-1] or _is_float(labels):
         raise ValueError(
-            f"{got}; logits need one axis more than integer labels, (batch, ...,"
-            " classes) against (batch, ...) or (batch, ..., 1), or targets the shape"
-            " of the logits."
-        )
-    if _is_float(labels):
-        raise ValueError(
-            f"{got}. Labels of {classes} classes must be integers: pass"
-            " y.astype(np.int32). For probabilities pass one for each class."
+            f"{got}. Labels of {classes} classes are integers (pass"
+            " y.astype(np.int32)), shaped (batch, ...) or (batch, ..., 1) for logits"
+            " (batch, ..., classes); other targets have the shape of the logits."
         )
     return labels.astype(jnp.int32) if labels.dtype == bool else labels
 

@@ -93,8 +93,6 @@ class Trainer(Generic[Model]):
             targets. It may change the values of all arrays, frozen ones, too.
         accumulate_grad_batches: batches per optimizer step, weighted by their rows.
         gradient_clip_val: the largest global norm that the gradient may have.
-        conjugate_complex: whether optimizers are given the conjugates of JAX's
-            gradients of complex leaves; not for one that conjugates them itself.
         steps_per_execution: optimizer steps per call of the compiled program. Hooks and
             loggers get the metrics of each step; the state that they see is that after
             the last one of the call. See docs/callbacks.md.
@@ -139,7 +137,6 @@ class Trainer(Generic[Model]):
         after_update: Callable[..., PyTree] | None = None,
         accumulate_grad_batches: int = 1,
         gradient_clip_val: float | None = None,
-        conjugate_complex: bool = True,
         steps_per_execution: int = 1,
         remat: Remat = False,
         data: Literal["global", "local"] = "global",

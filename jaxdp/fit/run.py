@@ -101,7 +101,6 @@ class TrainerConfig:
             hooks.inside_step(),
             remat=self._recomputed,
             precision=self._precision,
-            conjugate_complex=self.arguments["conjugate_complex"],
             after_update=self._after_update,
             after_step=hooks.after_step(),
             parts=self.optimizer_parts,

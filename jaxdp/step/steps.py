@@ -95,8 +95,6 @@ class Steps(NamedTuple):
     """Changes the weights after each update."""
     after_step: tuple[Callable[[TrainState], TrainState], ...] = ()
     """Hooks of callbacks that record the weights at the end of a step."""
-    conjugate_complex: bool = True
-    """Whether optimizers get the conjugates of complex gradients."""
     parts: tuple[Any, ...] = ()
     """The parts that `parts.MultiPartSteps` runs one after the other."""
     extra: Any = None
@@ -182,7 +180,7 @@ class Steps(NamedTuple):
                 return summed.means(total)[0], grads
 
             updates, opt_state = run_optimizer(
-                self.optimizer, grads, state, loss, evaluate, self.conjugate_complex
+                self.optimizer, grads, state, loss, evaluate
             )
         return UpdateResult(grads, updates, opt_state, model_state, summed)
 
@@ -332,9 +330,8 @@ class Steps(NamedTuple):
                 )
                 result = objective(model, model_state, batch, rows)
                 check_gradients(result.by_name["loss"], params)
-                if self.conjugate_complex:
-                    notes = *result.notes, *make_complex_notes(params)
-                    result = result._replace(notes=notes)
+                notes = *result.notes, *make_complex_notes(params)
+                result = result._replace(notes=notes)
                 summed = sum_values(result, rows.mask)
 
                 # The share of these rows in the mean over all.

@@ -20,8 +20,8 @@ from .state import TrainState
 
 _ON_COMPLEX: Final = (
     "trained leaves are complex: the optimizer is given the conjugates of JAX's"
-    " gradients of them, which point uphill; if it conjugates them itself, pass"
-    " `conjugate_complex=False`"
+    " gradients of them, which point uphill; if it conjugates them itself, put"
+    " optax.stateless(lambda grads, _: jax.tree.map(jnp.conj, grads)) before it"
 )
 
 
@@ -49,7 +49,6 @@ def run_optimizer(
     state: TrainState,
     loss: Array,
     evaluate: Callable[[PyTree], tuple[Array, PyTree]],
-    conjugate: bool,
 ) -> tuple[PyTree, PyTree]:
     """Returns the optimizer's updates and new state.
 
@@ -60,7 +59,6 @@ def run_optimizer(
         loss: the mean over the batch.
         evaluate: `(params) -> (loss, JAX's gradient)` at other parameters. If it is not
             called it is not traced, and unused results are not computed.
-        conjugate: whether the optimizer gets the conjugates of complex gradients.
     """
 
     @jax.custom_jvp
@@ -77,10 +75,9 @@ def run_optimizer(
         return value, total.astype(value.dtype)
 
     def grad_fn(params: PyTree, *_: Any) -> PyTree:
-        return to_ascent(evaluate(params)[1])
+        return conjugate_leaves(evaluate(params)[1])
 
-    to_ascent = conjugate_leaves if conjugate else lambda grads: grads
-    uphill = to_ascent(grads)
+    uphill = conjugate_leaves(grads)
     offered = {"value": loss, "value_fn": value_fn, "grad": uphill, "grad_fn": grad_fn}
     if find_nodes(optax.ScaleByBacktrackingLinesearchState, state.opt_state):
         # It takes the slope from JAX's gradient, unlike optax's zoom search, which
