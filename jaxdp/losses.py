@@ -6,7 +6,6 @@ weighted and padded rows left out exactly.
 """
 
 import functools
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
@@ -17,6 +16,7 @@ from jaxtyping import Array
 
 import jaxdp
 
+from .basics.arguments import check_call
 from .basics.other_libraries import INSTEAD, find_near
 
 Criterion = Callable[[Any, Any], Array]
@@ -247,18 +247,8 @@ def _find(argument: str, given: Any, known: Mapping[str, Criterion]) -> Any:
         )
     check_package(argument, given, "torch", "sklearn")
 
-    # A function, that takes two arguments.
-    try:
-        signature = inspect.signature(given)
-    except ValueError:  # some built-in callables have none
-        return given
-    try:
-        signature.bind(None, None)
-    except TypeError as error:
-        raise TypeError(
-            f"{argument} is {signature}, and is called as (prediction, target):"
-            f" {error}. For a function of (model, *batch) use `loss_fn`."
-        ) from None
+    hint = "as (prediction, target); for a function of (model, *batch) use `loss_fn`"
+    check_call(argument, given, hint, None, None)
     return given
 
 
@@ -272,7 +262,7 @@ def check_package(argument: str, given: Any, *packages: str) -> None:
     raise TypeError(
         f"{argument} is {package}'s {name}, which can't compute on JAX arrays inside a"
         " step; pass a name, an optax loss or, for a function in NumPy over a whole"
-        f" validation, jaxdp.PassMetric({name})."
+        " validation, jaxdp.PassMetric(fn)."
     )
 
 

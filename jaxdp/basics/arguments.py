@@ -176,6 +176,23 @@ def is_number(value: Any) -> bool:
     return is_real and not is_bool(value)
 
 
+def check_call(
+    argument: str, function: Any, hint: str, *args: Any, **keywords: Any
+) -> None:
+    """Raises if a function of the user's can't be called with such arguments.
+
+    `hint` says how it is called. Some built-in callables have no signature to check.
+    """
+    with contextlib.suppress(ValueError):
+        signature = inspect.signature(function)
+        try:
+            signature.bind(*args, **keywords)
+        except TypeError as error:
+            raise TypeError(
+                f"{argument} is {signature}, and is called {hint}: {error}."
+            ) from None
+
+
 def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
     if value not in choices:
         listed = ", ".join(map(repr, choices))

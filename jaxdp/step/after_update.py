@@ -1,6 +1,5 @@
 """The user's `after_update`: the change of a model after each optimizer step."""
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +7,7 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Int, PyTree
 
+from ..basics.arguments import check_call
 from .loss_output import describe
 from .model_call import find_keywords
 from .state import match_dtypes
@@ -32,17 +32,8 @@ class AfterUpdate:
                 f" and `step`; got {function!r}."
             )
         self._names = {"key", "step"} & find_keywords(function).keys()
-        signature = None
-        try:
-            signature = inspect.signature(function)
-            signature.bind(None, **dict.fromkeys(self._names))
-        except ValueError:  # some built-in callables have none
-            pass
-        except TypeError as error:
-            raise TypeError(
-                f"`after_update` is {signature}, and is called with the model and what"
-                f" it names of `key` and `step`: {error}."
-            ) from None
+        hint = "with the model and what it names of `key` and `step`"
+        check_call("`after_update`", function, hint, None, **dict.fromkeys(self._names))
 
     def __call__(
         self, params: PyTree, buffers: PyTree, key: Any, step: Int[Array, ""]

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from .. import losses
+from ..basics.tree import is_key
 from .loss_output import (
     LossOutput,
     check_criterion_values,
@@ -198,7 +199,7 @@ def split_batch(batch: PyTree) -> tuple[PyTree, PyTree, PyTree]:
             " Pass `loss_fn(model, *batch)`, which is given the array itself."
         )
 
-    if weight is not None and not eqx.is_array_like(weight):
+    if weight is not None and (not eqx.is_array_like(weight) or is_key(weight)):
         raise TypeError(
             "the third element of a batch (x, y, weight) must be an array (rows,) or"
             f" (rows, ...); got {describe(weight)}. For other batches pass"
