@@ -82,6 +82,11 @@ def test_a_recipe_runs_as_a_script_and_draws_its_picture(page, tmp_path, scripts
         assert (tmp_path / pathlib.Path(picture).name).is_file()
 
 
+@pytest.mark.parametrize("page", [*sorted(DOCS.glob("*.md")), *RECIPES], ids=_name)
+def test_each_page_says_where_to_go_next(page):
+    assert re.search(r"^(## )?.*Where to go next", page.read_text(), re.M)
+
+
 def test_the_index_of_recipes_names_each():
     text = (DOCS / "recipes" / "index.md").read_text()
     assert sorted(re.findall(r"\((\w+)\.md\)", text)) == [p.stem for p in RECIPES]
