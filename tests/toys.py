@@ -55,6 +55,23 @@ class NormNet(eqx.Module):
         return self.last(jax.nn.relu(x)), state
 
 
+class Stacked(eqx.Module):
+    """4 -> 8 -> two blocks in a stack -> 3."""
+
+    first: eqx.nn.Linear
+    blocks: Stack
+    last: eqx.nn.Linear
+
+    def __init__(self):
+        keys = jax.random.split(jax.random.key(1), 4)
+        self.first = eqx.nn.Linear(4, 8, key=keys[0])
+        self.blocks = Stack([eqx.nn.Linear(8, 8, key=key) for key in keys[1:3]])
+        self.last = eqx.nn.Linear(8, 3, key=keys[3])
+
+    def __call__(self, x):
+        return self.last(jnp.tanh(self.blocks(self.first(x))))
+
+
 class DeepBlock(eqx.Module):
     linear: eqx.nn.Linear
     dropout: eqx.nn.Dropout

@@ -262,10 +262,11 @@ def _make_shape_notes(prediction: Any, target: Any) -> tuple[str, ...]:
     shapes = prediction.shape, target.shape
     if (*shapes[0], 1) != shapes[1] and shapes[0] != (*shapes[1], 1):
         return ()
+    of_rows = " and ".join(str(shape[1:]) for shape in shapes)
     return (
-        f"predictions have the shape {shapes[0]} and targets {shapes[1]}: arithmetic"
+        f"predictions and targets have the shapes {of_rows} for each row: arithmetic"
         " broadcasts them, and compares every row with every other, unless your loss"
-        " or metric makes the shapes equal",
+        " or metric makes them equal",
     )
 
 

@@ -84,7 +84,7 @@ def test_broadcasting_of_predictions_against_targets_is_not_silent(
     with jax.numpy_rank_promotion("allow"):
         if reduces:
             make(model, loss=criterion).fit([(X, target)])
-            note = "shape (8, 1) and targets (8,): arithmetic broadcasts them"
+            note = "the shapes (1,) and () for each row: arithmetic broadcasts them"
             assert caplog.text.count(note) == 1
             return
         with pytest.raises(ValueError, match=r"\(8, 8\) for a batch of 8 rows"):

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toys import RAGGED, Deep, Mlp, batches, bits, cross_entropy, quiet
+from toys import RAGGED, Deep, Mlp, Recorder, batches, bits, cross_entropy, quiet
 
 from jaxdp import (
     FSDP,
@@ -91,14 +91,6 @@ def by_hand(model, trained, windows, after=follow):
     return eqx.combine(params, rest), losses
 
 
-class Losses(Callback):
-    def __init__(self):
-        self.found = []
-
-    def on_train_batch_end(self, trainer, metrics, batch_idx):
-        self.found.append(float(metrics["loss"]))
-
-
 def fit(model, strategy=None, after=follow, data=DATA, epochs=2, callbacks=(), **more):
     trainer = quiet(
         model, optax.adam(3e-2), strategy=strategy or SingleDevice(),
@@ -157,31 +149,48 @@ def test_a_fit_is_the_loop_by_hand(strategy, options):
             for window in joined
         ]
     expected, losses = by_hand(model, trained, windows * 2)
-    seen = Losses()
+    seen = Recorder()
     trainer = fit(
         model, STRATEGIES[strategy](), filter_spec=trained, callbacks=[seen], **options
     )
-    np.testing.assert_allclose(seen.found, losses, rtol=2e-4)
+    np.testing.assert_allclose(seen.losses, losses, rtol=2e-4)
     close(trainer.model, eqx.filter(expected, eqx.is_array))
     assert trainer.model.count == len(losses)
     assert abs(trainer.model.online.layers[0].weight).max() <= np.float32(0.3)
 
 
-def clip_blocks(model):
-    return jax.tree.map(
-        lambda w: jnp.clip(w, -0.2, 0.2) if eqx.is_array(w) else w, model
-    )
+def test_blocks_of_a_stack_and_averages_are_of_the_changed_weights():
+    def clip(model):
+        bound = lambda w: jnp.clip(w, -0.2, 0.2) if eqx.is_array(w) else w  # noqa: E731
+        return jax.tree.map(bound, model)
 
+    class See(Callback):
+        def inside_step(self, grads, updates, state):
+            return {"largest": abs(state.params.first.weight).max()}
 
-@pytest.mark.slow_cases("fsdp")
-@pytest.mark.parametrize(
-    "strategy", [Pipeline(4, 2), FSDP(8)], ids=["pipeline", "fsdp"]
-)
-def test_blocks_of_a_stack(strategy):
-    alone = fit(Deep(), after=clip_blocks)
-    apart = fit(Deep(), strategy, clip_blocks)
+        def on_train_batch_end(self, trainer, metrics, batch_idx):
+            assert metrics["largest"] <= np.float32(0.2)
+
+    callbacks = lambda: [WeightAveraging(0.5), See()]  # noqa: E731
+    alone = fit(Deep(), after=clip, callbacks=callbacks())
+    apart = fit(Deep(), Pipeline(4, 2), clip, callbacks=callbacks())
     np.testing.assert_allclose(apart.history["loss"], alone.history["loss"], rtol=1e-4)
     close(apart.model, eqx.filter(alone.model, eqx.is_array))
+
+    trainer, mean = (
+        quiet(
+            Deep(),
+            optax.adam(3e-2),
+            loss="cross_entropy",
+            after_update=clip,
+            callbacks=callbacks(),
+        ),
+        None,
+    )
+    for _ in trainer.steps(DATA):
+        weight = np.asarray(trainer.state.params.first.weight)
+        mean = weight if mean is None else mean + 0.5 * (weight - mean)
+        np.testing.assert_allclose(trainer.model.first.weight, mean, atol=1e-6)
 
 
 def trained_only(model):
@@ -269,28 +278,6 @@ def test_noise_is_the_same_anywhere_and_new_in_each_step(strategy):
     np.testing.assert_allclose(found, weights(SingleDevice()), atol=1e-6)
     assert abs(found[0] - found[1]).max() > 0.01 and 0.05 < found.std() < 0.2
     assert abs(found - weights(SingleDevice(), seed=1)).max() > 0.01
-
-
-def test_averages_are_of_the_changed_weights_and_hooks_see_them():
-    class See(Callback):
-        def inside_step(self, grads, updates, state):
-            return {"largest": abs(state.params.first.weight).max()}
-
-        def on_train_batch_end(self, trainer, metrics, batch_idx):
-            assert metrics["largest"] <= np.float32(0.2)
-
-    averaging = WeightAveraging(0.5)
-    model = Mlp(jax.random.key(0))
-    trainer = quiet(
-        model, optax.sgd(5.0), loss="cross_entropy", after_update=trained_only,
-        callbacks=[averaging, See()], strategy=Sharded(4),
-    )  # fmt: skip
-    mean, taken = None, 0
-    for _ in trainer.steps(DATA):
-        weight = np.asarray(trainer.state.params.first.weight)
-        taken += 1
-        mean = weight if taken == 1 else mean + 0.5 * (weight - mean)
-        np.testing.assert_allclose(trainer.model.first.weight, mean, atol=1e-6)
 
 
 def count_only(model):

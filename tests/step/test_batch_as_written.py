@@ -15,14 +15,13 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec
-from toys import NormNet, Recorder
+from toys import NormNet, Recorder, Stacked
 
 from jaxdp import (
     FSDP,
     Pmap,
     Sharded,
     SingleDevice,
-    Stack,
     TensorParallel,
     Trainer,
     ZeRO,
@@ -47,23 +46,6 @@ def batches(sizes, seed=0):
     return [(part, np.sin(2 * part[:, :3])) for part in parts]
 
 
-class Stacked(eqx.Module):
-    """4 -> 8 -> two blocks in a stack -> 3."""
-
-    first: eqx.nn.Linear
-    blocks: Stack
-    last: eqx.nn.Linear
-
-    def __init__(self):
-        keys = jax.random.split(jax.random.key(1), 4)
-        self.first = eqx.nn.Linear(4, 8, key=keys[0])
-        self.blocks = Stack([eqx.nn.Linear(8, 8, key=key) for key in keys[1:3]])
-        self.last = eqx.nn.Linear(8, 3, key=keys[3])
-
-    def __call__(self, x):
-        return self.last(jnp.tanh(self.blocks(self.first(x))))
-
-
 def mlp():
     return eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0))
 
@@ -85,15 +67,6 @@ def row_loss(model, row):
 # Sizes and places.
 
 
-def sum_over_len_y(model, x, y):
-    return squares(model, x, y).sum() / len(y)
-
-
-def halves(model, x, y):
-    is_first = jnp.arange(len(y)) < len(y) // 2
-    return jnp.where(is_first, squares(model, x, y), 0.1 * jnp.abs(y).sum(axis=1))
-
-
 def second_half_alone(model, x, y):
     return squares(model, x[len(x) // 2 :], y[len(y) // 2 :]).mean()
 
@@ -113,11 +86,6 @@ def neighbours(model, x, y):
     return squares(model, x, y) + 0.1 * jnp.abs(rolled - y).sum(axis=1)
 
 
-def turned(model, x, y):
-    prediction = jax.vmap(model)(x)
-    return jnp.square(prediction - y[::-1]).sum(axis=1) + squares(model, x[::-1], y)
-
-
 def two_halves(model, x, y):
     half = len(x) // 2
     views = jax.vmap(model)(x)
@@ -125,23 +93,8 @@ def two_halves(model, x, y):
     return squares(model, x, y).mean() + 0.1 * apart.mean()
 
 
-def sorted_by_target(model, x, y):
-    values = squares(model, x, y)[jnp.argsort(y[:, 0])]
-    return values * jnp.linspace(0.1, 1.0, len(values))
-
-
 def hardest_quarter(model, x, y):
     return jnp.sort(squares(model, x, y))[-(len(x) // 4) :].mean()
-
-
-def contrastive(model, x, y):
-    values = cross_entropy(jax.vmap(model)(x) @ y.T, jnp.arange(len(x)))
-    return values * values.mean()
-
-
-def standardised(model, x, y):
-    mean, deviation = x.mean(axis=0, keepdims=True), x.std(axis=0, keepdims=True)
-    return squares(model, (x - mean) / (deviation + 0.1), y)
 
 
 def centred(model, x, y):
@@ -151,10 +104,6 @@ def centred(model, x, y):
 
 
 # Constants.
-
-
-def noisy(model, x, y):
-    return squares(model, x + jax.random.normal(KEY, x.shape), y)
 
 
 def paired_by_constant_key(model, x, y):
@@ -171,15 +120,7 @@ def penalised(model, x, y):
     return squares(model, x, y) + 0.01 * sum(jnp.square(leaf).sum() for leaf in leaves)
 
 
-def penalised_mean(model, x, y):
-    return penalised(model, x, y).mean()
-
-
 # Loops.
-
-
-def mapped(model, x, y):
-    return jax.lax.map(functools.partial(row_loss, model), (x, y)) / len(x)
 
 
 def scanned(model, x, y):
@@ -193,19 +134,7 @@ def scanned(model, x, y):
     return jax.lax.scan(body, (0.0, 1.0), (x, y))[1]
 
 
-def summed_in_a_loop(model, x, y):
-    def body(total, row):
-        return total + row_loss(model, row), None
-
-    return jax.lax.scan(body, 0.0, (x, y))[0] / len(x)
-
-
 # Those that are told which rows are real.
-
-
-def masked_values(model, x, y, mask):
-    """Which of the rows count is not for the loss to say."""
-    return squares(model, x, y)
 
 
 def masked_mean(model, x, y, mask):
@@ -213,40 +142,21 @@ def masked_mean(model, x, y, mask):
     return values.sum() / mask.sum()
 
 
-def masked_centre(model, x, y, mask):
-    prediction = jax.vmap(model)(x)
-    real = jnp.where(mask[:, None], prediction, 0.0).sum(axis=0, keepdims=True)
-    return jnp.square(prediction - real / mask.sum() - y).sum(axis=1)
-
-
 LOSSES = {
     "values over the size": lambda model, x, y: squares(model, x, y) / x.shape[0],
     "a sum over the size": lambda model, x, y: (squares(model, x, y) / len(x)).sum(),
-    "a sum over len(y)": sum_over_len_y,
     "a size as a factor": lambda model, x, y: squares(model, x, y).mean() * len(x) / 9,
-    "halves": halves,
     "the second half alone": second_half_alone,
     "places as weights": places_as_weights,
     "neighbours": neighbours,
-    "turned": turned,
     "two halves": two_halves,
-    "sorted by target": sorted_by_target,
     "the hardest quarter": hardest_quarter,
-    "contrastive": contrastive,
-    "a contrastive mean": lambda *arguments: contrastive(*arguments).mean(),
-    "standardised": standardised,
     "centred": centred,
-    "noise of the batch's shape": noisy,
     "pairs by a constant key": paired_by_constant_key,
     "weights of sixteen rows": weights_of_sixteen,
     "a penalty on all weights": penalised,
-    "a penalty beside a mean": penalised_mean,
-    "a map over rows": mapped,
     "a scan over rows": scanned,
-    "a sum by a scan": summed_in_a_loop,
-    "values beside a mask": masked_values,
     "a mean by the mask": masked_mean,
-    "a centre by the mask": masked_centre,
 }
 
 
@@ -542,10 +452,6 @@ def dropped(model, x, y, keys):
     return squares(model, jax.vmap(lambda x, key: drop(x, key=key))(x, keys), y)
 
 
-def drawn(model, x, y, key):
-    return squares(model, x + jax.random.normal(key, x.shape), y)
-
-
 def mixed(model, x, y, key):
     other = jax.random.permutation(key, len(x))
     share = jax.random.beta(key, 2.0, 2.0)
@@ -558,16 +464,14 @@ def by_the_first_key(model, x, y, keys):
 
 DRAWN = {
     "dropout by keys": dropped,
-    "noise by the key": drawn,
     "mixed by the key": mixed,
     "noise by the first of keys": by_the_first_key,
 }
 DRAWN_IN = {name: each for name, each in LAYOUTS.items() if "one device" not in name}
 QUICK_DRAWN = [
     "dropout by keys-FSDP on 8, a stack",
-    "noise by the key-Pmap on 8",
     "mixed by the key-Sharded on 8, accumulating",
-    "noise by the first of keys-ZeRO on 8",
+    "noise by the first of keys-Pmap on 8",
 ]
 
 
@@ -588,21 +492,6 @@ def test_what_is_drawn_is_drawn_as_on_one_device(form, layout):
     accumulation = {name: keywords[name]} if name in keywords else {}
     *found, _ = trained(options, kind, make_strategy(), RAGGED, RAGGED[2:], **keywords)
     assert_same_numbers(found, on_one_device(form, kind, **accumulation))
-
-
-def test_noise_of_a_constant_key_is_that_of_a_loop_by_hand():
-    shapes = []
-
-    def loss_fn(model, x, y):
-        shapes.append(x.shape)
-        noise = jax.random.normal(KEY, x.shape)
-        return squares(model, x + noise, y), {"noise": noise.sum(axis=1)}
-
-    *_, trainer = trained({"loss_fn": loss_fn}, "mlp", Sharded(8), (12, 6))
-    assert {*shapes} == {(12, 4), (6, 4)}
-    draws = [jax.random.normal(KEY, shape) for shape in ((12, 4), (6, 4))]
-    expected = np.concatenate(draws).sum(axis=1).mean()
-    assert trainer.history["noise"][0] == pytest.approx(float(expected), rel=1e-5)
 
 
 def test_keys_are_as_many_as_rows_of_the_batch():

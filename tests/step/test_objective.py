@@ -226,17 +226,6 @@ def test_loss_fn_with_state_in_equinox_order(strategy, mode):
     np.testing.assert_allclose(*runs, rtol=1e-6)
 
 
-def test_a_model_that_is_a_partial_gets_its_key():
-    class Needs(eqx.Module):
-        linear: eqx.nn.Linear
-
-        def __call__(self, x, enable, *, key):
-            return self.linear(x) + 0 * jax.random.normal(key)
-
-    model = eqx.Partial(Needs(eqx.nn.Linear(4, 3, key=jax.random.key(0))), enable=True)
-    fit(None, batches(8), model, loss="cross_entropy")
-
-
 def test_a_model_may_give_and_take_pytrees():
     class Two(eqx.Module):
         linear: eqx.nn.Linear

@@ -8,7 +8,8 @@ import optax
 import pytest
 from toys import Mlp, NormNet, Recorder, batches, cross_entropy, hand_written
 
-from jaxdp import Pmap, Sharded, SingleDevice, Trainer
+from jaxdp import Callback, Pmap, Sharded, SingleDevice, Trainer
+from jaxdp.step import equations_in
 from jaxdp.step.precision import (
     GROWTH_INTERVAL,
     PRECISIONS,
@@ -31,24 +32,11 @@ def make(model, *, data=None, epochs=1, callbacks=(), loss="cross_entropy", **op
     return recorder.losses, trainer
 
 
-def equations(jaxpr):
-    """All equations of a jaxpr, those of inner ones too."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for value in jax.tree.leaves(
-            list(equation.params.values()),
-            is_leaf=lambda node: hasattr(node, "eqns") or hasattr(node, "jaxpr"),
-        ):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from equations(inner)
-
-
 def dtypes_of(jaxpr, *primitives):
     """The dtypes that primitives of these names compute in."""
     return {
         str(equation.invars[0].aval.dtype)
-        for equation in equations(jaxpr)
+        for equation in equations_in(jaxpr)
         if equation.primitive.name in primitives
     }
 
@@ -287,17 +275,10 @@ def spiked(at):
     return data
 
 
-def spiky(prediction, target):
-    # Finite in float32; its gradient by the scale of 2**16 is not in float16.
-    return optax.softmax_cross_entropy_with_integer_labels(prediction, target)
-
-
 @pytest.mark.slow_but("Sharded")
 @pytest.mark.parametrize("strategy", [SingleDevice, Sharded, Pmap])
 def test_an_overflow_skips_the_step_and_halves_the_scale(strategy):
     states = []
-
-    from jaxdp import Callback
 
     class Watch(Callback):
         def on_train_batch_end(self, trainer, metrics, batch_idx):

@@ -40,28 +40,30 @@ def products_of(trainer):
     return [{name for name, n in one.products.items() if n} for one in programs]
 
 
-@pytest.mark.slow_cases("Pmap", "FSDP", "SingleDevice")
-@pytest.mark.parametrize("strategy", [SingleDevice, Sharded, Pmap, FSDP])
-def test_products_are_in_float32_in_every_kind_of_step(strategy):
-    trainer = quiet(mlp(), strategy=strategy(), precision="32-highest")
+def loss_of_part(model, x, y):
+    return ((jax.vmap(model)(x)[:, 0] - y) ** 2).mean()
+
+
+PARTS = [Part("layers[0]", loss_of_part, optax.sgd(0.1))]
+
+
+@pytest.mark.slow_cases("Pmap", "FSDP", "SingleDevice", "stages")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategy": SingleDevice()},
+        {"strategy": Sharded()},
+        {"strategy": Pmap()},
+        {"strategy": FSDP()},
+        {"model": Deep(4), "strategy": Pipeline(2, 4, 4), "loss": "cross_entropy"},
+        {"optimizer": PARTS, "strategy": SingleDevice()},
+    ],
+    ids=["SingleDevice", "Sharded", "Pmap", "FSDP", "stages", "parts"],
+)
+def test_products_are_in_float32_in_every_kind_of_step(options):
+    trainer = quiet(**{"model": mlp(), "precision": "32-highest"} | options)
     assert products_of(trainer) == [{"float32"}] * 3
     assert not jax.config.jax_default_matmul_precision
-
-
-@pytest.mark.slow
-def test_products_are_in_float32_in_stages_too():
-    highest = {"precision": "32-highest", "loss": "cross_entropy"}
-    trainer = quiet(Deep(4), strategy=Pipeline(2, 4, 4), **highest)
-    assert products_of(trainer) == [{"float32"}] * 3
-
-
-def test_products_of_parts_are_in_float32():
-    def loss(model, x, y):
-        return ((jax.vmap(model)(x)[:, 0] - y) ** 2).mean()
-
-    parts = [Part("layers[0]", loss, optax.sgd(0.1))]
-    trainer = quiet(mlp(), parts, strategy=SingleDevice(), precision="32-highest")
-    assert products_of(trainer) == [{"float32"}] * 3
 
 
 def test_products_are_jax_s_default_unless_somebody_asks():

@@ -56,7 +56,18 @@ def make(loss_fn, strategy, **options):
     )
 
 
-def check(sizes, accumulated, kind, devices):
+@settings(max_examples=15, deadline=None, derandomize=True, database=None)
+@hypothesis.given(
+    sizes=draw.lists(draw.integers(1, 17), min_size=1, max_size=5),
+    accumulated=draw.sampled_from([1, 2, 3]),
+    kind=draw.sampled_from([*KINDS]),
+    devices=draw.sampled_from([1, 2, 8]),
+)
+@hypothesis.example((16, 13, 16, 3), 2, "FSDP", 8)
+@hypothesis.example((16, 13, 16, 3), 1, "Pmap", 8)
+def test_each_size_is_traced_once_and_each_row_counts_once(
+    sizes, accumulated, kind, devices
+):
     seen = Seen()
     data = rows_of(sizes)
     strategy = KINDS[kind](devices)
@@ -85,59 +96,13 @@ def check(sizes, accumulated, kind, devices):
     assert sorted(seen.sizes) == sorted({*sizes})
 
 
-runs = hypothesis.given(
-    sizes=draw.lists(draw.integers(1, 17), min_size=1, max_size=5),
-    accumulated=draw.sampled_from([1, 2, 3]),
-    kind=draw.sampled_from([*KINDS]),
-    devices=draw.sampled_from([1, 2, 8]),
-)
-
-
-@settings(max_examples=15, deadline=None, derandomize=True, database=None)
-@runs
-def test_each_size_is_traced_once_and_each_row_counts_once(
-    sizes, accumulated, kind, devices
-):
-    check(sizes, accumulated, kind, devices)
-
-
-@pytest.mark.slow
-@settings(
-    max_examples=150,
-    deadline=None,
-    database=None,
-    suppress_health_check=[hypothesis.HealthCheck.too_slow],
-)
-@runs
-def test_it_holds_for_many_runs(sizes, accumulated, kind, devices):
-    check(sizes, accumulated, kind, devices)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("accumulated", [1, 2])
-def test_sizes_that_no_devices_divide(kind, accumulated):
-    check((16, 13, 16, 3), accumulated, kind, 8)
-
-
-def test_a_dispatch_of_several_steps_sees_batches_one_by_one():
-    seen, sizes = Seen(), (16, 16, 12, 12, 5)
-    data = rows_of(sizes)
-    trainer = make(seen, Sharded(8), steps_per_execution=2)
-    expected = np.concatenate([values_of(trainer.model, x) for x in data])
-    history = trainer.fit(data, max_epochs=2)
-    assert {*seen.sizes} == {16, 12, 5}
-    assert history["loss"] == pytest.approx([expected.mean()] * 2, rel=1e-5)
-
-
 def test_sizes_that_devices_do_not_divide_are_said_once(caplog):
     data = rows_of((16, 12, 13, 12))
     make(Seen(), Sharded(8)).fit(data, data, max_epochs=2)
     assert caplog.text.count("on each device") == 1
     (text,) = [each for each in caplog.messages if "on each device" in each]
     assert "12 rows" in text and "the 8 shards" in text
-
-
-def test_sizes_that_devices_divide_need_no_word(caplog):
+    caplog.clear()
     make(Seen(), Sharded(2)).fit(rows_of((16, 12)))
     assert "on each device" not in caplog.text
 
