@@ -1,5 +1,6 @@
 """Collects the metadata of a run: hyperparameters, versions, hardware."""
 
+import contextlib
 import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -8,7 +9,7 @@ import jax
 import numpy as np
 
 from ..basics.environment import describe_hardware, get_versions
-from ..step import find_precision, float32_products, get_closure
+from ..step import find_precision, float32_products
 from .base import Callback, Trainer
 
 Facts = dict[str, Any]
@@ -98,7 +99,7 @@ def describe_function(function: Any, depth: int = 0) -> str:
     name = getattr(function, "__qualname__", type(function).__name__)
     if depth > 6:  # a function may refer to itself
         return name
-    inside = {k: _text(v, depth + 1) for k, v in get_closure(function).items()}
+    inside = {k: _text(v, depth + 1) for k, v in _get_closure(function).items()}
     stages = [text for text in inside.values() if text.endswith(")")]
     numbers = [f"{k}={v}" for k, v in inside.items() if v and v not in stages]
     if len(stages) == 1 and not numbers:  # a mere wrapper
@@ -123,10 +124,20 @@ def _text(value: Any, depth: int = 0) -> str:
     return str(plain(value)) if isinstance(value, int | float | type) else ""
 
 
+def _get_closure(function: Any) -> Mapping[str, Any]:
+    """Returns the variables that a nested function or a method holds."""
+    if inspect.ismethod(function):
+        return getattr(function.__self__, "__dict__", {})
+    if inspect.isfunction(function):
+        with contextlib.suppress(ValueError):  # of a variable that has no value yet
+            return inspect.getclosurevars(function).nonlocals
+    return {}
+
+
 def _find_injected(init: Any) -> Iterator[tuple[str, Any]]:
     """Yields the numbers that `optax.inject_hyperparams` was given, which only the
     `init` of the optimizer knows."""
-    inside = get_closure(inspect.unwrap(init))
+    inside = _get_closure(inspect.unwrap(init))
     yield from inside.get("numeric_hps", {}).items()
     for stage in inside.get("init_fns", ()):
         yield from _find_injected(stage)

@@ -64,7 +64,7 @@ from .remat import (
 )
 from .state import Batch, Group, TrainState, Weights, first_state
 from .steps import Steps
-from .value_fn import call_update, get_closure
+from .value_fn import call_update
 from .whole import (
     NOTHING,
     KeyData,

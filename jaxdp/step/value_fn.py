@@ -4,7 +4,6 @@
 loss at other parameters than the present ones.
 """
 
-import contextlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -108,13 +107,3 @@ def call_update(
     elif any(find_nodes(kind, state) for kind in _LINE_SEARCHES):
         others.pop("grad_fn", None)
     return update(grads, state, params, **others | named)
-
-
-def get_closure(function: Any) -> Mapping[str, Any]:
-    """Returns the variables that a nested function or a method holds."""
-    if inspect.ismethod(function):
-        return getattr(function.__self__, "__dict__", {})
-    if inspect.isfunction(function):
-        with contextlib.suppress(ValueError):  # of a variable that has no value yet
-            return inspect.getclosurevars(function).nonlocals
-    return {}
