@@ -84,7 +84,7 @@ def test_a_recipe_runs_as_a_script_and_draws_its_picture(page, tmp_path, scripts
 
 @pytest.mark.parametrize("page", [*sorted(DOCS.glob("*.md")), *RECIPES], ids=_name)
 def test_each_page_says_where_to_go_next(page):
-    assert re.search(r"^(## )?.*Where to go next", page.read_text(), re.M)
+    assert "Where to go next" in page.read_text()
 
 
 def test_the_index_of_recipes_names_each():
