@@ -210,14 +210,19 @@ class Record:
                 row = row._replace(validation=validation)
             self._send(row)
 
-    def put_step(self, metrics: Metrics, batch_idx: int) -> None:
-        """Adds the lazy values of a step, which hooks belong to from now on."""
+    def put_step(
+        self, metrics: Metrics, batch_idx: int, *, sends: bool = True
+    ) -> None:
+        """Adds the lazy values of a step, which hooks belong to from now on.
+
+        With `sends`, readers get the rows of earlier steps that the device has done.
+        """
         step, queue = self._progress.global_step, self._queue
         self._target = _LogTarget(metrics, metrics.added)
         if self._before_row:
             metrics.add(self._before_row)
             self._before_row = {}
-        while queue and queue[0][0] <= step:
+        while sends and queue and queue[0][0] <= step:
             row = queue.popleft()[1]
             self._newest = row.values
             if self._readers:

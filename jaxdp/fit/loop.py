@@ -285,11 +285,13 @@ class FitLoop:
         is_finished = self.limits.is_finished(progress.done)
         progress.is_finished = self._is_loader_exhausted or is_finished
         progress.epoch_ended = True
-        with record.redirect_logs(metrics := dict(means)) as logged:
-            self.hooks.on_train_epoch_end(self.trainer, metrics)
-        if logged:
-            record.history.append(progress.epoch, logged)
-        record.put("epoch", means | logged)
+        try:
+            with record.redirect_logs(metrics := dict(means)) as logged:
+                self.hooks.on_train_epoch_end(self.trainer, metrics)
+        finally:  # a checkpoint of an exception says that the epoch is over
+            if logged:
+                record.history.append(progress.epoch, logged)
+            record.put("epoch", means | logged)
         if progress.is_finished:
             progress.next_epoch()
         progress.is_finished = False
@@ -532,20 +534,13 @@ def run_steps(
                     run.interrupts.check()
                 yield metrics
         finally:
-            if progress.ahead:
-                _count_remaining_steps(run, dispatch)
-
-
-def _count_remaining_steps(run: "Run", dispatch: Dispatch) -> None:
-    """Counts the steps of a dispatch that ended before its last hook.
-
-    The state includes them, and a resumed fit must not repeat them.
-    """
-    progress = run.progress
-    rest = list(zip(dispatch.windows, dispatch.rows, strict=True))[-progress.ahead :]
-    progress.ahead = 0
-    for window, rows in rest:
-        progress.count_step(window, rows)
+            # An exception leaves out the hooks of the dispatch's other steps. But the
+            # state includes these steps, and a resumed fit does not repeat them.
+            for number in range(last + 1 - progress.ahead, last + 1):
+                batch_idx = -(-progress.done // micro_batches)
+                progress.count_step(dispatch.windows[number], dispatch.rows[number])
+                progress.ahead = last - number
+                record.put_step(next(results), batch_idx, sends=False)
 
 
 def _make_hook_batch(run: "Run", window: Window) -> Any:

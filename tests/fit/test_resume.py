@@ -10,7 +10,7 @@ from toys import Mlp, Recorder, batches, leaves, rows
 from toys import on_one_device as make
 
 from jaxdp import Pmap, Sharded, SingleDevice, Trainer
-from jaxdp.callbacks import ModelCheckpoint
+from jaxdp.callbacks import Callback, CSVLogger, ModelCheckpoint
 
 DATA = batches(16, 16, 5)
 
@@ -36,6 +36,54 @@ def test_a_run_goes_on_on_other_devices(tmp_path, before, after):
     np.testing.assert_allclose(
         first.losses + second.losses, whole.losses, rtol=1e-5, atol=1e-6
     )
+
+
+class Crash(Callback):
+    """Raises in one of its hooks, at a step."""
+
+    def __init__(self, hook, step):
+        self.where = hook, step
+
+    def _check(self, trainer, *where):
+        if (*where, trainer.global_step) == self.where:
+            raise RuntimeError("crash")
+
+    def on_train_batch_start(self, trainer, batch, batch_idx):
+        self._check(trainer, "on_train_batch_start")
+
+    def on_train_batch_end(self, trainer, metrics, batch_idx):
+        self._check(trainer, "on_train_batch_end")
+
+    def on_validation_end(self, trainer, metrics):
+        self._check(trainer, "on_validation_end")
+
+    def on_train_epoch_end(self, trainer, metrics):
+        self._check(trainer, "on_train_epoch_end")
+
+
+@pytest.mark.parametrize("hook, step, steps_per_execution", [
+    ("on_train_batch_end", 4, 1), ("on_validation_end", 5, 1),
+    ("on_train_epoch_end", 5, 1), ("on_train_batch_end", 2, 3),
+    ("on_train_batch_start", 2, 3),
+])  # fmt: skip
+def test_no_row_is_lost_where_a_hook_raises(tmp_path, hook, step, steps_per_execution):
+    data = batches(16, 16, 16, 16, 5)
+
+    def fit(name, *crash):
+        saver = ModelCheckpoint(
+            tmp_path / name, every_n_train_steps=2, save_on_exception=True
+        )
+        options = {"steps_per_execution": steps_per_execution, "log_every_n_steps": 1}
+        trainer = make(saver, CSVLogger(tmp_path / name), *crash, **options)
+        trainer.fit(data, data[:2], max_epochs=3, ckpt_path="auto")
+        return trainer, (tmp_path / name / "metrics.csv").read_text()
+
+    whole, log = fit("whole")
+    with pytest.raises(RuntimeError, match="crash"):
+        fit("killed", Crash(hook, step))
+    resumed, resumed_log = fit("killed")
+    assert_same(resumed, whole)
+    assert resumed_log == log
 
 
 def test_larger_batches_after_a_save_leave_no_trace_in_what_is_resumed(tmp_path):
