@@ -171,7 +171,8 @@ class Record:
         """Whether all steps that the fit takes in the epoch are done, and its end is
         still to come: validation, history, `on_train_epoch_end`."""
         progress, total = self._progress, self.steps_of_epoch
-        is_over = total is not None and 0 < total <= self.batch_idx
+        # After more steps than the loader's length says, only the loader knows.
+        is_over = total is not None and 0 < total == self.batch_idx
         return (is_over or progress.done == progress.end) and not progress.epoch_ended
 
     # Values that come in.
@@ -210,9 +211,7 @@ class Record:
                 row = row._replace(validation=validation)
             self._send(row)
 
-    def put_step(
-        self, metrics: Metrics, batch_idx: int, *, sends: bool = True
-    ) -> None:
+    def put_step(self, metrics: Metrics, batch_idx: int, *, sends: bool = True) -> None:
         """Adds the lazy values of a step, which hooks belong to from now on.
 
         With `sends`, readers get the rows of earlier steps that the device has done.

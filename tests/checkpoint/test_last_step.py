@@ -70,6 +70,17 @@ def test_a_fit_that_ends_has_its_last_step(tmp_path, saver, fit, expected):
     assert folders(tmp_path) == expected
 
 
+def test_steps_beyond_the_length_of_a_loader_are_saved(tmp_path):
+    class TooShort(Unsized):
+        def __len__(self):
+            return 2
+
+    make(ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)).fit(
+        TooShort()
+    )
+    assert folders(tmp_path) == [1, 3, 4, 5, 6]  # 2 was taken for the last
+
+
 def test_the_last_step_is_gone_on_from(tmp_path):
     for _ in range(2):
         trainer = make(StopAt(8), ModelCheckpoint(tmp_path, **RARE))
