@@ -103,7 +103,6 @@ class BatchSpecs:
         last: the shapes and dtypes of the last batch of NumPy arrays that needed no
             padding, its counts, and the other fields of its dispatch: a batch of equal
             shapes needs no more checks. None after a size has changed.
-        before: the sizes before the last batches, which `revert_sizes` restores.
     """
 
     def __init__(self, kind: str, num_shards: int, num_blocks: int):
@@ -115,7 +114,6 @@ class BatchSpecs:
         # Sizes of specs that have not come yet. The text "" is for the first spec:
         # earlier versions had a single one.
         self._saved: dict[str, int] = {}
-        self.before: dict[BatchSpec, int] = {}
         self._key: SpecKey | None = None  # of the last batch, if all leaves have rows
         self._spec: BatchSpec
 
@@ -129,7 +127,7 @@ class BatchSpecs:
 
     def load_sizes(self, sizes: Mapping[str, int]) -> None:
         """Pads from now on as if these were the sizes so far."""
-        self._saved, self._known, self.before = dict(sizes), {}, {}
+        self._saved, self._known = dict(sizes), {}
         self._key = self.last = None
 
     def reset(self) -> None:
@@ -160,18 +158,9 @@ class BatchSpecs:
 
     def grow(self, spec: BatchSpec, rows: int) -> None:
         """Pads batches of this spec to this number of rows at least."""
-        self._resize(spec, max(spec.size, self.round_up(rows)))
-
-    def revert_sizes(self) -> None:
-        """Restores the sizes before the last batches, on which no step runs."""
-        for spec, size in self.before.items():
-            self._resize(spec, size)
-        self.before = {}
-
-    def _resize(self, spec: BatchSpec, size: int) -> None:
-        if size != spec.size:
+        if (size := self.round_up(rows)) > spec.size:
             spec.size, self.last = size, None
-            spec.full = (size // self._num_blocks,) * self._num_blocks if size else ()
+            spec.full = (size // self._num_blocks,) * self._num_blocks
 
     def compare(self, batch: Batch) -> str:
         """Returns how a batch differs from the first one; "" if it does not."""
@@ -289,7 +278,6 @@ class Packer:
             shape = True, steps, ((count, spec.size, spec.text),)
             of_all = _make_counts(tuple(counts), self._in_order)
             fields = True, [slots * spec.size] * steps, (spec.text,), shape
-            self.specs.before = {}
             if is_plain and count == 1:
                 self.specs.last = [*map(_SHAPE_AND_DTYPE, first)], of_all, fields
             micros, unbatched = [entry[0] for entry in split], [e[1] for e in split]
@@ -341,7 +329,6 @@ class Packer:
         slots: int,
     ) -> tuple[list[Leaves], list[_Counts]]:
         """Pads each micro-batch to the size of its spec, and fills all slots."""
-        self.specs.before = {spec: spec.size for spec in specs}
         for spec, per_block in zip(specs, counts, strict=True):
             self.specs.grow(spec, max(per_block) * self.blocks.count)
         padded = [

@@ -9,7 +9,6 @@ from typing import Any, Final
 import jax
 
 from ..basics.console import join_some, log_info, warn
-from ..basics.hardware import describe_mixed_kinds
 from ..data import Dispatch, leaf_name
 from ..step import (
     BY_DEFAULT,
@@ -25,8 +24,8 @@ _LONG_SECONDS: Final = 2.0
 _MANY_SHAPES: Final = 9
 """With so many shapes, the data has a problem."""
 
-_Shapes = dict[str, tuple[int, ...]]
-"""The shape of each leaf of a batch by its name."""
+_Shapes = dict[str, str]
+"""The shapes of each leaf of a batch by its name."""
 
 
 class CompileLog:
@@ -39,33 +38,32 @@ class CompileLog:
 
     def __init__(self, *, quiet: bool = False) -> None:
         self._quiet = quiet
-        self._known: dict[str, list[list[_Shapes]]] = {}
+        self._known: dict[str, list[_Shapes]] = {}
         self._reported: set[str] = set()
 
     @contextlib.contextmanager
     def time_compile(self, kind: str, dispatch: Dispatch) -> Iterator[None]:
         """Times the compilation of a `kind` of step for a dispatch."""
         known, shapes = self._known.setdefault(kind, []), _get_shapes(dispatch)
-        steps = f", {len(dispatch.rows)} at a time" if len(dispatch.rows) > 1 else ""
-        step = f"the {kind} step{steps}"
+        step = f"the {kind} step"
         timer = threading.Timer(_LONG_SECONDS, self._say, [f"compiling {step} ..."])
         timer.daemon = True
-        with contextlib.suppress(RuntimeError):  # there can't be more threads
-            timer.start()
+        timer.start()
         started = time.perf_counter()
         try:
             yield
         finally:
             timer.cancel()
-        seconds = time.perf_counter() - started
-
-        if shapes not in known:
+        seconds = f"{time.perf_counter() - started:.1f} s"
+        is_new = shapes not in known
+        if known and is_new:
+            self._report_again(
+                f"{step} was compiled again, in {seconds}", known, shapes
+            )
+        elif time.perf_counter() - started > _LONG_SECONDS:
+            self._say(f"{step} was compiled in {seconds}")
+        if is_new:
             known.append(shapes)
-            if len(known) > 1:
-                self._report_again(kind, known, seconds)
-                return
-        if seconds > _LONG_SECONDS:
-            self._say(f"{step} was compiled in {seconds:.1f} s")
 
     def log_once(self, note: str) -> None:
         """Reports a note unless it was reported before."""
@@ -73,15 +71,10 @@ class CompileLog:
             self._say(note)
         self._reported.add(note)
 
-    def log_program(self, devices: list[Any], program: Any, steps: Steps) -> None:
-        """Reports the precision of products, and warns of devices that differ."""
-        if self._quiet:
-            return
-        if (note := describe_mixed_kinds(devices)) and note not in self._reported:
-            self._reported.add(note)
-            warn(note)
-        if program.products and program.products[BY_DEFAULT]:
-            if note := note_on_products(steps.precision, devices[0]):
+    def log_program(self, device: Any, program: Any, steps: Steps) -> None:
+        """Reports the precision of products."""
+        if program.products and program.products[BY_DEFAULT] and not self._quiet:
+            if note := note_on_products(steps.precision, device):
                 self.log_once(note)
 
     def log_unsplit(self, dispatch: Dispatch, num_shards: int) -> None:
@@ -100,13 +93,14 @@ class CompileLog:
             " shards of the strategy do not divide it"
         )
 
-    def _report_again(
-        self, kind: str, known: list[list[_Shapes]], seconds: float
-    ) -> None:
-        reason, count = _explain(known[-1], known[:-1]), len(known)
-        text = (
-            f"the {kind} step was compiled again, in {seconds:.1f} s, because {reason}"
+    def _report_again(self, text: str, known: list[_Shapes], now: _Shapes) -> None:
+        count, last = len(known) + 1, known[-1]
+        reason = join_some(
+            f"{name} was {last.get(name)} and is {shape}"
+            for name, shape in now.items()
+            if last.get(name) != shape
         )
+        text += f", because {reason}"
         if count < _MANY_SHAPES or self._quiet:
             self._say(text)
         else:
@@ -120,26 +114,11 @@ class CompileLog:
             log_info(text)
 
 
-def _get_shapes(dispatch: Dispatch) -> list[_Shapes]:
-    """Returns the shapes of each group, rows included; no arrays are kept."""
-    batches = [merge_leaves(group.batch, group.whole) for group in dispatch.groups]
-    return [
-        {leaf_name(b, i): x.shape[1:] for i, x in enumerate(jax.tree.leaves(b))}
-        for b in batches
-    ]
-
-
-def _explain(shapes: list[_Shapes], known: list[list[_Shapes]]) -> str:
-    """Returns the leaves that differ from those of the last compilation."""
-    old = [group for groups in known for group in groups]
-    new = next((group for group in reversed(shapes) if group not in old), None)
-    if new is None:
-        return (
-            "its micro-batches are a new combination of shapes: give a step batches of"
-            " one shape"
-        )
-    return join_some(
-        f"{name} was {old[-1].get(name)} and is {shape}"
-        for name, shape in new.items()
-        if old[-1].get(name) != shape
-    )
+def _get_shapes(dispatch: Dispatch) -> _Shapes:
+    """Returns the shapes of each leaf in all groups, rows included, as a text."""
+    shapes: dict[str, list[str]] = {}
+    for group in dispatch.groups:
+        batch = merge_leaves(group.batch, group.whole)
+        for index, leaf in enumerate(jax.tree.leaves(batch)):
+            shapes.setdefault(leaf_name(batch, index), []).append(str(leaf.shape[1:]))
+    return {name: ", ".join(each) for name, each in shapes.items()}

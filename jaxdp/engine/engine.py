@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
+from ..basics.hardware import get_smallest_memory
 from ..basics.host_memory import clear_mesh
 from ..basics.process import pause_gc
 from ..data import Dispatch, Packer, Window
@@ -26,8 +27,8 @@ from ..step import (
 from ..strategies import DataParallel
 from ..strategies.base import count_shards, make_row_blocks
 from .compile_log import CompileLog
-from .in_flight import InFlightQueue, max_bytes_in_flight
-from .out_of_memory import check_error, check_program
+from .in_flight import MAX_PART_IN_FLIGHT, InFlightQueue
+from .out_of_memory import add_remedies, check_program
 from .state import (
     DeviceState,
     ModelStructure,
@@ -73,6 +74,8 @@ class Engine:
         steps: each kind of step, with its programs.
         options: of compiling train steps.
         log_once: reports a note once.
+        memory: the bytes of the smallest device; None if it does not report them, as
+            CPUs do not, or if there are shapes only.
         prefetches: whether the next dispatch is transferred before the present one is
             launched. It is on accelerators; a test on CPUs may set it.
         steps_per_execution: the present number of steps per dispatch.
@@ -103,11 +106,11 @@ class Engine:
         self.in_flight = InFlightQueue()
         self.starts_epoch = False
         self.options = StepOptions()
-        self._is_inferred, self._settings = False, get_debug_settings()
+        self._is_inferred, self._debug_settings = False, get_debug_settings()
         self.pure, self.strategy = pure, strategy
         self._compile_log = CompileLog(quiet=abstract)
         self.log_once = self._compile_log.log_once
-        self._max_steps = self.steps_per_execution = steps_per_execution
+        self.steps_per_execution = steps_per_execution
         several = not abstract and jax.process_count() > 1
         self._blocks = make_row_blocks(strategy) if several else RowBlocks()
         self.steps: dict[StepKind, Step] = {}
@@ -122,10 +125,14 @@ class Engine:
                 self.state = make_abstract_state(*first, strategy, offload)
             else:
                 self.state = self.place(make_first_state(*first, seed, strategy))
-        self.prefetches = self._devices[0].platform != "cpu" and not abstract
-        self.update_debug_settings()
-        if not abstract:
-            self.in_flight.max_bytes = max_bytes_in_flight(self._devices)
+        # On CPUs, XLA rewrites convolutions for its library only outside of loops.
+        # Inside a loop they take about five times as long, and round differently.
+        is_cpu = self._devices[0].platform == "cpu"
+        self.replace_pure(unroll_convolutions=is_cpu)
+        self.prefetches = not is_cpu and not abstract
+        self.memory = None if abstract else get_smallest_memory(self._devices)
+        if self.memory is not None:
+            self.in_flight.max_bytes = MAX_PART_IN_FLIGHT * self.memory
 
     # The state and the settings.
 
@@ -170,17 +177,9 @@ class Engine:
             self.steps["train"].programs.clear()
 
     def update_debug_settings(self) -> None:
-        """Adapts to JAX's present settings for debugging, and to the platform.
-
-        On CPUs, XLA rewrites convolutions for its library only outside of loops. Inside
-        a loop they take about five times as long, and round differently.
-        """
-        is_cpu = self._devices[0].platform == "cpu"
-        settings = get_debug_settings()
-        self.replace_pure(unroll_convolutions=is_cpu and not settings[0])
-        self.steps_per_execution = 1 if any(settings) else self._max_steps
-        if settings != self._settings:
-            self._settings = settings
+        """Discards the programs if JAX's settings for debugging have changed."""
+        if (settings := get_debug_settings()) != self._debug_settings:
+            self._debug_settings = settings
             for step in self.steps.values():
                 step.programs.clear()
 
@@ -212,21 +211,12 @@ class Engine:
     def compile_training(self, dispatch: Dispatch) -> list[Dispatch]:
         """Compiles for `dispatch`; returns it, or its single steps if better."""
         try:
-            program = self.get_program("train", dispatch)
-        except SingleStepsOnly:
+            self.get_program("train", dispatch)
+        except SingleStepsOnly as reason:
+            self.steps_per_execution = 1
+            self.log_once(f"`steps_per_execution`: 1 at a time, because {reason}")
             first, *others = [self.pack([window]) for window in dispatch.windows]
             return [*self.compile_training(first), *others]
-        reason = ""
-        if program.may_raise:
-            reason = "a step calls Python that may raise, which ends the steps after it"
-        elif self.pure.unroll_convolutions and program.has_convolutions:
-            reason = (
-                "XLA's convolutions are slow inside loops on the CPU, and round"
-                " differently there"
-            )
-        if reason and self.steps_per_execution > 1:
-            self._max_steps = self.steps_per_execution = 1
-            self.log_once(f"`steps_per_execution`: 1 at a time, because {reason}")
         return [dispatch]
 
     def prepare(self, kind: StepKind, batch: Batch) -> tuple[Dispatch, Program]:
@@ -252,7 +242,7 @@ class Engine:
                     self.pure, dispatch, inputs, donate, self._compiler_options
                 )
             rows = sum(dispatch.rows)
-            check_program(f"the {name} step", state.leaves, rows, program.compiled)
+            check_program(f"the {name} step", self.memory, rows, program.compiled)
         except SingleStepsOnly:
             raise
         except Exception as error:
@@ -263,7 +253,7 @@ class Engine:
         for note in step.facts.notes:
             self.log_once(note)
         self._compile_log.log_unsplit(dispatch, count_shards(self.strategy))
-        self._compile_log.log_program(self._devices, program, self.pure)
+        self._compile_log.log_program(self._devices[0], program, self.pure)
         return program
 
     # Running.
@@ -305,7 +295,7 @@ class Engine:
             return placed, results
         except jax.errors.JaxRuntimeError as error:
             _raise_as_equinox(error)
-            check_error(f"the {KIND_NAMES[kind]} step", self.device_state.leaves, error)
+            add_remedies(f"the {KIND_NAMES[kind]} step", error)
             raise
 
     def fetch_epoch_means(self) -> dict[str, float]:

@@ -2,17 +2,16 @@
 
 import collections
 import operator
-from collections.abc import Callable, Iterable
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Final
 
 import jax
 from jaxtyping import Array
 
-from ..basics.hardware import get_smallest_memory
 from ..step import IN_FLIGHT
-from .out_of_memory import check_earlier_step
+from .out_of_memory import add_remedies
 
-_MEMORY_FRACTION: Final = 0.05
+MAX_PART_IN_FLIGHT: Final = 0.05
 """The maximum part of a device's memory for batches that wait for their step."""
 
 _MIN_IN_FLIGHT: Final = 2
@@ -52,20 +51,11 @@ class InFlightQueue:
             try:
                 self.wait(oldest)
             except jax.errors.JaxRuntimeError as error:
-                check_earlier_step(error)
+                add_remedies("an earlier step", error)
                 raise
-
-
-def max_bytes_in_flight(devices: Iterable[Any]) -> float:
-    """Returns the bytes that batches may use of the smallest device.
-
-    Devices that do not report their memory, such as CPUs, have no limit.
-    """
-    memory = get_smallest_memory(devices)
-    return float("inf") if memory is None else _MEMORY_FRACTION * memory
 
 
 def num_in_flight(nbytes: int, memory: float) -> int:
     """Returns the maximum number of dispatches of `nbytes` each on a device."""
-    fitting = int(_MEMORY_FRACTION * memory // max(1, nbytes))
+    fitting = int(MAX_PART_IN_FLIGHT * memory // max(1, nbytes))
     return min(max(fitting, _MIN_IN_FLIGHT), IN_FLIGHT)

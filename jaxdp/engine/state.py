@@ -15,7 +15,6 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from ..basics.host_memory import clear_mesh, use_auto_axes
-from ..basics.tree import leaf_path
 from ..distributed import make_global_array
 from ..step import (
     Steps,
@@ -71,7 +70,7 @@ class DeviceState:
     Attributes:
         leaves: the arguments of a train step, which overwrites them.
         layout: shared by all states of a run.
-        user_tree: the tree that a user has, and the leaves it was made of.
+        user_tree: the tree that a user has.
     """
 
     __slots__ = ("_cache", "layout", "leaves", "user_tree")
@@ -79,7 +78,7 @@ class DeviceState:
     def __init__(self, leaves: list[Array], layout: _Layout):
         self.leaves, self.layout = leaves, layout
         self._cache: dict[str, Any] = {}
-        self.user_tree: tuple[TrainState, list[Any]] | None = None
+        self.user_tree: TrainState | None = None
 
     @classmethod
     def from_tree(cls, tree: TrainState, structure: ModelStructure) -> "DeviceState":
@@ -154,10 +153,10 @@ class DeviceState:
     def get_user_tree(self) -> TrainState:
         """Returns the tree for a user, who may keep it until the next step."""
         self.check_not_written()
-        if self.user_tree is None:
-            leaves, treedef = jax.tree.flatten(self.tree)
-            self.user_tree = treedef.unflatten(leaves), leaves
-        return self.user_tree[0]
+        if (tree := self.user_tree) is None:
+            self.check_not_lost()
+            tree = self.user_tree = self.layout.treedef.unflatten(self.leaves)
+        return tree
 
     def check_not_written(self) -> None:
         """Raises if a user has written to the tree.
@@ -166,15 +165,12 @@ class DeviceState:
         """
         if self.user_tree is None:
             return
-        tree, leaves = self.user_tree
-        path = _find_written_leaf(tree, leaves)
-        if path is not None:
+        if [*map(id, jax.tree.leaves(self.user_tree))] != [*map(id, self.leaves)]:
             self.user_tree = None
             raise RuntimeError(
-                f"`trainer.state` was written to, at {path}, but that has no effect:"
-                " it only shows what is on the devices. Use `trainer.set_hyperparams`"
-                " for what optax.inject_hyperparams holds, and `trainer.load` for a"
-                " whole state."
+                "`trainer.state` was written to, but that has no effect: it only shows"
+                " what is on the devices. Use `trainer.set_hyperparams` for what"
+                " optax.inject_hyperparams holds, and `trainer.load` for a whole state."
             )
 
     def fetch_totals(self) -> np.ndarray:
@@ -245,15 +241,6 @@ def _compose_views(chosen: View, optimizers: View) -> View:
     return view
 
 
-def _find_written_leaf(state: PyTree, leaves: list[Any]) -> str | None:
-    """Returns the path of a leaf of a state that is not the one of `leaves`."""
-    now = jax.tree_util.tree_leaves_with_path(state)
-    for (path, leaf), original in zip(now, leaves, strict=False):
-        if leaf is not original:
-            return leaf_path(path)
-    return None if len(now) == len(leaves) else "a leaf that was added or removed"
-
-
 def make_first_state(
     parts: _ModelParts,
     model_state: PyTree,
@@ -287,14 +274,7 @@ def place_state(strategy: DataParallel, state: TrainState, offload: bool) -> Tra
     """Returns the state on the devices; `offload` puts the optimizer's on the host."""
     if offload:
         return place_copy(state, _get_shardings(strategy, state, offload))
-    placed = strategy.place(state)
-    if not isinstance(placed, TrainState):
-        raise TypeError(
-            f"`strategy`: {type(strategy).__name__}.place returned a"
-            f" {type(placed).__name__}; it must return the TrainState it was given,"
-            " copied to its devices."
-        )
-    return placed
+    return strategy.place(state)
 
 
 def _get_shardings(

@@ -12,7 +12,6 @@ from typing import Any, Final, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import jaxpr_as_fun
 
 from ..basics.process import pause_gc
 from ..data import Dispatch, Packer, check_targets, replace_ignored_rows
@@ -34,7 +33,7 @@ from ..strategies import DataParallel
 from ..strategies.base import Rows, count_shards, place_batch
 from ..strategies.fsdp_units import GATHERED_IN_BRANCH
 from ..strategies.placement import fetch
-from .step_functions import STEP_FUNCTIONS, StepFunction, trace_jaxpr
+from .step_functions import STEP_FUNCTIONS, StepFunction
 from .xla_options import options_for
 
 StepKind = Literal["train", "evaluate", "predict"]
@@ -72,22 +71,21 @@ class StepOptions(NamedTuple):
 
 
 class SingleStepsOnly(Exception):
-    """Several steps at a time were traced, and single steps are better."""
+    """Several steps at a time were traced; its text says why single ones are better."""
 
 
 class Program:
     """A step compiled for batches of one shape.
 
     Attributes:
-        compiled: a `jax.stages.Compiled`, or the callable of a custom strategy.
+        compiled: a `jax.stages.Compiled`, or the jitted step if JAX debugs it.
         steps: the number of optimizer steps of a call.
         rows: the rows of these steps, padding included.
         micro_batches: the micro-batches of these steps, padding included.
         is_compiled: whether it is a `jax.stages.Compiled`, which has shardings.
         donates: whether it may overwrite the state that it gets.
         products: matrix operations of all devices, as traced; None if a part can't be
-            counted, or another function has compiled it.
-        has_convolutions: whether it has convolutions, as far as known.
+            counted, or if JAX debugs the step.
         may_raise: whether it calls Python that may raise, so that each call is waited
             for before its results are used.
         compile_seconds: time to compile it, and to trace it if that is not known.
@@ -95,7 +93,6 @@ class Program:
     """
 
     products: Products | None = None
-    has_convolutions = False
     may_raise = False
     trace_seconds: float | None = None
     compile_seconds = 0.0
@@ -108,8 +105,7 @@ class Program:
         self.micro_batches = sum(len(group.counts) for group in groups)
         self.donates = donate != "none"
         self.is_compiled = isinstance(compiled, jax.stages.Compiled)
-        # A step that overwrites its batches leaves no counts for the next one. A custom
-        # strategy may return any callable, and counts of its own.
+        # A step that overwrites its batches leaves no counts for the next one.
         self._reuses_counts = self.is_compiled and donate != "all"
         self._shardings: list[Any] | None = None  # of all leaves of the groups
         self._counts: dict[tuple[int, int], tuple[np.ndarray, Any]] = {}
@@ -248,54 +244,73 @@ class Step:
         make = STEP_FUNCTIONS[self.kind]
         function = make(steps, inputs, groups, len(dispatch.rows), self._set_facts)
         is_eager, finds_nan = get_debug_settings()
+        leaf = jax.tree.leaves(inputs)[0]
+        is_debugged = isinstance(leaf, jax.Array) and (is_eager or finds_nan)
         # Without jit, a `jax.shard_map` would run on each device in turn.
         is_apart = steps.is_per_example(self.kind) and not is_eager
         rows: Rows = "apart" if is_apart else "together"
-        if is_eager or finds_nan:  # a step that fails is run again
+        if is_debugged:  # a step that fails is run again
             donate = "none"
         before, started = self.facts, time.perf_counter()
         jitted = self._strategy.compile(
             *function, donate=_DONATED[donate], rows=rows if dispatch.split else "whole"
         )
-        if not callable(jitted):
-            raise TypeError(
-                f"`strategy`: {type(self._strategy).__name__}.compile returned a"
-                f" {type(jitted).__name__}; it must return the jitted step, which"
-                " is called with the arguments of `step` less the first."
-            )
-        traced = jaxpr = None
-        if hasattr(jitted, "trace") and not (is_eager or finds_nan):
+        if is_debugged:
+            program = Program(_convert_arguments(jitted), dispatch, groups, donate)
+        else:
             with pause_gc():
                 traced = jitted.trace(*function.arguments)
-            jaxpr = traced.jaxpr
-        elif self.facts is before and not is_eager:  # it was not traced yet
-            jaxpr = trace_jaxpr(function.function, *function.arguments)
-        convolves = jaxpr is not None and has_convolutions(jaxpr)
-        if convolves and steps.unroll_convolutions and len(dispatch.rows) > 1:
-            raise SingleStepsOnly
-
-        seconds = time.perf_counter() - started
-        if traced is None:
-            jitted = _convert_arguments(jitted) if is_eager else jitted
-            program = Program(jitted, dispatch, groups, donate)
-            program.compile_seconds = seconds
-        else:
-            replacement = getattr(jitted, "compiler_options", None)
-            program = self._compile_traced(
-                traced, function, dispatch, donate, options, replacement
-            )
-            program.trace_seconds = seconds
-        program.has_convolutions = convolves
-
-        if self.facts.names:
+            trace_seconds = time.perf_counter() - started
+            may_raise = self._check_traced(traced.jaxpr, steps, dispatch, leaf)
+            if may_raise and donate != "none":
+                # The state before a step must survive the step's error.
+                self.facts = before
+                return self.compile(steps, dispatch, inputs, "none", options)
+            program = self._compile_traced(traced, function, dispatch, donate, options)
+            program.trace_seconds, program.may_raise = trace_seconds, may_raise
             if before.names and self.programs:
                 before.merge(self.facts)  # which raises if it can't be
-            self._steps = steps
             is_named = isinstance(steps.objective, CriterionObjective)
             if is_named and (self.facts.num_classes or self.facts.weighted):
                 self._num_classes[dispatch.specs] = self.facts.num_classes
+        self._steps = steps
         self.programs[dispatch.shape] = program
         return program
+
+    def _check_traced(
+        self, jaxpr: Any, steps: Steps, dispatch: Dispatch, leaf: Any
+    ) -> bool:
+        """Returns True if a traced step calls Python that may raise.
+
+        Raises if the step must not be compiled. `leaf` is one of its state.
+        """
+        if gathers_in_branches(jaxpr):
+            raise ValueError(GATHERED_IN_BRANCH)
+        is_looped = len(dispatch.rows) > 1
+        if is_looped and steps.unroll_convolutions and has_convolutions(jaxpr):
+            raise SingleStepsOnly(
+                "XLA's convolutions are slow inside loops on the CPU, and round"
+                " differently there"
+            )
+        if not isinstance(leaf, jax.Array) or not calls_python(jaxpr):
+            return False
+        if len(leaf.sharding.device_set) > 1:
+            # An error that leaves one device strands the others: with faked devices,
+            # jax 0.10.2 aborts the process.
+            raise ValueError(
+                "`strategy`: the step calls Python that may raise an error"
+                " (jax.pure_callback), as eqx.error_if and every diffrax solver do."
+                f" {self._strategy!r} can't run it: an error on one of several devices"
+                " would leave the others waiting. Set the environment variable"
+                " EQX_ON_ERROR=nan before Python starts, which makes NaN instead of"
+                " errors; or pass throw=False to diffrax.diffeqsolve; or use"
+                " strategy=SingleDevice(), where errors are raised."
+            )
+        if is_looped:  # the state before an error would be lost
+            raise SingleStepsOnly(
+                "a step calls Python that may raise, which ends the steps after it"
+            )
+        return True
 
     def _compile_traced(
         self,
@@ -304,20 +319,11 @@ class Step:
         dispatch: Dispatch,
         donate: str,
         options: Mapping[str, Any],
-        replacement: dict[str, Any] | None,
     ) -> Program:
-        """Returns the program; `replacement` has a strategy's options of XLA."""
-        started, leaves = time.perf_counter(), jax.tree.leaves(function.arguments)
-        will_run = any(isinstance(leaf, jax.Array) for leaf in leaves)
-        if gathers_in_branches(traced.jaxpr):
-            raise ValueError(GATHERED_IN_BRANCH)
-        if may_raise := will_run and calls_python(traced.jaxpr):
-            _check_single_device(self._strategy, traced, leaves)
-            if len(dispatch.rows) > 1:  # the state before an error would be lost
-                raise SingleStepsOnly
-            # The state before a step must survive the step's error.
-            traced, donate = _trace_undonated(traced, function.arguments), "none"
-        options = options_for(traced.jaxpr, function.arguments, replacement, options)
+        """Returns the program of a traced step."""
+        started = time.perf_counter()
+        fast = self._strategy.compiler_options
+        options = options_for(traced.jaxpr, function.arguments, fast, options)
         with warnings.catch_warnings():
             if donate == "all":
                 # No result has the shape of a batch. DonateBuffers reports the cases
@@ -333,7 +339,6 @@ class Step:
 
         program = Program(compiled, dispatch, function.arguments[-1], donate)
         program.compile_seconds = time.perf_counter() - started
-        program.may_raise = may_raise
         with contextlib.suppress(KeyError):  # JAX has renamed a primitive
             program.products = products(traced.jaxpr)
         return program
@@ -391,7 +396,7 @@ class Step:
                 for group in dispatch.groups:
                     check_targets(group.batch, num_classes)
             except ValueError:
-                self._revert_sizes()
+                self.packer.reset()  # others are not padded to the size of this batch
                 raise
         if self.kind == "train" and self.facts.weighted:
             dispatch = self._replace_ignored_rows(dispatch)
@@ -411,17 +416,9 @@ class Step:
 
     def add_compile_notes(self, error: Exception, dispatch: Dispatch) -> None:
         """Adds notes to an error of compiling for these batches."""
-        self._revert_sizes()
-        if not self.programs:
-            # The first batch does not fit the model; the next one may differ.
-            self.packer.reset()
         for note in filter(None, map(self.packer.specs.describe, dispatch.groups)):
             error.add_note(note)
-
-    def _revert_sizes(self) -> None:
-        """Pads no batch to the size of an invalid one."""
-        if self.packer.blocks.count == 1:  # all processes must have the same sizes
-            self.packer.specs.revert_sizes()
+        self.packer.reset()  # others are not padded to the size of this batch
 
     def _replace_ignored_rows(self, dispatch: Dispatch) -> Dispatch:
         """Returns the dispatch with copies of real rows instead of rows of weight 0."""
@@ -444,41 +441,8 @@ def get_debug_settings() -> tuple[bool, bool]:
 
 
 def _convert_arguments(jitted: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a step that gets JAX's arrays, also where jit is disabled."""
+    """Returns a step whose function gets JAX's arrays, also where jit is disabled."""
     return lambda *args: jitted(*jax.tree.map(jnp.asarray, args))
-
-
-def _trace_undonated(traced: Any, arguments: tuple[Any, ...]) -> Any:
-    """Returns a traced step of one device without its donation."""
-    flat, tree = jaxpr_as_fun(traced.jaxpr), jax.tree.structure(traced.out_info)
-
-    def run(*arguments: Any) -> Any:
-        return tree.unflatten(flat(*jax.tree.leaves(arguments)))
-
-    return jax.jit(run).trace(*arguments)
-
-
-def _check_single_device(
-    strategy: DataParallel, traced: Any, arguments: Sequence[Any]
-) -> None:
-    """Raises if a step that calls Python is to run on several devices.
-
-    An error that leaves one device strands the others: with faked devices, jax 0.10.2
-    aborts the process.
-    """
-    devices = next(x.sharding.device_set for x in arguments if hasattr(x, "sharding"))
-    # Another class than `Traced` is Bitwise's.
-    if len(devices) > 1 or not isinstance(traced, jax.stages.Traced):
-        raise ValueError(
-            "`strategy`: the step calls Python that may raise an error"
-            " (jax.pure_callback): eqx.error_if does, and so does every diffrax solver."
-            f" {strategy!r} can't run it: an error on one of several devices would"
-            " leave the others waiting. Set the environment variable EQX_ON_ERROR=nan"
-            " before Python starts, which makes NaN instead of errors; or pass"
-            " throw=False to diffrax.diffeqsolve (SaveAt(ts=...) and Brownian trees"
-            " have checks besides); or use strategy=SingleDevice(), where errors are"
-            " raised."
-        )
 
 
 def count_padded_rows(groups: list[Group]) -> int:

@@ -25,7 +25,7 @@ from ..basics.console import log_info
 from ..step import Collectives, Group, OnRows, PerExample, Results, make_loop_scope
 from ..strategies.base import DataParallel, Role, Rows, make_shardings
 from ..strategies.meshes import clear_ambient_mesh
-from ..strategies.offload import jit_with_offload
+from ..strategies.offload import get_state_shardings, jit_with_offload
 from ..strategies.sharded import Pmap, Sharded, SingleDevice, make_named_shardings
 
 SHARDS: Final = 8
@@ -71,6 +71,7 @@ class Bitwise(DataParallel):
             )
         self.strategy = strategy
         self.mesh = Mesh(devices, (_AXIS,), axis_types=(AxisType.Auto,))
+        self.compiler_options = _compiler_options_for(devices[0])
 
     def check(self, arguments: Mapping[str, Any]) -> None:
         if isinstance(arguments["optimizer"], list | tuple) and not isinstance(
@@ -158,13 +159,14 @@ class Bitwise(DataParallel):
             )
         by_rows = full if rows == "whole" else PartitionSpec(None, _AXIS)
         in_specs, _ = make_specs(by_rows)
-        out = everywhere if isinstance(results, str) else (everywhere,) * len(results)
-        in_shardings = make_named_shardings(self.mesh, in_specs)
-        jitted = jit_with_offload(
-            program, arguments, roles, results, in_shardings, out, donate
-        )
-        options = _compiler_options_for(self.mesh.devices.flat[0])
-        return _DeduplicatedStep(jitted, options)
+        state = get_state_shardings(arguments, roles)
+        pairs = zip(roles, make_named_shardings(self.mesh, in_specs), strict=True)
+        in_shardings = [state if role == "state" else other for role, other in pairs]
+        out = everywhere
+        if not isinstance(results, str):
+            out = tuple(state if role == "state" else everywhere for role in results)
+        jitted = jit_with_offload(program, arguments, in_shardings, out, donate)
+        return _DeduplicatedStep(jitted)
 
     def _cut(self, group: Group) -> Group:
         """Returns a group with its rows as (turns, devices, rows of a virtual shard).
@@ -361,7 +363,6 @@ class _DeduplicatedStep(NamedTuple):
     """
 
     step: Any
-    compiler_options: dict[str, Any]
 
     def __call__(self, *arguments: Any) -> Any:
         return self.step(*arguments)

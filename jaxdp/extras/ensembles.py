@@ -302,6 +302,7 @@ class _MemberwiseStrategy(DataParallel):
 
     def __init__(self, inner: DataParallel):
         self.inner, self.mesh, self.row_axes = inner, inner.mesh, inner.row_axes
+        self.compiler_options = inner.compiler_options
         self._members = MEMBERS if isinstance(inner, Members) else None
 
     def layouts(self, state: TrainState) -> dict[str, PartitionSpec]:

@@ -252,12 +252,6 @@ def _check_is_instance(what: str, value: Any, kind: type) -> None:
         )
 
 
-_REMOVED_MEMBERS: Final = {
-    "num_shards": "rows are split over the `row_axes` of its `mesh`; set these",
-    "place_batch": "batches are split by `batch_spec`; override it, or `compile`",
-}
-
-
 def check_strategy_argument(strategy: Any) -> None:
     _check_is_instance("`strategy` is", strategy, DataParallel)
     if not isinstance(strategy, DataParallel):
@@ -268,12 +262,6 @@ def check_strategy_argument(strategy: Any) -> None:
             "`strategy` must be an instance of a jaxdp.DataParallel subclass, such as"
             f" Sharded(), Pmap() or SingleDevice(); got {strategy!r}.{meant}"
         )
-    for name, remedy in _REMOVED_MEMBERS.items():
-        if hasattr(strategy, name):
-            raise TypeError(
-                f"`strategy`: {type(strategy).__name__} has `{name}`, which nothing"
-                f" asks for any more: {remedy}."
-            )
 
 
 def check_callbacks(

@@ -15,7 +15,7 @@ from ..basics.tree import leaf_path
 from ..distributed import RowBlocks, find_row_blocks
 from ..step import DATA, Collectives, Group, TrainState
 from .meshes import get_axis_names
-from .offload import jit_with_offload
+from .offload import get_state_shardings, jit_with_offload
 from .placement import place_copy, put_rows
 
 Role = Literal["state", "groups", "rows", "replicated"]
@@ -59,19 +59,8 @@ class DataParallel:
     row_axes: tuple[str, ...] = (DATA,)
     """The axes of the mesh that rows are split over."""
 
-    def __copy__(self: Strategy) -> Strategy:
-        return replace_attributes(self)
-
-    def __deepcopy__(self: Strategy, memo: dict[int, Any]) -> Strategy:
-        return replace_attributes(self)  # devices are not copied
-
-    def __reduce__(self) -> Any:  # for `pickle`
-        if self.mesh.empty:
-            return super().__reduce__()
-        raise TypeError(
-            f"a strategy such as {self!r} can't be pickled: its devices belong to this"
-            " process. Send the name of its class and its arguments, and make it there."
-        )
+    compiler_options: Mapping[str, Any] | None = None
+    """XLA's options that replace those which the trainer selects for speed."""
 
     def param_spec(self, path: str, leaf: Array) -> PartitionSpec:
         """Returns the split of a leaf of the model; its optimizer state follows.
@@ -212,14 +201,11 @@ class DataParallel:
 
         Returns:
             The result of `jax.jit`, which the trainer traces, inspects and compiles
-            once. An attribute `compiler_options` of it replaces the trainer's fast
-            options of XLA. Any other callable that takes the arguments of `step`
-            without the first is called as it is; plans can't read it.
+            once.
         """
-        state = arguments[roles.index("state")]
         by_rows = NamedSharding(self.mesh, PartitionSpec(self.row_axes))
         layouts = {
-            "state": jax.tree.map(lambda leaf: leaf.sharding, state),
+            "state": get_state_shardings(arguments, roles),
             "rows": self._replicated if rows == "whole" else by_rows,
             "replicated": self._replicated,
         }
@@ -228,7 +214,7 @@ class DataParallel:
         shardings = make_shardings(*call, layouts.__getitem__, of_group)
         groups = arguments[roles.index("groups")]
         program = functools.partial(step, self.collectives(groups, rows))
-        return jit_with_offload(program, *call, *shardings, donate)
+        return jit_with_offload(program, arguments, *shardings, donate)
 
     @property
     def _replicated(self) -> NamedSharding:
@@ -282,12 +268,11 @@ def count_shards(strategy: DataParallel) -> int:
     """Returns the number of equal parts that a strategy splits the rows into."""
     if strategy.mesh.empty:
         return 1
-    if missing := {*strategy.row_axes} - {*strategy.mesh.axis_names}:
+    if not {*strategy.row_axes} <= {*strategy.mesh.axis_names}:
         raise ValueError(
-            f"`strategy`: {type(strategy).__name__} has `row_axes`"
-            f" {strategy.row_axes}, and no axis {min(missing)!r} in its mesh, only"
-            f" {strategy.mesh.axis_names}. Set `row_axes` to those that rows are split"
-            " over; () gives every device all rows."
+            f"`strategy`: {type(strategy).__name__} has `row_axes` {strategy.row_axes},"
+            f" and its mesh has the axes {strategy.mesh.axis_names}. Set `row_axes` to"
+            " those that rows are split over; () gives every device all rows."
         )
     return math.prod(strategy.mesh.shape[name] for name in strategy.row_axes)
 
@@ -351,10 +336,8 @@ def check_offload(strategy: DataParallel) -> None:
     """Raises unless the strategy's state may be held in host memory, too."""
     if type(strategy).place is not DataParallel.place or strategy.mesh.empty:
         raise ValueError(
-            "`offload`='optimizer' needs a strategy that says where each leaf of the"
-            " state is held, by a mesh and `param_spec`, and does not `place` it"
-            " otherwise, as SingleDevice and Sharded do; `strategy` is"
-            f" {strategy!r}. Take one of those, or leave `offload` out."
+            "`offload`='optimizer' needs a strategy with a mesh that does not override"
+            f" `place`, such as SingleDevice() or Sharded(); got {strategy!r}."
         )
 
 

@@ -1,6 +1,5 @@
 """The optimizer's state in the host's memory between steps."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -22,13 +21,11 @@ def offload_optimizer(shardings: TrainState, state: TrainState) -> TrainState:
             return sharding
         on_host = sharding.with_memory_kind(HOST)
         if on_host.memory_kind != HOST:  # JAX ignores it where there is none
-            device = min(sharding.device_set, key=lambda device: device.id)
+            device, *_ = sharding.device_set
             raise ValueError(
                 "`offload`='optimizer' needs devices that reach the host's memory"
                 f" as {HOST!r}, which {device.device_kind} here does not. Leave"
-                " `offload` out; or, to plan for GPUs, plan on a machine that has"
-                " them, because their compiler does not know the host's memory"
-                " elsewhere."
+                " `offload` out."
             )
         return on_host
 
@@ -36,11 +33,15 @@ def offload_optimizer(shardings: TrainState, state: TrainState) -> TrainState:
     return shardings._replace(opt_state=held_by)
 
 
+def get_state_shardings(arguments: Sequence[Any], roles: Sequence[str]) -> Any:
+    """Returns the shardings of a step's state, parts of which may be in host memory."""
+    state = arguments[roles.index("state")]
+    return jax.tree.map(lambda leaf: leaf.sharding, state)
+
+
 def jit_with_offload(
     function: Callable[..., Any],
     arguments: Sequence[Any],
-    roles: Sequence[str],
-    results: str | tuple[str, ...],
     in_shardings: Sequence[Any],
     out_shardings: Any,
     donate: tuple[int, ...],
@@ -49,28 +50,12 @@ def jit_with_offload(
 
     The state is moved outside of the step: a dispatch of several steps moves it once.
     """
+    step = function
     if any(map(is_on_host, jax.tree.leaves(arguments))):
-        state = arguments[roles.index("state")]
-        of_state = jax.tree.map(lambda leaf: leaf.sharding, state)
-        in_shardings = _use_state_shardings(of_state, roles, in_shardings)
-        if isinstance(results, tuple):
-            out_shardings = _use_state_shardings(of_state, results, out_shardings)
-        function = functools.partial(_run_on_device, function)
-
+        step = lambda *arguments: function(*move_to_device(arguments))  # noqa: E731
     return jax.jit(
-        function,
+        step,
         in_shardings=tuple(in_shardings),
         out_shardings=out_shardings,
         donate_argnums=donate,
     )
-
-
-def _run_on_device(step: Callable[..., Any], *arguments: Any) -> Any:
-    return step(*move_to_device(arguments))
-
-
-def _use_state_shardings(
-    own: Any, roles: Sequence[str], shardings: Any
-) -> tuple[Any, ...]:
-    pairs = zip(roles, shardings, strict=True)
-    return tuple(own if role == "state" else other for role, other in pairs)

@@ -126,21 +126,11 @@ def test_debug_settings_may_change_between_fits():
 
 @pytest.mark.slow
 def test_other_methods_work_without_jit(tmp_path):
-    torch = pytest.importorskip("torch")
-    x, y = (np.concatenate(leaf) for leaf in zip(*DATA, strict=True))
-    loader = torch.utils.data.DataLoader(
-        torch.utils.data.TensorDataset(torch.tensor(x), torch.tensor(y)), 8
-    )
     compiled = make_trainer(plain(), Sharded())
-    compiled.fit(loader)
+    compiled.fit(DATA)
     with jax.disable_jit():
         trainer = make_trainer(plain(), Sharded(), callbacks=[DonateBuffers("all")])
-        held = trainer.state
-        trainer.fit(loader)
-        first = jax.tree.leaves(held.params)[0]
-        assert not first.is_deleted()
-        losses = [float(metrics["loss"]) for metrics in trainer.steps(DATA)]
-        assert len(losses) == len(DATA) and np.isfinite(losses).all()
+        trainer.fit(DATA)
         assert trainer.running_plan() is None
         assert "parameters" in str(trainer.plan(DATA))
         trainer.compare(DATA, SingleDevice(), steps=2).assert_close()
@@ -205,7 +195,6 @@ def assert_raised_in_the_step(trainer, error, text, line=False):
     with pytest.raises(error) as caught:
         trainer.fit(bad_data())
     assert text in str(caught.value)
-    assert len(str(caught.value)) < 300 or error is jax.errors.JaxRuntimeError
     assert "step 4, in batch 3 of epoch 0" in "".join(caught.value.__notes__)
     lines = [frame.line for frame in traceback.extract_tb(caught.value.__traceback__)]
     assert not line or any("the user's own line" in each for each in lines)
@@ -215,80 +204,55 @@ def assert_raised_in_the_step(trainer, error, text, line=False):
     assert trainer.global_step == 5
 
 
-SEVERAL = ["sharded", "pmap"]
 WAYS = {
     "one device": {},
-    "sharded": {"strategy": Sharded},
-    "pmap": {"strategy": Pmap},
     "blocks": {"steps_per_execution": 5},
     "donated": {"callbacks": [DonateBuffers("state")]},
+    "bitwise": {"strategy": Bitwise(SingleDevice())},
 }
 
 
-def options_of(way):
-    options = dict(WAYS[way])
-    return {**options, "strategy": options.pop("strategy", SingleDevice)()}
+@per_example
+def checks_one(model, x, y):
+    x = eqx.error_if(x, x > 50, "x is too large")
+    return optax.softmax_cross_entropy_with_integer_labels(model(x), y)
 
 
-@pytest.mark.slow_but("one device", "donated")
-@pytest.mark.parametrize("way", [way for way in WAYS if way not in SEVERAL])
+@pytest.mark.slow_but("one device", "bitwise")
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.filterwarnings("ignore:.DonateBuffers")
 def test_error_if_raises_the_error_of_equinox(way):
-    trainer = make_trainer(model=plain(), loss_fn=checks, **options_of(way))
+    loss_fn = checks_one if way == "bitwise" else checks
+    trainer = make_trainer(model=plain(), loss_fn=loss_fn, **WAYS[way])
     assert_raised_in_the_step(trainer, eqx.EquinoxRuntimeError, "x is too large")
 
 
 @pytest.mark.parametrize("loss_fn", [checks, checks_each, calls])
-@pytest.mark.parametrize("way", SEVERAL)
-def test_steps_that_may_raise_are_refused_on_several_devices(way, loss_fn):
-    trainer = make_trainer(model=plain(), loss_fn=loss_fn, **options_of(way))
+@pytest.mark.parametrize("strategy", [Sharded, Pmap])
+def test_steps_that_may_raise_are_refused_on_several_devices(strategy, loss_fn):
+    trainer = make_trainer(plain(), strategy(), loss_fn=loss_fn)
     with pytest.raises(ValueError, match="EQX_ON_ERROR=nan.*throw=False.*SingleDevice"):
         trainer.fit(DATA)
     assert trainer.global_step == 0
 
 
-def test_bitwise_runs_without_jit_and_refuses_steps_that_may_raise():
+def test_bitwise_runs_in_debugging():
     found = []
     for context in (
-        contextlib.nullcontext,
-        jax.disable_jit,
-        lambda: jax.debug_nans(True),
+        contextlib.nullcontext(),
+        jax.disable_jit(),
+        jax.debug_nans(True),
     ):
-        with context():
+        with context:
             trainer = make_trainer(plain(), Bitwise(SingleDevice()))
             found.append(trainer.fit(DATA)["loss"])
     np.testing.assert_allclose(found[1:], [found[0]] * 2, rtol=1e-5)
-
-    def checked(model, x, y):
-        return (model(eqx.error_if(x, x > 50, "x is too large")) ** 2).sum()
-
-    trainer = make_trainer(
-        plain(), Bitwise(SingleDevice()), loss_fn=per_example(checked)
-    )
-    with pytest.raises(ValueError, match="EQX_ON_ERROR=nan.*SingleDevice"):
-        trainer.fit(DATA)
 
 
 def test_errors_of_a_pure_callback_are_raised():
     trainer = make_trainer(model=plain(), loss_fn=calls, strategy=SingleDevice())
     error = "OverflowError: x is too large"
     assert_raised_in_the_step(trainer, jax.errors.JaxRuntimeError, error)
-
-
-def test_steps_with_python_calls_share_no_program():
-    def adding(number):
-        def call(value):
-            return np.asarray(value + number, np.float32)
-
-        @losing
-        def loss_fn(model, x):
-            shape = jax.ShapeDtypeStruct((), np.float32)
-            return jax.vmap(model)(x + jax.pure_callback(call, shape, 0.0))
-
-        return make_trainer(plain(), SingleDevice(), loss_fn=loss_fn).fit(DATA)["loss"]
-
-    first, other, again = map(adding, (1, 100, 1))
-    assert first == again != other
 
 
 @pytest.mark.parametrize("convert", [np.asarray, jnp.asarray])
@@ -328,12 +292,10 @@ def test_error_if_in_an_evaluation_has_the_batch():
         assert caught.value.__notes__[0] == "in batch 3"
 
 
-@pytest.mark.parametrize("way", ["one device", "sharded", "pmap", "blocks"])
-def test_debug_nans_has_the_line_in_the_traceback(way):
+@pytest.mark.parametrize("strategy", [SingleDevice, Sharded, Pmap])
+def test_debug_nans_has_the_line_in_the_traceback(strategy):
     with jax.debug_nans(True):
-        trainer = make_trainer(
-            model=plain(), loss_fn=takes_logarithms, **options_of(way)
-        )
+        trainer = make_trainer(plain(), strategy(), loss_fn=takes_logarithms)
         assert_raised_in_the_step(
             trainer, FloatingPointError, "invalid value (nan)", line=True
         )

@@ -1,7 +1,6 @@
 """Hyperparameters in the optimizer's state: set, saved, refused."""
 
 import copy
-import re
 
 import equinox as eqx
 import jax
@@ -230,50 +229,38 @@ def test_several_hyperparams_of_a_name_have_labels(kind):
     }
 
 
-def test_a_name_of_several_is_ambiguous():
-    message = r"2 named 'learning_rate': 'thin/learning_rate', 'wide/learning_rate'"
-    trainer = make_trainer(SEVERAL["partition"][0])
-    with pytest.raises(ValueError, match=message):
-        trainer.set_hyperparams(learning_rate=0.1)
+def counted():
+    return optax.inject_hyperparams(lambda k: optax.trace(0.1 * k))(k=1)
 
 
 REFUSED = {
-    "unknown": (injected(), {"rate": 1.0}, ValueError, "no 'rate'; there are 'lea"),
-    "plain": (optax.sgd(0.1), {"learning_rate": 1.0}, ValueError, "inject_hyperparams"),
+    "unknown": (injected(), {"rate": 1.0}, "no 'rate'; there are 'lea"),
+    "ambiguous": (
+        SEVERAL["partition"][0],
+        {"learning_rate": 0.1},
+        "no 'learning_rate'; there are 'thin/learning_rate', 'wide/learning_rate'",
+    ),
+    "plain": (optax.sgd(0.1), {"learning_rate": 1.0}, "inject_hyperparams"),
     "scheduled": (
         injected(optax.linear_schedule(0.1, 0.0, 10)),
         {"learning_rate": 1.0},
-        ValueError,
         "set by a schedule in every step",
     ),
-    "shape": (injected(), {"learning_rate": [0.1]}, ValueError, r"of shape \(1,\)"),
-    "NaN": (injected(), {"learning_rate": np.nan}, ValueError, "must be finite"),
-    "too large": (injected(), {"learning_rate": 1e60}, ValueError, "must be finite"),
-    "text": (injected(), {"learning_rate": "0.1"}, TypeError, "pass a number"),
-    "bool": (injected(), {"learning_rate": True}, TypeError, "pass a number"),
-    "complex": (injected(), {"learning_rate": 1j}, TypeError, "pass a number"),
-    "None": (injected(), {"learning_rate": None}, TypeError, "pass a number"),
-    "not an int": (
-        optax.inject_hyperparams(lambda k: optax.trace(0.1 * k))(k=1),
-        {"k": 1.5},
-        TypeError,
-        "pass an int",
-    ),
-    "too large an int": (
-        optax.inject_hyperparams(lambda k: optax.trace(0.1 * k))(k=1),
-        {"k": 2**40},
-        ValueError,
-        "does not fit into it",
-    ),
+    "shape": (injected(), {"learning_rate": [0.1]}, "of shape"),
+    "text": (injected(), {"learning_rate": "0.1"}, "can't be set to '0.1'"),
+    "bool": (injected(), {"learning_rate": True}, "can't be set to True"),
+    "None": (injected(), {"learning_rate": None}, "can't be set to None"),
+    "not an int": (counted(), {"k": 1.5}, "'k' is int32 .* can't be set to 1.5"),
+    "too large an int": (counted(), {"k": 2**40}, "can't be set to 1099511627776"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_invalid_hyperparams_are_refused_without_a_change(case):
-    optimizer, values, error, message = REFUSED[case]
+    optimizer, values, message = REFUSED[case]
     trainer = make_trainer(optimizer)
     before = dict(trainer.hyperparams)
-    with pytest.raises(error, match=f"`set_hyperparams`.*{message}"):
+    with pytest.raises(ValueError, match=f"`set_hyperparams`.*{message}"):
         trainer.set_hyperparams(**values)
     assert dict(trainer.hyperparams) == before
 
@@ -356,7 +343,6 @@ def test_writing_to_other_fields_is_refused_at_the_next_use(use, tmp_path):
         "model": lambda: trainer.model,
         "save": lambda: trainer.save(tmp_path / "saved"),
     }
-    message = re.escape("written to, at params.layers[0]")
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(RuntimeError, match="`trainer.state` was written to"):
         uses[use]()
     trainer.fit(DATA, max_epochs=2)  # nothing has changed

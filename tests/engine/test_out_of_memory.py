@@ -6,134 +6,68 @@ import jax
 import pytest
 from toys import batches, make_small
 
-from jaxdp import SingleDevice
 from jaxdp.basics.hardware import get_smallest_memory
 from jaxdp.engine.in_flight import InFlightQueue
-from jaxdp.engine.out_of_memory import check_program
 
 SAID = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12.50GiB."
 REMEDIES = (
     r"a smaller `batch_size`.* `accumulate_grad_batches=2`.* `remat=True`"
     r".* `strategy=FSDP\(\)`.*largest_batch"
 )
+DATA = batches(8, 8)
 
 
-class Short(SingleDevice):
-    """A strategy whose steps of one kind raise JAX's error for memory."""
+def fail(trainer, kind, text):
+    """Makes the compiled steps of a kind raise JAX's error."""
 
-    def __init__(self, results, text=SAID):
-        super().__init__()
-        self._results, self._text = results, text
+    def raise_error(*arguments):
+        raise jax.errors.JaxRuntimeError(text)
 
-    def compile(self, step, arguments, roles, results, **options):
-        compiled = super().compile(step, arguments, roles, results, **options)
-
-        def fails(*given):
-            raise jax.errors.JaxRuntimeError(self._text)
-
-        return fails if results == self._results else compiled
+    for program in trainer.run.engine.steps[kind].programs.values():
+        program.compiled, program.is_compiled = raise_error, False
 
 
-KINDS = {
-    "training": ("state", "replicated"),
-    "validation": ("replicated", "replicated"),
-    "prediction": "rows",
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_errors_of_memory_have_remedies(kind):
-    trainer = make_small(strategy=Short(KINDS[kind]))
-    data = batches(8, 8)
-    act = {
-        "training": lambda: trainer.fit(data),
-        "validation": lambda: trainer.validate(data),
-        "prediction": lambda: trainer.predict(data),
-    }
-    text = f"the {kind} step does not fit.*{REMEDIES}.*JAX says: .* 12.50GiB"
+@pytest.mark.parametrize(
+    ("name", "kind", "use"),
+    [
+        ("training", "train", lambda trainer: trainer.fit(DATA, max_epochs=2)),
+        ("validation", "evaluate", lambda trainer: trainer.validate(DATA)),
+        ("prediction", "predict", lambda trainer: trainer.predict(DATA)),
+    ],
+)
+def test_errors_of_memory_have_remedies_and_keep_the_state(name, kind, use):
+    trainer = make_small()
+    trainer.fit(DATA, DATA)
+    trainer.predict(DATA)
+    fail(trainer, kind, SAID)
+    text = f"the {name} step does not fit.*{REMEDIES}.*JAX says: .* 12.50GiB"
     with pytest.raises(jax.errors.JaxRuntimeError, match=text) as caught:
-        act[kind]()
-    assert "The state is as it was before the step." in str(caught.value)
+        use(trainer)
     assert str(caught.value.__cause__) == SAID
-    assert trainer.state.params.layers[0].weight.shape == (8, 4)  # still there
+    trainer.run.engine.steps[kind].programs.clear()
+    assert trainer.fit(DATA, max_epochs=2).epochs == [0, 1]
 
 
 def test_other_errors_of_a_step_are_not_changed():
-    trainer = make_small(strategy=Short(KINDS["training"], "INTERNAL: a bad day"))
-    with pytest.raises(
-        jax.errors.JaxRuntimeError, match="INTERNAL: a bad day"
-    ) as caught:
-        trainer.fit(batches(8, 8))
+    trainer = make_small()
+    trainer.fit(DATA)
+    fail(trainer, "train", "INTERNAL: a bad day")
+    with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+        trainer.fit(DATA, max_epochs=2)
     assert str(caught.value) == "INTERNAL: a bad day"
 
 
-def program(arguments, results, overwritten, temporary):
-    analysis = types.SimpleNamespace(
-        argument_size_in_bytes=arguments,
-        output_size_in_bytes=results,
-        alias_size_in_bytes=overwritten,
-        temp_size_in_bytes=temporary,
-    )
-    return types.SimpleNamespace(memory_analysis=lambda: analysis)
-
-
-def on_cards(*limits):
-    """Returns an array on devices with these memory limits."""
-    devices = [
-        types.SimpleNamespace(
-            process_index=0, memory_stats=lambda limit=limit: {"bytes_limit": limit}
-        )
-        for limit in limits
-    ]
-    sharding = types.SimpleNamespace(device_set=devices)
-    return [types.SimpleNamespace(sharding=sharding, is_deleted=lambda: False)]
-
-
 def test_a_step_without_enough_memory_is_refused_before_it_runs():
-    def check(compiled, *limits):
-        check_program("the training step", on_cards(*limits), 256, compiled)
-
-    step = program(40 * 10**9, 30 * 10**9, 29 * 10**9, 20 * 10**9)
-    check(step, 62 * 10**9, 70 * 10**9)
-    check(step)  # devices that report no limit
-    check(lambda: None, 1)  # programs that report no memory
-    assert get_smallest_memory(jax.devices()) is None
-    text = (
-        "training step needs 61 GB .* gives programs 60 GB; 20 GB are temporary.*"
-        f"256 rows.*{REMEDIES}.*Nothing was computed, and the state is as it was"
-    )
+    trainer = make_small()
+    trainer.run.engine.memory = 10**3
+    text = rf"training step needs .* has 1(\.000)? kB; .* 8 rows.*{REMEDIES}"
     with pytest.raises(jax.errors.JaxRuntimeError, match=text):
-        check(step, 60 * 10**9, 70 * 10**9)
+        trainer.fit(DATA)
+    assert trainer.global_step == 0
 
-
-def test_a_batch_without_enough_memory_keeps_the_state():
-    class NoRoom(SingleDevice):
-        full = False
-
-        def compile(self, *arguments, **options):
-            step = super().compile(*arguments, **options)
-
-            def call(*inputs):
-                if self.full:
-                    raise jax.errors.JaxRuntimeError(SAID)
-                return step(*inputs)
-
-            return call
-
-    strategy = NoRoom()
-    trainer = make_small(strategy=strategy)
-    trainer.fit(batches(8, 8))
-    strategy.full = True
-    for act in (
-        lambda: trainer.fit(batches(8, 8), max_epochs=2),
-        lambda: trainer.validate(batches(8, 8)),
-        lambda: trainer.predict(batches(8, 8)),
-    ):
-        with pytest.raises(jax.errors.JaxRuntimeError, match=REMEDIES) as caught:
-            act()
-        assert "The state is as it was before the step." in str(caught.value)
-    strategy.full = False
-    assert trainer.fit(batches(8, 8), max_epochs=2).epochs == [0, 1]
+    trainer.run.engine.memory = 10**9
+    trainer.fit(batches(4))  # which is not padded to the size of the larger batch
+    assert trainer.run.engine.steps["train"].packer.size == 4
 
 
 def test_an_earlier_step_without_enough_memory_has_remedies():
@@ -146,5 +80,13 @@ def test_an_earlier_step_without_enough_memory_has_remedies():
         for _ in range(20):
             in_flight.add(jax.numpy.zeros(1), 0)
     assert "an earlier step does not fit" in str(caught.value)
-    assert "The state is lost with the step: load the last" in str(caught.value)
     assert str(caught.value.__cause__) == SAID
+
+
+def test_the_smallest_device_limits_the_memory():
+    def device(limit):
+        stats = limit and {"bytes_limit": limit}
+        return types.SimpleNamespace(process_index=0, memory_stats=lambda: stats)
+
+    assert get_smallest_memory([device(2000), device(1000), device(None)]) == 1000
+    assert get_smallest_memory([device(None)]) is None

@@ -159,16 +159,11 @@ print(json.dumps({
 
 @pytest.mark.slow
 def test_convolutions_on_cpus_run_in_eigen(tmp_path):
-    eigen, said = train(tmp_path, CONVOLVE)
-    left, silent = train(tmp_path, CONVOLVE, JAXDP_EIGEN_CONVOLUTIONS="0")
+    eigen, _ = train(tmp_path, CONVOLVE)
     flag = "--xla_cpu_experimental_ynn_fusion_type="
-    own, silent_too = train(tmp_path, CONVOLVE, XLA_FLAGS=flag)
+    own, _ = train(tmp_path, CONVOLVE, XLA_FLAGS=flag)
     # Those outside of a library's fusion: of the output, and of the kernel.
     assert (eigen["convolutions"], own["convolutions"]) == (2, 2)
-    assert left["convolutions"] < 2
-    assert said.count("JAXDP_EIGEN_CONVOLUTIONS") == 1
-    assert "EIGEN" not in silent + silent_too
-    assert abs(eigen["loss"] - left["loss"]) < 1e-6 * left["loss"]
 
 
 @pytest.mark.parametrize("is_on", [True, False])

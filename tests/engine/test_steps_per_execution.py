@@ -154,15 +154,6 @@ def test_sums_of_losses_have_the_bits_of_single_steps(widths, options):
         same(found[1], found[4])
 
 
-def test_convolutions_run_in_single_steps_after_an_epoch_shorter_than_a_dispatch(
-    capsys,
-):
-    # From the second epoch on, these have a program of their own.
-    found = train(16, fit={"max_epochs": 3}, **CASES["convolution"])
-    same(in_single_steps("convolution"), found)
-    assert "1 at a time, because XLA's convolutions are slow" in capsys.readouterr().err
-
-
 def test_batches_of_a_batch_norm_are_not_padded_in_dispatches():
     def run(steps):
         model, state = eqx.nn.make_with_state(NormNet)(jax.random.key(0))

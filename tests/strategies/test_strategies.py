@@ -6,7 +6,6 @@ import itertools
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import optax
 import pytest
@@ -127,35 +126,6 @@ def test_conformance_is_checked_of_every_class_there_is():
     classes = {c for c in public if isinstance(c, type) and issubclass(c, DataParallel)}
     checked = {type(strategy()[0]) for strategy in CONFORMING.values()}
     assert classes - checked == {DataParallel}
-
-
-class Wrapped(Sharded):
-    """Its steps are plain functions, which tell nothing of layouts."""
-
-    def compile(self, *arguments, **options):
-        program = super().compile(*arguments, **options)
-        return lambda *rest: program(*rest)
-
-
-def fit_on(strategy, wrap=lambda data: data):
-    x = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
-    trainer = Trainer(
-        eqx.nn.Linear(4, 4, key=jax.random.key(0)),
-        loss="mse", strategy=strategy, enable_progress_bar=False,
-    )  # fmt: skip
-    return trainer.fit(wrap([(x, x)]))["loss"]
-
-
-def test_a_step_may_be_any_callable_but_for_plans(monkeypatch):
-    # The types inside name what all of our own strategies return.
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-    assert fit_on(Wrapped()) == fit_on(Sharded())
-    x = np.zeros((16, 4), np.float32)
-    trainer = Trainer(eqx.nn.Linear(4, 4, key=jax.random.key(0)), strategy=Wrapped())
-    with pytest.raises(
-        TypeError, match="`plan`.*of Wrapped returned a function.*jax.jit"
-    ):
-        trainer.plan([(x, x)])
 
 
 class Stale(SingleDevice):

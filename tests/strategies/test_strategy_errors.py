@@ -32,15 +32,6 @@ class Own(DataParallel):
         return arguments
 
 
-class Numbered(Own):
-    num_shards = 4
-
-
-class Placed(Own):
-    def place_batch(self, groups, *, split):
-        return groups
-
-
 class Unnamed(Own):
     """An engine with a mesh, and no name of the axis that rows are split over."""
 
@@ -55,16 +46,6 @@ class Splitting(Sharded):
 
     def param_spec(self, path, leaf):
         return PartitionSpec(self.axis)
-
-
-class Placeless(Sharded):
-    def place(self, state):
-        super().place(state)
-
-
-class Stepless(Sharded):
-    def compile(self, *arguments, **options):
-        super().compile(*arguments, **options)
 
 
 def fit(strategy, model=None, optimizer=None, **options):
@@ -110,15 +91,12 @@ REFUSED = {
         (lambda: fit(Splitting("data"), eqx.nn.Linear(4, 3, key=jax.random.key(0))),
          ValueError, r"weight of shape \(3, 4\): axis 0 of size 3"),
         (lambda: fit(Splitting("model")), ValueError, "no axis 'model'"),
-        (lambda: fit(Unnamed()), ValueError, "Unnamed has `row_axes`.*no axis 'data'"),
-        (lambda: fit(Placeless()), TypeError,
-         "Placeless.place returned a NoneType; it must return the TrainSta"),
-        (lambda: fit(Stepless()), TypeError,
-         "Stepless.compile returned a NoneType; it must return the jitted"),
+        (lambda: fit(Unnamed()), ValueError,
+         "Unnamed has `row_axes` .'data'.*axes .'all'"),
         (lambda: make_small(offload="parameters"), ValueError,
          "`offload` must be one of 'optimizer', None"),
         (lambda: make_small(offload="optimizer", strategy=Own()), ValueError,
-         "`offload`='optimizer' needs a strategy"),
+         "`offload`='optimizer' needs a strategy with a mesh"),
     ],
     "FSDP and ZeRO": [
         (lambda: ZeRO(stage=4), ValueError, r"`stage` must be 1; got 4.*use FSDP\(\)"),
@@ -161,12 +139,6 @@ REFUSED = {
          r"blocks of a jaxdp\.Stack, but the model ha"),
         (lambda: fit(Pipeline(4, 2), Deep(6)), ValueError,
          "4 stages .* do not divide the 6 blocks of b"),
-    ],
-    "removed members": [
-        (lambda: make_small(strategy=Numbered()), TypeError,
-         "Numbered has `num_shards`.*`row_axes` of its `mesh`; set these"),
-        (lambda: make_small(strategy=Placed()), TypeError,
-         "Placed has `place_batch`.*split by `batch_spec`; override it"),
     ],
     "TensorParallel": [
         (lambda: TensorParallel({"data": 4, "model": 3}), ValueError,

@@ -1,6 +1,5 @@
 """Plans for devices that are not here, and what planning leaves alone."""
 
-import functools
 import gc
 import json
 import math
@@ -29,7 +28,6 @@ from jaxdp import (
     Trainer,
 )
 from jaxdp.callbacks import ModelCheckpoint
-from jaxdp.strategies import Collectives
 from jaxdp.strategies.meshes import find_devices
 
 HERE = pathlib.Path(__file__).parent
@@ -176,19 +174,6 @@ def test_a_strategy_of_ones_own_says_what_it_lacks():
     assert plan.flops == trainer(SingleDevice()).plan([batch()]).flops > 0
     with pytest.raises(NotImplementedError, match=r"no `on\(devices\)`"):
         trainer(Placed()).plan([batch()], devices=4)
-
-    class Compiled(Placed):
-        """Whose step the trainer does not see traced."""
-
-        def compile(self, step, arguments, roles, results, *, donate=(), rows="apart"):
-            program = functools.partial(step, Collectives())
-            jitted = jax.jit(program, donate_argnums=donate)
-            return jitted.trace(*arguments).lower().compile()
-
-    plan = trainer(Compiled()).plan([batch()])
-    assert plan.flops is plan.trace_seconds is None
-    assert plan.compile_seconds > 0
-    assert "Traced and compiled in" in str(plan)
 
 
 def test_a_model_of_shapes_is_planned_as_the_model_itself():
