@@ -68,7 +68,8 @@ def binary_cross_entropy(prediction: Array, target: Array) -> Array:
 
 def mse(prediction: Array, target: Array) -> Array:
     """Squared error, averaged over everything but the row."""
-    return per_row(optax.squared_error(*_errors("mse", prediction, target)))
+    prediction, target = _match_shapes("mse", prediction, target)
+    return per_row(optax.squared_error(prediction, _numbers(target, prediction)))
 
 
 def mae(prediction: Array, target: Array) -> Array:
@@ -79,7 +80,8 @@ def mae(prediction: Array, target: Array) -> Array:
 
 def huber(prediction: Array, target: Array) -> Array:
     """Huber loss with delta 1, averaged over everything but the row."""
-    return per_row(optax.huber_loss(*_errors("huber", prediction, target)))
+    prediction, target = _match_shapes("huber", prediction, target)
+    return per_row(optax.huber_loss(prediction, _numbers(target, prediction)))
 
 
 def accuracy(prediction: Array, target: Array) -> Array:
@@ -349,15 +351,6 @@ def _match_shapes(name: str, prediction: Array, target: Array) -> tuple[Array, A
             " (broadcasting would silently compare rows with other rows). Reshape one"
             " of them; for labels of classes use 'cross_entropy' and 'accuracy'."
         )
-    return prediction, target
-
-
-def _errors(name: str, prediction: Array, target: Array) -> tuple[Array, Array | None]:
-    """Returns the arguments of an optax loss; of complex numbers, their distance."""
-    prediction, target = _match_shapes(name, prediction, target)
-    target = _numbers(target, prediction)
-    if jnp.iscomplexobj(prediction) or jnp.iscomplexobj(target):
-        return jnp.abs(prediction - target), None
     return prediction, target
 
 

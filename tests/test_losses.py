@@ -206,20 +206,6 @@ def test_positions_before_the_classes_are_averaged():
             np.testing.assert_allclose(found, flat.reshape(4, 3).mean(1), rtol=1e-6)
 
 
-def test_complex_numbers_are_compared_by_their_distance():
-    z = jnp.asarray(LOGITS[:, 0] + 1j * LOGITS[:, 1])
-    distance = abs(np.asarray(z) - 1j)
-    for name, values in {
-        "mse": distance**2,
-        "mae": distance,
-        "huber": huber(distance, 0),
-    }.items():
-        found = losses.LOSSES[name](z, jnp.full(ROWS, 1j))
-        np.testing.assert_allclose(found, values, rtol=1e-5)
-        grad = jax.grad(lambda z, name=name: losses.LOSSES[name](z, z).sum())(z)
-        assert not np.asarray(grad).any()
-
-
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_cross_entropy_has_the_bits_of_optax_and_nan_for_no_class(dtype):
     rng = np.random.default_rng(0)

@@ -63,7 +63,7 @@ class CriterionObjective:
         *,
         keeps_outputs: bool = False,
     ):
-        self.loss, self.keeps_outputs = loss, keeps_outputs
+        self.keeps_outputs = keeps_outputs
         self.criteria = {"loss": loss, **metrics}
         self.is_per_example = all(map(losses.is_per_row, self.criteria.values()))
 

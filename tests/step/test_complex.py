@@ -18,6 +18,7 @@ from jaxdp import (
     Sharded,
     SingleDevice,
     ZeRO,
+    per_example,
 )
 from jaxdp.callbacks import GradientMonitor, ModelCheckpoint, NanGuard, WeightAveraging
 
@@ -38,6 +39,11 @@ class Linear(eqx.Module):
 
     def __call__(self, x):
         return (x * self.weight).sum()
+
+
+@per_example
+def squares(model, x, y):
+    return jnp.abs(model(x) - y) ** 2
 
 
 def loss_at(weight):
@@ -89,7 +95,7 @@ def fitted(optimizer, strategy=None, steps=8, **options):
     options["callbacks"] = [recorder, *options.get("callbacks", ())]
     trainer = quiet(
         Linear(jnp.asarray(START)), optimizer, strategy=strategy or SingleDevice(),
-        **{"loss": None if isinstance(optimizer, list) else "mse"} | options,
+        **{"loss_fn": None if isinstance(optimizer, list) else squares} | options,
     )  # fmt: skip
     trainer.fit([(X, Y)], max_epochs=steps)
     return recorder.losses, trainer
@@ -179,14 +185,17 @@ def test_it_is_said_once_and_resumed(tmp_path, caplog):
     fitted(optax.adam(0.05), steps=4, callbacks=[saver()])
     recorder = Recorder()
     resumed = quiet(
-        Linear(jnp.asarray(START)), optax.adam(0.05), loss="mse",
+        Linear(jnp.asarray(START)), optax.adam(0.05), loss_fn=squares,
         strategy=SingleDevice(), callbacks=[recorder, saver()],
     )  # fmt: skip
     resumed.fit([(X, Y)], max_epochs=8, ckpt_path="last")
     assert recorder.losses == whole[4:]
 
 
-def test_nothing_is_said_of_real_ones(caplog):
+def test_nothing_is_said_of_real_ones_and_named_losses_are_of_them(caplog):
+    with pytest.raises(TypeError, match="got complex64"):
+        quiet(Linear(jnp.asarray(START)), loss="mse").fit([(X, Y)])
+    caplog.clear()
     caplog.set_level("INFO")
     quiet(eqx.nn.Linear(4, 1, key=jax.random.key(0)), loss="mse").fit(
         [(X.real[:, :4], Y.real[:, None])]
