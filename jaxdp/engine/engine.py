@@ -269,7 +269,9 @@ class Engine:
             state.check_not_written()  # the step outdates it: the last moment
 
         # The steps. Nothing here waits for the device.
-        leaves = state.get_reset_leaves() if self.starts_epoch else state.leaves
+        leaves = state.leaves
+        if self.starts_epoch:
+            leaves = state.get_reset_leaves(placed=self.prefetches)
         placed, results = self.run("train", dispatch, program, leaves)
         leaves, (means, inside) = results
         self.device_state, self.starts_epoch = DeviceState(leaves, state.layout), False

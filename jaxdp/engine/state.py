@@ -108,14 +108,17 @@ class DeviceState:
                 leaves[index] = make_global_array(leaf, leaves[index].sharding)
         return DeviceState(leaves, self.layout)
 
-    def get_reset_leaves(self) -> list[Array]:
+    def get_reset_leaves(self, *, placed: bool) -> list[Any]:
         """Returns the leaves with zeros as the epoch's sums.
 
-        They are placed here: `jax.transfer_guard("disallow")` forbids the call itself
-        to move them.
+        `placed` zeros are on the devices, as `jax.transfer_guard("disallow")` forbids
+        the call itself to move them. To place them takes as long as a small step.
         """
-        leaves, index = list(self.leaves), self.layout.totals
-        leaves[index] = make_global_array(self.layout.zeros, leaves[index].sharding)
+        leaves: list[Any] = list(self.leaves)
+        index, zeros = self.layout.totals, self.layout.zeros
+        if placed:
+            zeros = make_global_array(zeros, leaves[index].sharding)
+        leaves[index] = zeros
         return leaves
 
     @property
