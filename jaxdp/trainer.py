@@ -228,7 +228,7 @@ class Trainer(Generic[Model]):
                 if not given: alone it means one epoch. Those that "16-mixed" skips
                 count here, and not in a schedule of optax.
             max_time: how long this fit may take, compilation excluded: "DD:HH:MM:SS", a
-                timedelta, a dict of its arguments, or seconds.
+                timedelta, or seconds.
             min_epochs: until so many are done, `max_time`, callbacks and
                 `should_stop` do not end the fit.
             min_steps: likewise, of steps.

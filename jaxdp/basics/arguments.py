@@ -10,7 +10,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Literal, TypeVar
 
 import equinox as eqx
@@ -40,46 +40,23 @@ def checks_arguments(function: Function) -> Function:
     def call(*args: Any, **keywords: Any) -> Any:
         try:
             bound = signature.bind(*args, **keywords).arguments
-        except TypeError:
-            wrong = "\n".join(_describe_misfits(name, parameters, args, keywords))
-            raise TypeError(wrong) from None
+        except TypeError as error:
+            kinds = {parameter.kind for parameter in parameters.values()}
+            takes_all = inspect.Parameter.VAR_KEYWORD in kinds
+            wrong = [
+                f"`{each}` is no argument of `{name}`: {_suggest(name, each)}."
+                for each in keywords
+                if each not in parameters and not takes_all
+            ] or [
+                f"`{name}`: {error}. It takes {', '.join(_list_keywords(parameters))};"
+                " pass them by name."
+            ]
+            raise TypeError("\n".join(wrong)) from None
         for argument, value in bound.items():
             check_kind(argument, value, parameters[argument].annotation)
         return function(*args, **keywords)
 
     return typing.cast(Function, call)
-
-
-def _describe_misfits(
-    function: str,
-    parameters: Mapping[str, inspect.Parameter],
-    args: Sequence[Any],
-    keywords: Mapping[str, Any],
-) -> Iterator[str]:
-    """Yields a sentence for each mistake of a call."""
-    kinds = {parameter.kind for parameter in parameters.values()}
-    names = _list_keywords(parameters)
-    for name in keywords if inspect.Parameter.VAR_KEYWORD not in kinds else ():
-        if name not in names:
-            answer = _suggest(function, name)
-            yield f"`{name}` is no argument of `{function}`: {answer}."
-    by_place = [n for n, p in parameters.items() if p.kind <= p.POSITIONAL_OR_KEYWORD]
-    if len(args) > len(by_place) and inspect.Parameter.VAR_POSITIONAL not in kinds:
-        others = [f"{name}=..." for name in names if name not in by_place][:4]
-        count = len(by_place) - ("self" in by_place)
-        yield (
-            f"`{function}` takes {count} positional arguments; pass the others by name:"
-            f" {', '.join(others) or 'there are none'}."
-        )
-    for name in {*by_place[: len(args)]} & keywords.keys():
-        yield f"`{name}` of `{function}` was passed twice, by its place and its name."
-    for name, parameter in parameters.items():
-        is_needed = parameter.default is parameter.empty and parameter.kind in (
-            parameter.POSITIONAL_OR_KEYWORD,
-            parameter.KEYWORD_ONLY,
-        )
-        if is_needed and name not in {*by_place[: len(args)], *keywords}:
-            yield f"`{function}` needs `{name}`: {function}({', '.join(names[:3])})."
 
 
 def _suggest(function: str, name: str) -> str:
@@ -121,7 +98,10 @@ _KINDS: Final[dict[Any, tuple[str, Callable[[Any], bool]]]] = {
     str: ("a str", lambda x: isinstance(x, str)),
     os.PathLike: ("a path", lambda x: isinstance(x, os.PathLike)),
     Mapping: ("a dict", lambda x: isinstance(x, Mapping)),
-    Sequence: ("a list", lambda x: _is_list(x)),
+    Sequence: (
+        "a list",
+        lambda x: isinstance(x, Iterable) and not isinstance(x, Mapping | bytes),
+    ),
     eqx.nn.State: (
         "the eqx.nn.State that eqx.nn.make_with_state returns",
         lambda x: isinstance(x, eqx.nn.State),
@@ -160,10 +140,6 @@ def _list_kinds(annotation: Any) -> list[Any]:
     if origin is Literal:
         return [typing.get_args(annotation)]
     return [types.NoneType if annotation is None else origin or annotation]
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Iterable) and not isinstance(value, Mapping | bytes)
 
 
 def is_bool(value: Any) -> bool:
@@ -271,29 +247,16 @@ def as_number(value: Any) -> float | None:
 
 def parse_duration(duration: Any, argument: str = "duration") -> float:
     """Returns the seconds of a duration; errors name it `argument`."""
-    span = duration
-    if isinstance(span, str) and re.fullmatch(r"\s*\d+(:\d+){3}\s*", span):
-        names = "days", "hours", "minutes", "seconds"
-        span = dict(zip(names, map(int, span.split(":")), strict=True))
-    if isinstance(span, Mapping) and span:
-        with contextlib.suppress(TypeError):  # of other keywords
-            span = datetime.timedelta(**span)
-    if isinstance(span, datetime.timedelta):
-        span = span.total_seconds()
-
-    seconds = math.nan
-    if isinstance(span, numbers.Real) and not is_bool(span):
-        seconds = float(span)
-    if not 0 <= seconds <= datetime.timedelta.max.total_seconds():
-        kinds = str, datetime.timedelta, Mapping, numbers.Real
-        is_duration = isinstance(duration, kinds) and not isinstance(duration, bool)
-        raise (ValueError if is_duration else TypeError)(
-            f"`{argument}`={duration!r} must be 'DD:HH:MM:SS', such as '00:08:30:00'"
-            " for eight and a half hours, a datetime.timedelta, a dict of its keywords"
-            " (days, hours, minutes, ...), or a number of seconds; finite and not"
-            " negative."
-        )
-    return seconds
+    seconds = duration
+    if isinstance(duration, str) and re.fullmatch(r"\d+(:\d+){3}", duration):
+        days, hours, minutes, rest = map(int, duration.split(":"))
+        seconds = ((24 * days + hours) * 60 + minutes) * 60 + rest
+    elif isinstance(duration, datetime.timedelta):
+        seconds = duration.total_seconds()
+    forms = " (seconds), a datetime.timedelta, or 'DD:HH:MM:SS'"
+    longest = datetime.timedelta.max.total_seconds()
+    check_number(argument, seconds, minimum=0, below=longest, suffix=forms)
+    return float(seconds)
 
 
 def format_call(made: Any, num_positional: int = 0, **texts: str | None) -> str:

@@ -1,18 +1,11 @@
-"""Messages to the user: on the logger "jaxdp", as warnings, and on streams.
+"""Messages to the user: on the logger "jaxdp", as warnings, and on streams."""
 
-Nothing in this module raises if a message can't be written, because the terminal is
-closed, `tee` has ended, or the disk of the log is full. That is no reason to end a run.
-"""
-
-import atexit
 import contextlib
 import functools
 import logging
-import os
 import sys
-import traceback
 import warnings
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any, Final
 
 from . import coordination
@@ -26,36 +19,30 @@ _logger.setLevel(logging.INFO)
 
 
 class SafeStream:
-    """A text file, or None, whose errors are ignored once it can't be written.
+    """A text file, or None, whose errors are ignored: they are no reason to end a run.
 
-    It equals the file itself, so that tqdm takes both for the same stream.
+    The terminal may be closed, `tee` have ended, or the disk of the log be full. It
+    equals the file itself, so that tqdm takes both for the same stream.
     """
 
     def __init__(self, file: Any):
-        self.file = file
+        self.file = file  # None if started with `2>&-`, or without a console
 
     def write(self, text: str) -> None:
         """Writes the text, or does nothing if that fails."""
-        if self.file is not None:  # None if started with `2>&-`, or without a console
-            try:
-                self.file.write(text)
-            except (OSError, ValueError):  # ValueError: the file is closed
-                ignore_flush_errors()
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            self.file.write(text)
 
     def flush(self) -> None:
         """Flushes the file, or does nothing if that fails."""
-        if self.file is not None:
-            try:
-                self.file.flush()
-            except (OSError, ValueError):
-                ignore_flush_errors()
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            self.file.flush()
 
     def isatty(self) -> bool:
         """Returns True for a terminal."""
-        try:
+        with contextlib.suppress(AttributeError, OSError, ValueError):
             return bool(self.file.isatty())
-        except (AttributeError, OSError, ValueError):
-            return False
+        return False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__.get("file"), name)
@@ -86,16 +73,12 @@ if not logging.getLogger().handlers:
 def log_info(message: str, *, all_processes: bool = False) -> None:
     """Logs a message that needs no action: on process 0, or on all processes."""
     if all_processes or coordination.process_index() == 0:
-        try:
-            _logger.info(message)
-        except Exception:  # from a handler of the user
-            traceback.print_exc(file=SafeStream(sys.stderr))
+        _logger.info(message)
 
 
 def log_debug(message: str) -> None:
     """Logs a message at the level DEBUG, on this process."""
-    with contextlib.suppress(Exception):
-        _logger.debug(message)
+    _logger.debug(message)
 
 
 @functools.cache
@@ -105,69 +88,19 @@ def log_info_once(message: str) -> None:
 
 
 def warn(message: str) -> None:
-    """Warns, at the user's line that led here.
-
-    Raises the warning if a filter makes it an error; raises nothing else.
-    """
+    """Warns, at the user's line that led here."""
     frame = find_user_frame(sys._getframe(1))
-    module, registry = (
-        get_module_name(frame),
-        frame.f_globals.setdefault(_WARNING_REGISTRY, {}),
-    )
-    where = frame.f_code.co_filename, frame.f_lineno, module
-    try:
-        warnings.warn_explicit(message, UserWarning, *where, registry)
-    except Warning:
-        raise
-    except Exception:  # from a `warnings.showwarning` of the user
-        traceback.print_exc(file=SafeStream(sys.stderr))
-
-
-def open_bar(make: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Returns a tqdm bar, or None if it can't be drawn.
-
-    Its `file` should be a `SafeStream`. tqdm itself flushes both standard streams.
-    """
-    try:
-        return make(*arguments, **options)
-    except (OSError, ValueError):
-        ignore_flush_errors()
-        return None
-
-
-@functools.cache
-def ignore_flush_errors() -> None:
-    """Lets Python exit with its exit code if it can't flush the standard streams.
-
-    It would exit with 120 instead.
-    """
-    atexit.register(_flush_or_discard)
-
-
-def _flush_or_discard() -> None:
-    for file in filter(None, (sys.stdout, sys.stderr)):
-        try:
-            file.flush()
-        except (OSError, ValueError):
-            with contextlib.suppress(OSError, ValueError):
-                _redirect_to_devnull(file.fileno())
-
-
-def _redirect_to_devnull(descriptor: int) -> None:
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    if nowhere != descriptor:
-        os.dup2(nowhere, descriptor)
-        os.close(nowhere)
+    registry = frame.f_globals.setdefault(_WARNING_REGISTRY, {})
+    where = frame.f_code.co_filename, frame.f_lineno, get_module_name(frame)
+    warnings.warn_explicit(message, UserWarning, *where, registry)
 
 
 def join_numbers(noun: str, numbers: Iterable[int]) -> str:
-    """Returns "process 1", "processes 1, 2 and 5", or "ports 61000 to 61007"."""
+    """Returns "process 1", or "processes 1, 2 and 5"."""
     *first, last = sorted(numbers)
     if not first:
         return f"{noun} {last}"
     plural = noun + ("es" if noun.endswith("s") else "s")
-    if len(first) > 2 and last - first[0] == len(first):
-        return f"{plural} {first[0]} to {last}"
     return f"{plural} {', '.join(map(str, first))} and {last}"
 
 

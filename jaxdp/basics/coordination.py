@@ -3,13 +3,13 @@
 Its client is no public part of JAX. Only this module uses it.
 """
 
+import concurrent.futures
 import functools
 import json
-import queue
-import threading
 from collections.abc import Callable
 from typing import Any, Final
 
+import jax
 from jax._src import distributed
 
 _POLL_SECONDS: Final = 0.25
@@ -35,40 +35,27 @@ def wait_at_barrier(name: str, timeout: float, gives_up: Callable[[], bool]) -> 
     """Waits until all processes wait at this name; returns False after `timeout` s.
 
     All processes get the same result. Each name can be used once. This process gives up
-    sooner if `gives_up()`, which is called several times a second. A thread does the
-    waiting, because JAX's wait can't be interrupted.
+    sooner if `gives_up()`, which is called several times a second.
     """
-    names, ends = _start_waiter()
-    names.put((name, max(1, int(timeout * 1000))))
-    reached, error = "", None
-    while reached != name:  # an earlier one, which was given up, may come first
+    wait, milliseconds = _client().wait_at_barrier, max(1, int(timeout * 1000))
+    future = _get_waiter().submit(wait, name, milliseconds)
+    while True:
         try:
-            reached, error = ends.get(timeout=_POLL_SECONDS)
-        except queue.Empty:
+            future.result(_POLL_SECONDS)
+            return True
+        except TimeoutError:  # of this call; JAX raises others
             if gives_up():
                 return False
-    if error is not None and "DEADLINE_EXCEEDED" not in str(error):
-        raise error
-    return error is None
+        except (jax.errors.JaxRuntimeError, ValueError) as error:  # by version
+            if "DEADLINE_EXCEEDED" in str(error):
+                return False
+            raise
 
 
 @functools.cache
-def _start_waiter() -> tuple[queue.SimpleQueue[Any], queue.SimpleQueue[Any]]:
-    """Starts the waiting thread; returns its queues of names and of results."""
-    names, ends = queue.SimpleQueue(), queue.SimpleQueue()
-
-    def wait() -> None:
-        while True:
-            name, timeout = names.get()
-            error = None
-            try:
-                _client().wait_at_barrier(name, timeout)
-            except Exception as raised:  # JaxRuntimeError or ValueError, by version
-                error = raised
-            ends.put((name, error))
-
-    threading.Thread(target=wait, name="jaxdp barriers", daemon=True).start()
-    return names, ends
+def _get_waiter() -> concurrent.futures.Executor:
+    """Returns the thread that waits, because JAX's wait can't be interrupted."""
+    return concurrent.futures.ThreadPoolExecutor(1, "jaxdp barriers")
 
 
 def put_value(folder: str, value: Any) -> None:

@@ -11,8 +11,6 @@ from typing import Any, Final
 
 import jax
 
-from .console import warn
-
 DISTRIBUTION: Final = "jaxdp-trainer"
 
 PACKAGES: Final = (
@@ -27,20 +25,14 @@ PACKAGES: Final = (
 )
 
 
+@functools.cache  # reading the files takes milliseconds
 def get_versions() -> dict[str, str]:
     """Returns the versions of Python and of packages that decide a run's numbers."""
-    return dict(_read_versions())
-
-
-@functools.cache  # reading the files takes milliseconds
-def _read_versions() -> dict[str, str]:
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             distribution = DISTRIBUTION if name == "jaxdp" else name
             versions[name] = importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return versions
 
 
@@ -74,19 +66,3 @@ def import_extra(module: str, who: str, extra: str) -> Any:
             f"{who} needs {package}, which is not installed; run `pip install"
             f" {package}` (it is in this library's extra `{extra}`)."
         ) from error
-
-
-def warn_of_namesake() -> None:
-    """Warns if the package index's `jaxdp`, which is another library, is installed.
-
-    Both are imported as `jaxdp`, so their files would lie in one folder.
-    """
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        other = importlib.metadata.metadata("jaxdp")
-        if other["Author"] == "The jaxdp authors":  # this one, under its former name
-            return
-        warn(
-            f"the distribution `jaxdp` {other['Version']} is installed beside this"
-            f" library, which is named {DISTRIBUTION!r} and imported as `jaxdp`, too."
-            " Run `pip uninstall jaxdp`, and then install this one again"
-        )

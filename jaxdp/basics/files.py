@@ -6,7 +6,7 @@ import os
 import reprlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Any
 
 
 def expand_path(path: str | os.PathLike[str]) -> str:
@@ -86,51 +86,10 @@ def append_atomically(file: IO[bytes], text: str) -> None:
         raise
 
 
-MAX_JSON_BYTES: Final = 2**28
-
-
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """Reads a file of JSON.
-
-    Raises:
-        OSError: if it can't be read.
-        ValueError: if it is not JSON, or too large.
-    """
-    return parse_json(read_json_bytes(path))
-
-
-def read_json_bytes(path: str | os.PathLike[str]) -> bytes:
-    """Reads the bytes of a file of JSON; raises as `read_json` does."""
+    """Reads a file of JSON; raises a ValueError if it is none."""
     with open(path, "rb") as file:
-        # Checked first: a sparse file may be longer than memory.
-        check_json_size(os.fstat(file.fileno()).st_size)
-        return file.read()
-
-
-def parse_json(content: bytes, *, unique_keys: bool = False) -> Any:
-    """Returns the value of a JSON text in UTF-8.
-
-    Raises:
-        ValueError: if it is none; with `unique_keys`, also if an object has one twice.
-    """
-    hook = _reject_repeated_keys if unique_keys else None
-    try:
-        return json.loads(content.decode(), object_pairs_hook=hook)
-    except RecursionError as error:
-        raise ValueError("it is nested too deep") from error
-
-
-def _reject_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        raise ValueError("a key is there twice")
-    return result
-
-
-def check_json_size(size: int) -> None:
-    """Raises a ValueError if a file of JSON has too many bytes."""
-    if size > MAX_JSON_BYTES:
-        raise ValueError(f"it has {size:,} bytes, and {MAX_JSON_BYTES:,} are the most")
+        return json.load(file)
 
 
 def check_fields(value: Any, types: Mapping[str, Any], name: str) -> None:

@@ -1,6 +1,5 @@
 """Fingerprints of arrays, which are equal if the bits are, on any devices."""
 
-import math
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -26,34 +25,22 @@ def compute_fingerprints(arrays: Mapping[str, Array]) -> dict[str, str]:
 
 @jax.jit
 def _sums(leaves: Sequence[Array]) -> UInt32[Array, " leaves"]:
-    return jnp.stack([_sum(_words(move_to_device(leaf))) for leaf in leaves])
+    return jnp.stack([_sum(move_to_device(leaf)) for leaf in leaves])
 
 
-def _sum(words: UInt32[Array, "..."]) -> UInt32[Array, ""]:
-    return _hash(words ^ _hash(_indices(words.shape))).sum(dtype=jnp.uint32)
-
-
-def _words(leaf: Array) -> UInt32[Array, "..."]:
-    """Returns the bits of every element as uint32; wider elements get an axis."""
-    bits = leaf.dtype.itemsize * 8
-    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-        return jnp.stack([_words(leaf.real), _words(leaf.imag)], axis=-1)
-    if bits == 64:
-        return jax.lax.bitcast_convert_type(leaf, jnp.uint32)
-    if not jnp.issubdtype(leaf.dtype, jnp.floating):
-        return leaf.astype(jnp.uint32)
-    unsigned = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}[bits]
-    return jax.lax.bitcast_convert_type(leaf, unsigned).astype(jnp.uint32)
-
-
-def _indices(shape: tuple[int, ...]) -> UInt32[Array, "..."]:
-    """Returns 0, 1, 2, ... in C order. A reshaped `arange` would not stay split."""
-    indices = jnp.zeros(shape, jnp.uint32)
-    for axis in range(len(shape)):
-        stride = np.uint32(math.prod(shape[axis + 1 :]) % 2**32)
-        iota = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
-        indices = indices + iota * stride
-    return indices
+def _sum(leaf: Array) -> UInt32[Array, ""]:
+    if jnp.iscomplexobj(leaf):
+        leaf = jnp.stack([leaf.real, leaf.imag], axis=-1)
+    if leaf.dtype == bool:
+        leaf = leaf.astype(jnp.uint8)
+    data = jax.lax.bitcast_convert_type(leaf, jnp.uint8).astype(jnp.uint32)
+    # Numbers 0, 1, 2, ... in C order. A reshaped `arange` would not stay split.
+    places, stride = jnp.zeros(data.shape, jnp.uint32), 1
+    for axis in reversed(range(data.ndim)):
+        iota = jax.lax.broadcasted_iota(jnp.uint32, data.shape, axis)
+        places = places + iota * np.uint32(stride % 2**32)
+        stride *= data.shape[axis]
+    return _hash(data ^ _hash(places)).sum(dtype=jnp.uint32)
 
 
 def _hash(words: UInt32[Array, "..."]) -> UInt32[Array, "..."]:

@@ -22,11 +22,8 @@ import jax
 
 from .console import log_debug
 
-_MAX_CACHE_BYTES: Final = 2**30
-"""The approximate limit of the cache, checked once a day: the oldest entries go."""
-
-_DAY: Final = 24 * 3600
-
+_MAX_CACHE_SECONDS: Final = 30 * 24 * 3600
+"""The age at which programs in the cache are deleted."""
 
 _SWITCH: Final = "JAXDP_KEEP_FREED_MEMORY"
 _M_TRIM_THRESHOLD: Final = -1
@@ -43,11 +40,12 @@ def enable_compilation_cache() -> None:
     if config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache:
         return
     try:
+        home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
         # Machines with other processors may share the home folder.
-        path = _get_cache_home() / f"programs-{_describe_processor()}"
+        path = pathlib.Path(home, "jaxdp", f"programs-{_describe_processor()}")
         # Only for the user: a program that writes into it can have code executed.
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _sweep(path)
+        sweep_cache(path)
     except (OSError, RuntimeError):  # no home folder, or a read-only one
         return
     if os.access(path, os.W_OK):
@@ -55,6 +53,26 @@ def enable_compilation_cache() -> None:
         if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
             # By default JAX keeps programs that took a second or more to compile.
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+
+
+def sweep_cache(path: pathlib.Path) -> None:
+    """Deletes the programs that were compiled more than 30 days ago."""
+    oldest = time.time() - _MAX_CACHE_SECONDS
+    for entry in os.scandir(path):
+        with contextlib.suppress(OSError):  # another process has deleted it
+            if entry.stat().st_mtime < oldest:
+                os.unlink(entry)
+
+
+def _describe_processor() -> str:
+    """Returns an id of the processor: programs for one may not run on another."""
+    features = platform.processor()
+    with contextlib.suppress(OSError):
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+        kinds = {line for line in lines if line.startswith(("flags", "Features"))}
+        features = "\n".join(sorted(kinds))
+    digest = hashlib.sha256(features.encode()).hexdigest()[:12]
+    return f"{platform.machine()}-{digest}"
 
 
 @functools.cache
@@ -67,20 +85,17 @@ def keep_freed_memory() -> None:
     `JAXDP_KEEP_FREED_MEMORY=0` have priority.
     """
     users = "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"
-    tuned = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
     if (
         os.environ.get(_SWITCH) == "0"
-        or tuned
         or sys.platform != "linux"
+        or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
         or any(name in os.environ for name in users)
     ):
         return
     libc = ctypes.CDLL(None)
-    if not hasattr(libc, "gnu_get_libc_version") or not hasattr(libc, "mallopt"):
-        return  # another allocator
-    done = libc.mallopt(_M_MMAP_THRESHOLD, 2**30)
-    done = libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1) and done
-    if done:
+    if hasattr(libc, "gnu_get_libc_version"):  # else another allocator
+        libc.mallopt(_M_MMAP_THRESHOLD, 2**30)
+        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
         log_debug(
             "memory that steps free on the CPU is kept for the next step"
             f" ({_SWITCH}=0 switches this off)"
@@ -117,38 +132,3 @@ def refuse_to_train_in_a_worker() -> None:
             " workers import it; put the training under `if __name__ =="
             ' "__main__":`.'
         )
-
-
-def _get_cache_home() -> pathlib.Path:
-    """Returns the cache folder of this user, which may not exist yet."""
-    home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    return pathlib.Path(home, "jaxdp")
-
-
-@functools.cache
-def _describe_processor() -> str:
-    """Returns an id of the processor: programs for one may not run on another."""
-    try:
-        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = [platform.processor(), platform.machine()]
-    kinds = sorted({line for line in lines if line.startswith(("flags", "Features"))})
-    features = hashlib.sha256("\n".join(kinds or lines[:2]).encode()).hexdigest()[:12]
-    return f"{platform.machine()}-{features}"
-
-
-def _sweep(path: pathlib.Path) -> None:
-    """Deletes the oldest entries beyond the limit; at most once a day."""
-    stamp = path / "swept"
-    if stamp.exists() and 0 <= time.time() - stamp.stat().st_mtime < _DAY:
-        return
-    stamp.touch()
-    entries = [
-        (cached.stat(), cached.path) for cached in os.scandir(path) if cached.is_file()
-    ]
-    size = sum(status.st_size for status, _ in entries)
-    for status, name in sorted(entries, key=lambda entry: entry[0].st_mtime):
-        if size <= _MAX_CACHE_BYTES:
-            return
-        pathlib.Path(name).unlink(missing_ok=True)
-        size -= status.st_size

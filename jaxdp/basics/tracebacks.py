@@ -87,16 +87,10 @@ class TracebackFilter:
         is_on = jax.config.jax_traceback_filtering != "off"  # pyright: ignore
         if not isinstance(error, Exception) or not is_on:
             return
-        before = error.__traceback__
-
-        # The exceptions that it was raised from are printed, too.
-        chain: list[BaseException] = []
-        link: BaseException | None = error
-        while link is not None and link not in chain:
+        before, link = error.__traceback__, error
+        while link is not None:  # those that it was raised from are printed, too
             link.__traceback__ = _keep_user_frames(link.__traceback__)
-            chain.append(link)
             link = link.__cause__ or link.__context__
-
         notes = getattr(error, "__notes__", [])
         has_note = any("JAX_TRACEBACK_FILTERING" in note for note in notes)
         if error.__traceback__ is not before and not has_note:

@@ -1,11 +1,6 @@
 """Keeps the processes of a job in step, and reports where each one is if not."""
 
-import os
-import sys
-import threading
-import time
 from collections.abc import Iterator, Mapping
-from types import FrameType
 from typing import Any
 
 import jax
@@ -15,11 +10,9 @@ from ..basics import coordination
 from ..basics.arguments import check_count, check_number, checks_arguments
 from ..basics.environment import get_versions
 from ..basics.fingerprints import compute_fingerprints
-from ..basics.tracebacks import find_user_frame
 from ..basics.tree import leaf_path
 from ..distributed import process_group
 from .base import Callback, Trainer
-from .monitor import is_fitting
 
 _ARGUMENTS = (
     "strategy",
@@ -53,7 +46,7 @@ class Lockstep(Callback):
         every_n_steps: the steps, or batches of evaluations, from barrier to barrier. A
             difference in between is found at the next barrier.
         timeout: how many seconds a process waits for another.
-        warn_after: after how many seconds it says which one, and what that one does.
+        warn_after: after how many seconds it says which one.
     """
 
     needs_fit = False
@@ -75,21 +68,11 @@ class Lockstep(Callback):
         self._programs: tuple[str, ...] = ()
         self._has_compared_model = False
         self._has_failed = False
-        # A thread that watches this one, and the event that ends it.
-        self._watcher: tuple[threading.Thread, threading.Event] | None = None
 
     def setup(self, trainer: Trainer) -> None:
         self._has_failed = False
         if not coordination.has_peers():
             return
-        if is_fitting(trainer):
-            # If this process is late, a thread publishes where it is.
-            main, end = threading.get_ident(), threading.Event()
-            watcher = threading.Thread(
-                target=self._watch, args=(main, end), name="jaxdp Lockstep", daemon=True
-            )
-            watcher.start()
-            self._watcher = watcher, end
         facts = dict(_list_facts(trainer))
         if not self._has_compared_model:
             facts |= _describe_model(trainer.run.arguments["model"])
@@ -104,14 +87,12 @@ class Lockstep(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, batch: Any, batch_idx: int
     ) -> None:
-        if not coordination.has_peers():
-            return
-        # Its rows are this process's own, and need not be as many as those of others.
-        rows = {"a row of the batch": _shapes(batch, 1)}
-        rows["rows before it"] = str(trainer.record.examples)
-        where = f"step {trainer.global_step + 1} of epoch {trainer.current_epoch}"
-        self._note_facts(trainer, where, rows)
-        process_group.get_barrier().sync_step()
+        if coordination.has_peers():
+            # Its rows are this process's own, and not as many as those of others.
+            facts = {"a row of the batch": _shapes(batch, 1)}
+            facts["rows before it"] = str(trainer.record.examples)
+            step, epoch = trainer.global_step + 1, trainer.current_epoch
+            self._add_entry(trainer, f"step {step} of epoch {epoch}", facts).sync_step()
 
     def on_train_epoch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         self._wait(trainer, f"the end of epoch {trainer.current_epoch}")
@@ -126,44 +107,30 @@ class Lockstep(Callback):
         self._has_failed = True
 
     def on_fit_end(self, trainer: Trainer) -> None:
-        if self._watcher is not None:
-            watcher, end = self._watcher
-            end.set()
-            watcher.join()
-        self._watcher = None
-        if self._has_failed:
-            return
-        self._wait(trainer, f"the end of the fit after step {trainer.global_step}")
+        if not self._has_failed:
+            self._wait(trainer, f"the end of the fit after step {trainer.global_step}")
 
     def _wait(
         self, trainer: Trainer, where: str, facts: Mapping[str, str] | None = None
     ) -> None:
         if coordination.has_peers():
             # All waits of processes for each other use these from now on.
-            here = process_group.get_barrier()
-            here.timeout, here.warn_after = self.timeout, self.warn_after
-            here.every_n_steps = self.every_n_steps
-            self._note_facts(trainer, where, facts or {})
-            here.wait_for_all()
+            barrier = process_group.get_barrier()
+            barrier.timeout, barrier.warn_after = self.timeout, self.warn_after
+            barrier.every_n_steps = self.every_n_steps
+            self._add_entry(trainer, where, facts or {}).wait_for_all()
 
-    def _note_facts(
+    def _add_entry(
         self, trainer: Trainer, where: str, facts: Mapping[str, str]
-    ) -> None:
+    ) -> process_group.ProcessBarrier:
         """Adds facts that the next barrier compares, and programs that are new."""
         (_, programs), noted = trainer.run.compiled_facts(), dict(facts)
         if programs != self._programs:
             self._programs = programs
             noted["the compiled programs"] = ", ".join(programs)
-        process_group.get_barrier().add_entry(where, noted)
-
-    def _watch(self, main: int, end: threading.Event) -> None:
-        """Publishes where the thread `main` is, while this process is late."""
-        patience = min(process_group.DELAY_REPORT_SECONDS, self.warn_after / 3)
-        here = process_group.get_barrier()
-        while not end.wait(patience / 2):
-            late = time.monotonic() - here.location_time > patience
-            if late and not here.is_waiting:
-                here.report_delay(_describe_place(sys._current_frames().get(main)))
+        barrier = process_group.get_barrier()
+        barrier.add_entry(where, noted)
+        return barrier
 
 
 def _list_facts(trainer: Trainer) -> Iterator[tuple[str, str]]:
@@ -195,12 +162,3 @@ def _shapes(tree: Any, axis: int = 0) -> str:
     return ", ".join(
         f"{leaf.dtype}{list(leaf.shape[axis:])}" for leaf in jax.tree.leaves(tree)
     )
-
-
-def _describe_place(frame: FrameType | None) -> str:
-    """Returns the user's line that a stack is at, or that led to it."""
-    if frame is None:
-        return "its end"
-    frame = find_user_frame(frame)
-    file = os.path.basename(frame.f_code.co_filename)
-    return f"{file}:{frame.f_lineno}, in {frame.f_code.co_name}"

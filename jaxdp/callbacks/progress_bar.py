@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from ..basics.arguments import check_number, checks_arguments
-from ..basics.console import SafeStream, open_bar
+from ..basics.console import SafeStream
 from ..basics.units import format_number, format_seconds
 from ..record import LogRow
 from .base import Callback, Trainer
@@ -161,7 +161,9 @@ class _Pass:
         if self._bar is None:  # all on one line: they are never drawn by turns
             facts |= {"desc": self.name, "file": self.out, "delay": 1e-9}
             facts |= {"leave": False, "position": 0, "dynamic_ncols": True}
-            self._bar = open_bar(_bar_class(), **facts)
+            # It flushes the standard streams by itself, which may be closed.
+            with contextlib.suppress(OSError, ValueError):
+                self._bar = _bar_class()(**facts)
         if (bar := self._bar) is not None:
             bar.start_t, bar.last_print_t, bar.n = self.start, now, n
             bar.bar_format = form

@@ -12,7 +12,6 @@ them.
 
 import contextlib
 import itertools
-import json
 import os
 import re
 import shutil
@@ -23,7 +22,7 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 from ..basics.console import log_info
-from ..basics.files import expand_path, parse_json
+from ..basics.files import expand_path
 from .orbax_quirks import check_name
 
 try:
@@ -128,9 +127,12 @@ class CheckpointDir:
             if fcntl is not None:
                 fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
-            holder = _read_lock_owner(lock)
+            owner = os.pread(lock, 200, 0).decode(errors="replace")
             os.close(lock)
-            raise self._make_in_use_error(holder) from error
+            raise RuntimeError(
+                f"`dirpath`: another run writes its checkpoints to {self.path}:"
+                f" {owner}. Wait until it has ended, or pass another folder."
+            ) from error
         except OSError as error:  # a file system without locks
             log_info(
                 f"{self.path} can't be locked ({error}): make sure that no other run"
@@ -140,8 +142,8 @@ class CheckpointDir:
         _locked_folders.add(folder)
         os.ftruncate(lock, 0)
         since = time.strftime("%Y-%m-%d %H:%M:%S")
-        me = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
-        os.pwrite(lock, json.dumps(me).encode(), 0)
+        owner = f"process {os.getpid()} on {socket.gethostname()}, since {since}"
+        os.pwrite(lock, owner.encode(), 0)
         self.remove_temporary()
 
     def close(self) -> None:
@@ -177,12 +179,6 @@ class CheckpointDir:
             if _is_folder(entry) and _TEMPORARY_PATTERN.fullmatch(entry.name):
                 shutil.rmtree(entry.path, ignore_errors=True)
 
-    def _make_in_use_error(self, holder: str) -> RuntimeError:
-        return RuntimeError(
-            f"`dirpath`: another run writes its checkpoints to {self.path}: {holder}."
-            " Wait until it has ended, or pass another folder."
-        )
-
     def _list_step_entries(self) -> list["os.DirEntry[str]"]:
         try:
             return [e for e in os.scandir(self.path) if _STEP.fullmatch(e.name)]
@@ -192,12 +188,3 @@ class CheckpointDir:
 
 def _is_folder(entry: "os.DirEntry[str]") -> bool:
     return entry.is_dir(follow_symlinks=False)
-
-
-def _read_lock_owner(lock: int) -> str:
-    """Returns the owner that the lock file names."""
-    try:
-        holder = parse_json(os.pread(lock, 1000, 0))
-        return f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
-    except (ValueError, KeyError, TypeError, OSError):
-        return "a process that has not said which"

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -36,7 +36,7 @@ from .orbax_quirks import silence_orbax
 
 def restore(
     path: str | os.PathLike[str],
-    like: Callable[[Mapping[str, tuple[int, ...]]], TrainState],
+    like: TrainState,
     *,
     evaluated: bool = False,
     arguments: Mapping[str, str] | None = None,
@@ -45,8 +45,7 @@ def restore(
 
     Args:
         path: the folder.
-        like: a function of the saved shapes by name. It returns the template: a state
-            of the same model and optimizer, or shapes with shardings, on any devices.
+        like: the template: a state of the same model and optimizer, on any devices.
         evaluated: whether to read only the evaluated weights. The rest is then that of
             the template, and may be of another optimizer.
         arguments: the current arguments, named in errors where they differ.
@@ -61,12 +60,9 @@ def restore(
     check_is_local("path", path)
     processes, path = get_process_group(), expand_path(path)
 
-    def make_template(meta: dict[str, Any]) -> TrainState:
-        return like({name: parse_shape(text) for name, text in meta["leaves"].items()})
-
     def check() -> str:
         meta, digest = read_sealed(path)
-        leaves = name_leaves(make_template(meta))
+        leaves = name_leaves(like)
         stored = {n: meta["leaves"][s] for n, s in _map_names(meta, evaluated).items()}
         stored |= get_omitted_leaves(meta)
         now = describe_shapes(select_weights(leaves) if evaluated else leaves)
@@ -85,10 +81,10 @@ def restore(
             )
         check_files(path, processes.index, processes.count)
 
-    state, names = make_template(meta), _map_names(meta, evaluated)
-    arrays = {n: leaf for n, leaf in name_arrays(state).items() if n in names}
+    names = _map_names(meta, evaluated)
+    arrays = {n: leaf for n, leaf in name_arrays(like).items() if n in names}
     stored = _read_arrays(path, {names[n]: leaf for n, leaf in arrays.items()})
-    return unname_leaves({name: stored[names[name]] for name in arrays}, state), meta
+    return unname_leaves({name: stored[names[name]] for name in arrays}, like), meta
 
 
 def get_omitted_leaves(meta: Mapping[str, Any]) -> dict[str, str]:
@@ -196,42 +192,21 @@ def _normalize(text: str | None) -> str:
     return re.sub(r"\{([^{}]*)\}", lambda s: str(sorted(s[1].split(", "))), text)
 
 
-def _get_model_shapes(leaves: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of a model's arrays, trained or not, of any precision."""
-    named = ((name.partition(": "), text) for name, text in leaves.items())
-    fields = "params", "buffers"
-    return {
-        path: parse_shape(text) for (field, _, path), text in named if field in fields
-    }
-
-
 def check_same_leaves(
     path: str, wanted: dict[str, str], stored: dict[str, str], changed: list[str]
 ) -> None:
     """Raises unless the leaves of a checkpoint have the expected shapes and dtypes.
 
-    If those of the model have, it names the arguments that have `changed`, else the
-    leaves.
+    It names the arguments that have `changed`, and the leaves.
     """
     lines = list_differences(use_public_names(wanted), use_public_names(stored))
-    if not lines:
-        return
-    if changed and _get_model_shapes(wanted) == _get_model_shapes(stored):
+    if lines:
+        kind = "with other arguments" if changed else "from another model or optimizer"
         raise ValueError(
-            f"`path`: {path} was saved with other arguments, and what they add to the"
-            f" state differs:\n{join_first_lines(changed)}\nPass the same ones to"
-            " resume; `jaxdp.load_model(path, like=model)` loads the weights alone."
+            f"`path`: {path} was saved {kind}:\n{join_first_lines(changed + lines)}\n"
+            "Pass the same ones to resume; `jaxdp.load_model(path, like=model)` loads"
+            " the weights alone."
         )
-    hint = ""
-    if {line.strip().partition(":")[0] for line in lines} == {"opt_state"}:
-        hint = (
-            "\nThe optimizer is a different one; `jaxdp.load_model(path,"
-            " like=model)` loads the weights alone."
-        )
-    raise ValueError(
-        f"`path`: {path} was saved from another model or optimizer:\n"
-        f"{join_first_lines(lines)}{hint}"
-    )
 
 
 def _read_arrays(path: str, wanted: Named) -> Named:

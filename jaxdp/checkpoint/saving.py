@@ -15,7 +15,6 @@ Plain Orbax reads the arrays, too:
 """
 
 import contextlib
-import json
 import os
 import shutil
 import threading
@@ -26,7 +25,7 @@ from typing import Any, Final
 
 from ..basics.arguments import check_is_local
 from ..basics.environment import get_versions
-from ..basics.files import check_json_size, expand_path, sync_to_disk
+from ..basics.files import expand_path, sync_to_disk
 from ..distributed import ProcessGroup, format_error_line, get_process_group
 from ..step import TrainState
 from .leaves import (
@@ -156,7 +155,6 @@ def start_saving(
     Raises:
         FileExistsError: if something is at `path`.
         SaveFailed: if it is known already that this can't be written.
-        TypeError: if `meta` is not JSON.
     """
     import orbax.checkpoint as ocp
 
@@ -234,13 +232,6 @@ def _add_description(named: Named, meta: Mapping[str, Any]) -> dict[str, Any]:
         **meta,
     }
     check_schema(described)
-    try:
-        check_json_size(len(json.dumps(described)))
-    except ValueError as error:
-        raise SaveFailed(
-            "no checkpoint was written, because it could not be read back:"
-            f" {error}. That is the state of counters, callbacks and loaders."
-        ) from error
     return described
 
 

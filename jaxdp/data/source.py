@@ -12,7 +12,7 @@ from collections.abc import Generator, Iterator, Sequence, Sized
 from functools import partial
 from typing import Any, Final
 
-from ..basics.console import SafeStream, open_bar, warn
+from ..basics.console import SafeStream, warn
 from ..step import Batch
 from .conversion import to_host
 from .loader_state import (
@@ -486,8 +486,7 @@ class IterableSource(Source):
 
         text = f"`{self.argument}` can't jump: replaying {count} batches"
         batch, steps, out = EXHAUSTED, range(count), SafeStream(sys.stderr)
-        bar = open_bar(tqdm, steps, text, file=out, delay=1, leave=False, mininterval=1)
-        for _ in steps if bar is None else bar:
+        for _ in tqdm(steps, text, file=out, delay=1, leave=False, mininterval=1):
             if (batch := next(batches, EXHAUSTED)) is EXHAUSTED:
                 return True
         last = to_host(batch, copy=True)

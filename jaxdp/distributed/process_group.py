@@ -10,6 +10,7 @@ no device waits for them.
 import builtins
 import functools
 import hashlib
+import itertools
 import os
 import socket
 import threading
@@ -27,31 +28,22 @@ _MISMATCH_READ_SECONDS: Final = 1.0
 """Seconds that process 0, which hosts the service, waits before it raises a mismatch:
 the messages disappear with it, and the others must read them first."""
 
-_MAX_REPORTED_DIFFERENCES: Final = 5
-
 _ARRIVED_DIR: Final = "jaxdp.meet/come"
-_LATE_DIR: Final = "jaxdp.meet/late"
 _EXITED_DIR: Final = "jaxdp.meet/departed"
 _HOSTS_DIR: Final = "jaxdp.meet/hosts"
-"""Directories of the key-value store: messages of processes that wait at a barrier, are
-late, or exit; and their host names."""
+"""Directories of the key-value store: messages of processes that wait at a barrier, or
+exit; and their host names."""
 
 _EXIT_SECONDS: Final = 10.0
 """Seconds until a process that has lost a peer exits. Its last log may wait for a step
 in flight, and that for the lost process."""
 
-DELAY_REPORT_SECONDS: Final = 2.0
-"""Seconds after which a process that is late but alive publishes why."""
-
 _RANK_ZERO_TIMEOUT: Final = 3600.0
 """Seconds to wait for work that process 0 does alone, such as reading a checkpoint. If
 it dies, the launcher or JAX ends the others long before."""
 
-_PAUSE_PER_EXCHANGE: Final = 200
-_MIN_PAUSE_SECONDS: Final = 0.2
-_MAX_PAUSE_SECONDS: Final = 5.0
-"""A `PeriodicVote` pauses for so many times the duration of an exchange, within these
-limits."""
+_VOTE_SECONDS: Final = 1.0
+"""The approximate time between two exchanges of a `PeriodicVote`, of milliseconds."""
 
 
 class PeerLost(RuntimeError):
@@ -77,8 +69,6 @@ class ProcessBarrier:
     Attributes:
         num_entered: barriers so far.
         location: the current activity of this process, for messages.
-        location_time: when it began.
-        is_stop_pending: whether a signal is held back until all processes arrive.
         is_waiting: whether this process is at a barrier.
         wait_seconds: the total time at barriers.
         timeout: seconds after which a barrier raises.
@@ -88,8 +78,7 @@ class ProcessBarrier:
 
     def __init__(self) -> None:
         self.num_entered = 0
-        self.location, self.location_time = "", time.monotonic()
-        self.is_stop_pending = self.is_waiting = False
+        self.location, self.is_waiting = "", False
         self.wait_seconds = 0.0
         self.timeout, self.warn_after, self.every_n_steps = 600.0, 30.0, 1
         self._steps_since_barrier = 0
@@ -97,7 +86,7 @@ class ProcessBarrier:
 
     def add_entry(self, location: str, facts: Mapping[str, str] | None = None) -> None:
         """Adds what this process is about to do, which the next barrier compares."""
-        self.location, self.location_time = location, time.monotonic()
+        self.location = location
         self._entries.append((location, facts or {}))
 
     def sync_step(self) -> None:
@@ -130,14 +119,8 @@ class ProcessBarrier:
         ):
             message = {"digest": digest, "entries": entries}
             self._wait_for_missing(message, start, max(min_timeout, self.timeout))
-        self.location_time, self.is_waiting = time.monotonic(), False
-        self.wait_seconds += self.location_time - start
-
-    def report_delay(self, place: str) -> None:
-        """Publishes what this process does, which is not at the next barrier yet."""
-        seconds = time.monotonic() - self.location_time
-        text = f"{self.location}, for {seconds:.0f} s, at {place}"
-        coordination.put_value(_LATE_DIR, {"number": self.num_entered, "text": text})
+        self.is_waiting = False
+        self.wait_seconds += time.monotonic() - start
 
     def report_exit(self, how: str) -> None:
         """Publishes that this process exits, and how; blocks for at most a second."""
@@ -179,22 +162,13 @@ class ProcessBarrier:
             if not missing and not differs:
                 return
 
-            # A missing process is late or gone. If one dies, its launcher signals the
-            # others to stop; one that is alive soon publishes why it is late.
             for process, how in self._read_exited().items():
                 raise _make_peer_lost(f"{_format_processes([process])} {how}")
-            waited, delays = time.monotonic() - start, _join_delays(missing, number)
-            own = f"process {coordination.process_index()} ({self.location})"
-            if self.is_stop_pending and not delays:
-                if waited > 2 * DELAY_REPORT_SECONDS:
-                    raise _make_peer_lost(
-                        f"{own} was told to end, and {_format_processes(missing)} did"
-                        " not come and said nothing"
-                    )
+            waited = time.monotonic() - start
             if waited > timeout or waited > self.warn_after and not has_warned:
                 text = (
-                    f"{own} has waited for {waited:.0f} s for"
-                    f" {_format_processes(missing)}{delays and f' ({delays})'}"
+                    f"process {coordination.process_index()} ({self.location}) has"
+                    f" waited for {waited:.0f} s for {_format_processes(missing)}"
                 )
                 if waited > timeout:
                     raise _make_peer_lost(f"{text} (`Lockstep(timeout=...)`)")
@@ -217,24 +191,12 @@ def _format_processes(processes: Iterable[int]) -> str:
     return join_some(f"process {p} on {hosts.get(p, '?')}" for p in sorted(processes))
 
 
-def _join_delays(missing: set[int], number: int) -> str:
-    """Joins what the missing processes have published about barrier `number`."""
-    return "; ".join(
-        f"process {process}: {message['text']}"
-        for process, message in sorted(coordination.read_values(_LATE_DIR).items())
-        if process in missing and message["number"] == number - 1
-    )
-
-
 def _describe_mismatch(messages: Mapping[int, Mapping[str, Any]]) -> str:
     """Describes the first entry in which processes differ, for an error."""
-    num_entries = max(len(message["entries"]) for message in messages.values())
-    for index in range(num_entries):
-        entries = {
-            process: ([*message["entries"], *[("nothing", {})] * num_entries])[index]
-            for process, message in sorted(messages.items())
-        }
-        by_location = _group_by_value({p: entry[0] for p, entry in entries.items()})
+    processes = sorted(messages)
+    columns = [messages[process]["entries"] for process in processes]
+    for entries in itertools.zip_longest(*columns, fillvalue=("nothing", {})):
+        by_location = _group(processes, [location for location, _ in entries])
         if len(by_location) > 1:
             found = "; ".join(f"{who}: {where}" for where, who in by_location.items())
             return (
@@ -242,27 +204,24 @@ def _describe_mismatch(messages: Mapping[int, Mapping[str, Any]]) -> str:
                 f" numbers would be wrong: {found}."
             )
         differences = []
-        for name in dict.fromkeys(n for _, facts in entries.values() for n in facts):
-            values = _group_by_value({p: e[1].get(name) for p, e in entries.items()})
+        for name in dict.fromkeys(name for _, facts in entries for name in facts):
+            values = _group(processes, [facts.get(name) for _, facts in entries])
             if len(values) > 1:
                 listed = ", ".join(f"{value} ({who})" for value, who in values.items())
                 differences.append(f"{name}: {listed}")
         if differences:
-            num_more = len(differences) - _MAX_REPORTED_DIFFERENCES
-            more = f"; and {num_more} more" if num_more > 0 else ""
             return (
                 f"the processes of this job do not agree, at {next(iter(by_location))}:"
-                f" {'; '.join(differences[:_MAX_REPORTED_DIFFERENCES])}{more}. Their"
-                " numbers would be wrong. All must run the same program with the same"
-                " settings."
+                f" {join_some(differences, '; ')}. Their numbers would be wrong. All"
+                " must run the same program with the same settings."
             )
     raise AssertionError("digests differ, but no entry does")
 
 
-def _group_by_value(values: Mapping[int, Any]) -> dict[Any, str]:
+def _group(processes: Iterable[int], values: Iterable[Any]) -> dict[Any, str]:
     """Maps each value to the processes that have it, as text."""
     groups: dict[Any, list[int]] = {}
-    for process, value in values.items():
+    for process, value in zip(processes, values, strict=True):
         groups.setdefault(value, []).append(process)
     return {value: join_numbers("process", group) for value, group in groups.items()}
 
@@ -375,9 +334,7 @@ class PeriodicVote:
     def __init__(self, processes: ProcessGroup, what: str):
         self._processes, self._what = processes, what
         self._calls_left, self._calls_per_exchange = 0, 1
-        self._exchange_time: float | None = None
-        # The fastest so far: others include the wait for a slow process.
-        self._exchange_seconds = float("inf")
+        self._exchange_time = time.monotonic()
 
     def poll(self, value: Any, *, force: bool = False) -> list[Any]:
         """Returns the values of all processes that have one; [] if it skips.
@@ -391,21 +348,15 @@ class PeriodicVote:
         self._calls_left -= 1
         if self._calls_left > 0 and not force:
             return []
-        start, next_calls = time.monotonic(), 1
-        if self._exchange_time is not None:
-            pause = self._exchange_seconds * _PAUSE_PER_EXCHANGE
-            pause = min(max(_MIN_PAUSE_SECONDS, pause), _MAX_PAUSE_SECONDS)
-            num_calls = self._calls_per_exchange - max(self._calls_left, 0)
-            seconds_per_call = max(start - self._exchange_time, 1e-6) / max(
-                num_calls, 1
-            )
-            next_calls = min(pause // seconds_per_call, 4 * self._calls_per_exchange)
+        num_calls = self._calls_per_exchange - max(self._calls_left, 0)
+        seconds = max(time.monotonic() - self._exchange_time, 1e-6)
+        # Not many more than before, as the next ones may take longer.
+        next_calls = min(
+            _VOTE_SECONDS * max(num_calls, 1) / seconds, 4 * self._calls_per_exchange
+        )
         message = [value, max(1, int(next_calls))]
         answers = self._processes.all_gather(self._what, message)
         self._exchange_time = time.monotonic()
-        self._exchange_seconds = min(
-            self._exchange_seconds, self._exchange_time - start
-        )
         self._calls_left = self._calls_per_exchange = answers[0][1]
         return [value for value, _ in answers if value is not None]
 

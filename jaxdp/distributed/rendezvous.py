@@ -15,12 +15,11 @@ from typing import Any, Final
 
 from ..basics.console import join_numbers, log_info
 from ..basics.environment import get_versions
-from ..basics.files import check_fields, parse_json
+from ..basics.files import check_fields
 from .launchers import RankInfo
 
-_LOG_MISSING_SECONDS: Final = (
-    10.0  # seconds after which a process says what it waits for
-)
+_LOG_MISSING_SECONDS: Final = 10.0
+"""Seconds after which process 0 says which processes it waits for."""
 _LATE_SECONDS: Final = 3.0  # for processes that come after an error was found
 _RECEIVE_SECONDS: Final = 1.0  # in which a client must have sent its message
 _MAX_BYTES: Final = 4096  # of a message
@@ -32,12 +31,9 @@ _ANSWER_FIELDS: Final = {"wrong": str, "missing": str}
 def get_comparable_versions() -> dict[str, str]:
     """Returns the versions that must be equal for processes to work together."""
     found = get_versions()
-    python = found["python"].rpartition(".")[0]
-    packages = {
-        f"the version of {n}": found.get(n, "unknown")
-        for n in ("jax", "jaxlib", "jaxdp")
-    }
-    return {"the version of Python": python, **packages}
+    versions = {n: found.get(n, "unknown") for n in ("jax", "jaxlib", "jaxdp")}
+    versions["Python"] = found["python"].rpartition(".")[0]
+    return {f"the version of {name}": versions[name] for name in versions}
 
 
 def exchange_ranks(
@@ -62,10 +58,10 @@ def exchange_ranks(
 
 def _serve_ranks(rank: RankInfo, own: Any, timeout: float, bind: str) -> dict[str, str]:
     """Waits for all other processes, as process 0, and sends each the result."""
-    messages, conflict, has_logged = {0: own}, "", False
+    messages, conflict = {0: own}, ""
     clients: list[socket.socket] = []
-    start = time.monotonic()
-    deadline = start + timeout
+    deadline = time.monotonic() + timeout
+    log_time = time.monotonic() + _LOG_MISSING_SECONDS
 
     def format_missing() -> str:
         missing = {*range(rank.count)} - {*messages}
@@ -73,8 +69,8 @@ def _serve_ranks(rank: RankInfo, own: Any, timeout: float, bind: str) -> dict[st
 
     with _open_listener(rank, bind) as listener:
         while len(messages) < rank.count and time.monotonic() < deadline:
-            if time.monotonic() > start + _LOG_MISSING_SECONDS and not has_logged:
-                has_logged = True
+            if time.monotonic() > log_time:
+                log_time = deadline
                 log_info(f"process 0 waits at {rank.address} for {format_missing()}")
             with contextlib.suppress(TimeoutError, ConnectionError):
                 client = listener.accept()[0]
@@ -95,7 +91,7 @@ def _serve_ranks(rank: RankInfo, own: Any, timeout: float, bind: str) -> dict[st
 
 def _send_rank(rank: RankInfo, own: Any, timeout: float) -> dict[str, str]:
     """Sends the message of this process to process 0, and waits for its answer."""
-    start, has_logged = time.monotonic(), False
+    deadline = time.monotonic() + timeout
     while True:
         reason = "another program listens there"
         try:
@@ -107,20 +103,12 @@ def _send_rank(rank: RankInfo, own: Any, timeout: float) -> dict[str, str]:
                 return answer
         except OSError as error:
             reason = str(error)
-
-        waited = time.monotonic() - start
-        text = (
-            f"process {rank.index} of {rank.count} does not reach process 0 at"
-            f" {rank.address}: {reason}"
-        )
-        if waited > timeout:
+        if time.monotonic() > deadline:
             raise TimeoutError(
-                f"{text}. Is that its machine, and does a firewall let others in?"
-                " (`initialization_timeout`)"
+                f"process {rank.index} of {rank.count} does not reach process 0 at"
+                f" {rank.address}: {reason}. Is that its machine, and does a firewall"
+                " let others in? (`initialization_timeout`)"
             )
-        if waited > _LOG_MISSING_SECONDS and not has_logged:
-            has_logged = True
-            log_info(text, all_processes=True)
         time.sleep(0.1)
 
 
@@ -132,11 +120,13 @@ def _send(sock: socket.socket, message: Any) -> None:
 def _receive(sock: socket.socket, seconds: float, types: Any) -> Any:
     """Returns a message with these fields; None if none arrives within `seconds`."""
     sock.settimeout(seconds)
-    with contextlib.suppress(OSError, ValueError), sock.makefile("rb") as lines:
-        message = parse_json(lines.readline(_MAX_BYTES))
+    try:
+        with sock.makefile("rb") as lines:
+            message = json.loads(lines.readline(_MAX_BYTES))
         check_fields(message, types, "message")
-        return message
-    return None
+    except (OSError, ValueError, RecursionError):
+        return None
+    return message
 
 
 def _find_conflict(messages: dict[int, Any], message: Any) -> str:

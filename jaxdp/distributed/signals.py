@@ -14,7 +14,7 @@ from typing import Any, Final
 import jax
 
 from ..basics import coordination
-from ..basics.console import SafeStream, ignore_flush_errors, log_info
+from ..basics.console import SafeStream, log_info
 from . import process_group
 from .process_group import PeriodicVote, ProcessGroup
 
@@ -38,7 +38,6 @@ class Preempted(SystemExit):
     def __init__(self, name: str):
         super().__init__(EXIT_CODE)
         self.signal = name
-        ignore_flush_errors()  # they would change the exit code
 
 
 def is_graceful_stop(exception: BaseException | None) -> bool:
@@ -65,14 +64,13 @@ class SignalHandler:
     Attributes:
         signals: the names of those that end a fit, beside Ctrl-C.
         returns: whether `fit` returns after one, instead of exiting with code 143.
-        defers_log: whether the caller calls `log_stop` itself, later.
     """
 
     def __init__(self, processes: ProcessGroup) -> None:
         several = processes.count > 1
         self._vote = PeriodicVote(processes, "signals") if several else None
         self.signals: tuple[str, ...] = SIGNALS
-        self.returns = self.defers_log = False
+        self.returns = False
         self._pending: int | None = None
         self._handled: set[int] = set()  # signals that have our handler now
         self._depth = 0
@@ -83,7 +81,6 @@ class SignalHandler:
             signals = self._vote.poll(self._pending, force=force)
             if signals:
                 self._pending = None
-                process_group.get_barrier().is_stop_pending = False
                 raise self._make_exception(max(signals))
         elif self._pending is not None:
             number, self._pending = self._pending, None
@@ -129,7 +126,6 @@ class SignalHandler:
         if self._vote is not None and kind is None:
             return  # the other processes must get the signal first
         number, self._pending = self._pending, None
-        process_group.get_barrier().is_stop_pending = False
         # A signal most often causes the error after it, such as that of a worker that
         # died. But a launcher sends one, too, when another process has died.
         is_cause = kind is None or issubclass(kind, Exception)
@@ -156,7 +152,6 @@ class SignalHandler:
             self._handled.remove(number)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        process_group.get_barrier().is_stop_pending = self._vote is not None
         if self._pending is None:
             self._pending = number
         elif _HANGUP in (number, self._pending):
@@ -173,10 +168,7 @@ class SignalHandler:
             stop = KeyboardInterrupt("stopped between two batches; nothing is lost")
             setattr(stop, _AT_BOUNDARY, True)
             return stop
-        exception = Preempted(signal.Signals(number).name)
-        if not self.defers_log:
-            log_stop(exception)
-        return exception
+        return Preempted(signal.Signals(number).name)
 
 
 def _get_default_handler(number: int) -> Any:

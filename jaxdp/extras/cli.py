@@ -12,7 +12,7 @@ from typing import Any, NoReturn, cast
 
 import numpy as np
 
-from ..basics.console import format_columns, ignore_flush_errors
+from ..basics.console import format_columns
 from ..basics.environment import get_versions
 from ..basics.files import write_atomically
 from ..fit import replace_training
@@ -30,7 +30,6 @@ from .reports import (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns what the process is to exit with."""
-    ignore_flush_errors()  # the reader of the output may have read enough
     parser, args = (
         _make_parser(),
         list(sys.argv[1:] if arguments is None else arguments),
@@ -46,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return options.command(options) or 0
     except BrokenPipeError:
+        # Python flushes the stream once more when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # 128 + SIGPIPE, as other programs do
     except (OSError, ValueError, ImportError) as error:
         if os.environ.get("JAXDP_TRACEBACK"):

@@ -1,6 +1,7 @@
 """Loads a model's weights from a checkpoint or a file, and saves them to a file."""
 
 import itertools
+import json
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -18,7 +19,6 @@ from ..basics.environment import import_extra
 from ..basics.files import (
     check_fields,
     expand_path,
-    parse_json,
     sync_to_disk,
     write_atomically,
 )
@@ -395,7 +395,7 @@ def _make_views(content: np.ndarray) -> dict[str, np.ndarray]:
     if length > content.size - 8:
         raise ValueError("it is no safetensors file, or only the beginning of one")
     try:
-        header = parse_json(content[8 : 8 + length].tobytes(), unique_keys=True)
+        header = json.loads(content[8 : 8 + length].tobytes())
     except ValueError as error:
         raise ValueError(f"its header is no JSON ({error})") from error
     check_fields(header, {}, "header")

@@ -139,7 +139,7 @@ def load_weights_at(
     """
     held = trainer.run.engine.device_state
     with trainer.run.interrupts.defer_signals():
-        state, meta = checkpoint.restore(path, lambda _: held.tree, evaluated=True)
+        state, meta = checkpoint.restore(path, held.tree, evaluated=True)
         _check_frozen(path, meta, held.tree)
         return meta["global_step"], jax.tree.leaves(state.weights)
 
@@ -176,9 +176,7 @@ def read_state(run: "Run", path: str | os.PathLike[str]) -> tuple[Any, dict[str,
     The trainer does not change.
     """
     arguments = run.config.description(run.hooks.callbacks)
-    state, meta = checkpoint.restore(
-        path, lambda _: run.engine.state, arguments=arguments
-    )
+    state, meta = checkpoint.restore(path, run.engine.state, arguments=arguments)
     _check_frozen(path, meta, run.engine.state)
     return run.engine.place(state), meta
 

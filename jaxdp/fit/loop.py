@@ -383,7 +383,6 @@ class FitLoop:
         """
         trainer, run, hooks = self.trainer, self._run, self.hooks
         trainer.should_stop = False
-        run.interrupts.defers_log = True
         try:
             with run.interrupts:
                 yield
@@ -404,7 +403,6 @@ class FitLoop:
                 hooks.on_fit_end(trainer)
         finally:
             self.progress.is_finished = False
-            run.interrupts.defers_log = False
             for source in (self.train, *self.vals.values()):
                 source.close()
 

@@ -11,7 +11,6 @@ from jaxdp.basics.arguments import parse_duration
     ("00:00:01:30", 90),
     ("01:02:03:04", 93784),
     (datetime.timedelta(hours=2), 7200),
-    ({"minutes": 1, "seconds": 0.5}, 60.5),
     (12.5, 12.5),
     (0, 0),
 ])  # fmt: skip
@@ -20,12 +19,10 @@ def test_durations_are_read_in_every_form(duration, seconds):
 
 
 @pytest.mark.parametrize("duration, error, match", [
-    ("8h", ValueError, "`max_time`='8h' must be 'DD:HH:MM:SS'"),
-    ({"hour": 1}, ValueError, "`max_time`={'hour': 1} must be .* hours"),
-    *((wrong, ValueError, "of seconds; finite and not negative")
+    *((wrong, ValueError, "`max_time` must be 0 or more.* or 'DD:HH:MM:SS'; got")
       for wrong in (-1, float("inf"), datetime.timedelta(-1))),
-    *((wrong, TypeError, "of seconds; finite and not negative")
-      for wrong in ([1], True)),
+    *((wrong, TypeError, "`max_time` must be a number .* or 'DD:HH:MM:SS'; got")
+      for wrong in ("8h", {"hours": 1}, [1], True)),
 ])  # fmt: skip
 def test_other_durations_are_refused(duration, error, match):
     with pytest.raises(error, match=match):

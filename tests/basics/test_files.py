@@ -11,8 +11,6 @@ from jaxdp import Callback
 from jaxdp.basics.files import (
     add_path_to_errors,
     append_atomically,
-    parse_json,
-    read_json,
     write_atomically,
     write_text_atomically,
 )
@@ -151,29 +149,3 @@ def test_files_are_replaced_as_a_whole(tmp_path, little_room):
     with path.open("ab", buffering=0) as file:
         append_atomically(file, "2\n")
     assert path.read_text().endswith("2\n")
-
-
-# JSON from elsewhere.
-
-
-@pytest.mark.parametrize(
-    ("content", "told"),
-    [
-        (b"[" * 600_000, "nested too deep"),
-        (b'"' + b'\\"' * 1000, "Unterminated string"),
-        (b"[1] [2]", "Extra data"),
-        (b'"\xff"', "can't decode"),
-        (b"9" * 5000, "digits"),
-        (b"", "Expecting value"),
-    ],
-)
-def test_what_is_no_json_is_a_value_error(content, told):
-    with pytest.raises(ValueError, match=told):
-        parse_json(content)
-
-
-def test_a_file_that_is_too_large_is_not_read(tmp_path):
-    with (tmp_path / "some.json").open("wb") as file:
-        file.truncate(2**28 + 1)
-    with pytest.raises(ValueError, match="268,435,457 bytes, and 268,435,456 are"):
-        read_json(tmp_path / "some.json")

@@ -12,7 +12,7 @@ from toys import Mlp, batches
 
 from jaxdp import Callback, SingleDevice, Trainer
 from jaxdp.callbacks import CSVLogger, ModelCheckpoint, NanGuard, TensorBoardLogger
-from jaxdp.checkpoint import CheckpointCorrupt, SaveFailed, restoring
+from jaxdp.checkpoint import CheckpointCorrupt, restoring
 from jaxdp.distributed import ProcessGroup
 
 
@@ -112,17 +112,11 @@ def test_metadata_of_another_schema_is_refused_whole(run, change, told):
     assert run.trainer.state is state and run.all() == before
 
 
-@pytest.mark.parametrize(("number", "version", "remedy"), [
-    (1, "0.1.0", "load it with jaxdp 0.2 and save it again"),
-    (2, "0.1.0", "load it with jaxdp 0.2 and save it again"),
-    (4, "0.4.0", "use the version that wrote it"),
-])  # fmt: skip
-def test_another_format_says_what_reads_it(run, number, version, remedy):
+@pytest.mark.parametrize("number", [1, 4])
+def test_another_format_says_what_reads_it(run, number):
     run.reset()
-    other = {"format": number, "versions": {"jaxdp": version}}
-    run.forge(json.loads(run.meta) | other)
-    told = f"has format {number}, written by jaxdp {version}, .*; {remedy}"
-    with pytest.raises(ValueError, match=told):
+    run.forge(json.loads(run.meta) | {"format": number})
+    with pytest.raises(ValueError, match=f"format {number}, .* reads formats 2 and 3"):
         run.trainer.load(run.steps / "8")
 
 
@@ -241,35 +235,14 @@ def test_no_string_of_the_metadata_leads_out_of_the_run(run, tmp_path, kind):
 
 
 @pytest.mark.parametrize(
-    ("file", "told"),
-    [
-        ("meta/metadata", "it has 1,099,511,627,776 bytes, and 268,435,456 are"),
-        ("files.json", "it has 1,099,511,627,776 bytes, and 268,435,456 are"),
-        ("state/more", "changed since it was saved, or missing: state/more"),
-        ("more", ""),
-    ],
+    ("file", "is_refused"), [("state/more", True), ("more", False)]
 )
-def test_a_terabyte_is_not_read(run, file, told):
+def test_other_files_in_a_checkpoint_are_not_read(run, file, is_refused):
     run.reset()
     with (run.steps / "8" / file).open("ab") as opened:
         opened.truncate(2**40)  # of zeros that take no room on the disk
-    if not told:
+    if not is_refused:
         run.trainer.load(run.steps / "8")
         return
-    with pytest.raises(CheckpointCorrupt, match=told):
+    with pytest.raises(CheckpointCorrupt, match="or missing: state/more"):
         run.trainer.load(run.steps / "8")
-
-
-def test_what_could_not_be_read_again_is_not_saved(run):
-    class Large(Callback):
-        def state_dict(self):
-            return {"large": "x" * 2**28}
-
-    run.reset()
-    run.trainer.callbacks.append(Large())
-    try:
-        with pytest.raises(SaveFailed, match="are the most.* callbacks and loaders"):
-            run.trainer.save(run.folder / "large")
-    finally:
-        run.trainer.callbacks.pop()
-    assert not (run.folder / "large").exists()

@@ -41,20 +41,6 @@ def test_a_failing_callback_ends_all_soon(crew, index):
         assert heard - raised < 1.9  # which JAX's barrier takes at least to give up
 
 
-def test_one_that_is_told_to_end_waits_for_no_dead_one(crew):
-    """As a launcher does when another process has died."""
-    job = crew("fit", at=(1, 5, tasks.kill))
-    job.processes[1].join(120)
-    job.signal(0, "SIGTERM")
-    told = time.monotonic()
-    job.processes[0].join(60)
-    assert time.monotonic() - told < 20  # JAX's heartbeat comes after 100
-    assert job.processes[0].exitcode not in (0, None), job.all_outputs()
-    assert re.search(
-        "told to end, and process 1 on .* did not come|rror:", job.output(0)
-    )
-
-
 def test_one_that_raises_does_not_wait_for_the_others(crew):
     job = crew("fail_alone", processes=2)  # the other one sleeps for a minute
     job.wait_for("a bad day", index=1)

@@ -367,10 +367,8 @@ def test_files_that_are_not_there_or_damaged_are_named(tmp_path):
         jaxdp.load_weights("gs://bucket/a.safetensors", like, LLAMA_NAMES)
     save_file(llama(), path := tmp_path / "model.safetensors")
     whole = path.read_bytes()
-    doubled = b'{"w": {}, "w": {}}'
-    twice = len(doubled).to_bytes(8, "little") + doubled
     cut = whole[:-100], whole[:50], b"\xff" * 9, b"", whole[:8] + b"[]"
-    for damaged in *cut, whole + b"more", twice:
+    for damaged in *cut, whole + b"more":
         path.write_bytes(damaged)
         with pytest.raises(CheckpointCorrupt, match="can't be read"):
             jaxdp.load_weights(path, like, LLAMA_NAMES)

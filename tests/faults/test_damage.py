@@ -146,12 +146,6 @@ def test_links_and_strange_folders_are_refused(saved, table, tmp_path):
     ):
         trainer.fit(batches(8, 8, 8, 8), ckpt_path="last", max_epochs=2)
     assert trainer.global_step == 8
-    meta = folder / "4" / "meta" / "metadata"
-    shutil.copy(meta, tmp_path / "elsewhere")
-    meta.unlink()
-    meta.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointCorrupt, match="is a symbolic link"):
-        make().load(folder / "4")
     empty = tmp_path / "empty"
     empty.mkdir()
     for path, error in (
@@ -165,8 +159,8 @@ def test_links_and_strange_folders_are_refused(saved, table, tmp_path):
         assert sorted(os.listdir(folder)) == before
     table.add(
         "links, empty and foreign folders",
-        5,
-        5,
+        4,
+        4,
         "an error that says what is there, or a warning",
     )
 
@@ -184,11 +178,6 @@ def differing_files(step, other):
         if path.is_file() and twin.is_file() and path.read_bytes() != twin.read_bytes():
             return path, twin
     raise AssertionError("no file is in both")
-
-
-def replace_by_fifo(path):
-    path.unlink()
-    os.mkfifo(path)
 
 
 # What is done to the folder of a run with steps 2 and 4, and what the user is told.
@@ -215,10 +204,6 @@ MISCHIEF = {
     "a step becomes a file": (
         lambda run: (shutil.rmtree(run / "4"), (run / "4").write_text("")),
         "4 is a symbolic link or a file",
-    ),
-    "a file becomes a pipe": (
-        lambda run: replace_by_fifo(run / "4" / "meta" / "metadata"),
-        "is a special file",
     ),
     "a file more": (
         lambda run: (run / "4" / "state" / "more").write_text("x"),

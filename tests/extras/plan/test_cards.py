@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from jaxdp.basics.hardware import describe_mixed_kinds, get_product_precision
+from jaxdp.basics.hardware import get_product_precision
 from jaxdp.extras.plan.hardware import (
     HARDWARE,
     find_profile,
@@ -124,14 +124,6 @@ def test_memory_is_that_of_the_device(monkeypatch):
 def test_what_float32_is_computed_in(kind, platform, capability, expected):
     attributes = {} if capability is None else {"compute_capability": capability}
     assert get_product_precision(device(kind, platform, **attributes)) == expected
-
-
-def test_a_mix_of_kinds_is_told_with_its_remedy():
-    few, many = device("NVIDIA GeForce RTX 2080"), device("NVIDIA GeForce RTX 3090")
-    note = describe_mixed_kinds([many, few, many])
-    assert "1 x NVIDIA GeForce RTX 2080, 2 x NVIDIA GeForce RTX 3090" in note
-    assert "CUDA_VISIBLE_DEVICES" in note
-    assert describe_mixed_kinds([many, many]) is None
 
 
 def test_rates_belong_to_what_is_computed_in():
