@@ -10,13 +10,14 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ..basics.hardware import get_smallest_memory
-from ..basics.host_memory import clear_mesh
+from ..basics.host_memory import clear_mesh, move_to_device
 from ..basics.process import pause_gc
 from ..data import Dispatch, Packer, Window
 from ..distributed import RowBlocks
 from ..step import (
     LONG_IN_FLIGHT,
     Batch,
+    Collectives,
     Metrics,
     Objective,
     RematSpec,
@@ -47,7 +48,6 @@ from .step import (
     count_padded_rows,
     get_debug_settings,
 )
-from .step_functions import trace_jaxpr
 
 
 class Engine:
@@ -312,7 +312,12 @@ class Engine:
             packer = Packer(1, packer.kind)  # for the rows of this process
         dispatch = packer.pack([list(window)], self.micro_batches)
         pure = self.pure._replace(inside=(), remat=RematSpec())
-        jaxpr = trace_jaxpr(pure.train, self.state, dispatch.groups)
+
+        def train(*arguments: Any) -> Any:
+            return pure.train(Collectives(), *move_to_device(arguments))
+
+        with clear_mesh(), pause_gc():
+            jaxpr = jax.make_jaxpr(train)(self.state, dispatch.groups)
         return products(jaxpr).total() / count_padded_rows(dispatch.groups)
 
 

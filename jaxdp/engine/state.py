@@ -275,16 +275,10 @@ def make_first_state(
 
 def place_state(strategy: DataParallel, state: TrainState, offload: bool) -> TrainState:
     """Returns the state on the devices; `offload` puts the optimizer's on the host."""
-    if offload:
-        return place_copy(state, _get_shardings(strategy, state, offload))
-    return strategy.place(state)
-
-
-def _get_shardings(
-    strategy: DataParallel, state: TrainState, offload: bool
-) -> TrainState:
-    shardings = state_shardings(strategy, state)
-    return offload_optimizer(shardings, state) if offload else shardings
+    if not offload:
+        return strategy.place(state)
+    shardings = offload_optimizer(state_shardings(strategy, state), state)
+    return place_copy(state, shardings)
 
 
 def make_abstract_state(
@@ -301,10 +295,13 @@ def make_abstract_state(
         return first_state(params, buffers, model_state, steps, seed=0)
 
     state = jax.eval_shape(first, parts[0], parts[1], model_state)
+    shardings = state_shardings(strategy, state)
+    if offload:
+        shardings = offload_optimizer(shardings, state)
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=sharding
         ),
         state,
-        _get_shardings(strategy, state, offload),
+        shardings,
     )

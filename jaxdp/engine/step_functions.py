@@ -8,8 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from ..basics.host_memory import clear_mesh, move_to_device
-from ..basics.process import pause_gc
 from ..step import OWN_LOOP, Collectives, Facts, Group, Steps, TrainState, Weights
 from ..strategies.base import Role
 
@@ -110,11 +108,3 @@ STEP_FUNCTIONS: Final[dict[str, Callable[..., StepFunction]]] = {
     "predict": make_predict_function,
 }
 """A function `(pure, inputs, groups, steps, set_facts)` for each kind of step."""
-
-
-def trace_jaxpr(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Returns the jaxpr of a step function over all rows."""
-    with clear_mesh(), pause_gc():
-        return jax.make_jaxpr(
-            lambda *args: function(Collectives(), *move_to_device(args))
-        )(*arguments)

@@ -4,7 +4,6 @@ import copy
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -16,7 +15,6 @@ from jaxdp.callbacks import (
     ModelCheckpoint,
     WeightAveraging,
 )
-from jaxdp.engine.hyperparams import find_hyperparams
 
 DATA = batches(8, 8, 8, 8)
 
@@ -207,6 +205,12 @@ SEVERAL = {
         ),
         {"max_delta": 9.0, "learning_rate": 0.1},
     ),
+    "one in the other": (
+        optax.inject_hyperparams(
+            lambda decay: optax.chain(optax.add_decayed_weights(decay), injected())
+        )(decay=0.3),
+        {"decay": 0.3, "learning_rate": 0.1},
+    ),
     "nested": (
         optax.MultiSteps(
             optax.chain(optax.clip(9.0), injected()), 2
@@ -281,17 +285,6 @@ def test_writing_to_hyperparams_of_the_state_is_refused(write):
     assert trainer.hyperparams["learning_rate"] == pytest.approx(0.1)
     with pytest.raises(AttributeError):
         trainer.state.step = 3
-
-
-def test_find_hyperparams_accepts_an_optimizer_state():
-    optimizer = optax.inject_hyperparams(
-        lambda decay: optax.chain(optax.add_decayed_weights(decay), injected())
-    )(decay=0.3)
-    params = jnp.ones(3)
-    found = find_hyperparams(optimizer.init(params))
-    assert {name: float(each.leaf) for name, each in found.items()} == pytest.approx(
-        {"decay": 0.3, "learning_rate": 0.1}
-    )
 
 
 def test_the_hyperparams_property_is_read_only():
