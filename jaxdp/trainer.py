@@ -243,8 +243,8 @@ class Trainer(Generic[Model]):
                 float is a share of the epoch.
             fast_dev_run: run one batch (or this many) of training and validation to
                 find mistakes, without loggers and checkpoints. It counts as an epoch.
-            overfit_batches: train and validate on the first batches only, unshuffled
-                (this many, or this share), to see whether the model can learn at all.
+            overfit_batches: train and validate on the first batches only (this many, or
+                this share), always the same, to see whether the model can learn at all.
         """
         arguments = {k: v for k, v in locals().items() if k in FitArguments._fields}
         loop.fit(self, train_loader, val_loader, FitArguments(**arguments), ckpt_path)

@@ -251,7 +251,10 @@ INSTEAD: Final[dict[str, dict[str, str]]] = {
         "target_modules": "it is called `patterns`",
         "lora_dropout": "leave it out: dropout is the model's",
     },
-    "Arrays": {"num_workers": "leave it out: the arrays are in memory"},
+    "Arrays": {
+        "num_workers": "leave it out: the arrays are in memory",
+        "on_device": "put the arrays there: Arrays(jax.device_put(x), ...)",
+    },
     # Names of losses and metrics.
     "loss": _split_words({
         "'cross_entropy', which takes logits,": (

@@ -10,7 +10,7 @@ from ..basics.arguments import check_count, checks_arguments
 from ..basics.host_memory import use_auto_axes
 from ..step import Batch, find_batched_leaves, map_row_leaves, to_user_batch
 from .batches import select_on_device
-from .conversion import as_numpy, fetch_rows, to_host, wrap_keys
+from .conversion import as_numpy, fetch_rows, take_rows, to_host, wrap_keys
 from .loader_state import Position
 from .partition import RowPartition
 from .random_states import make_seed
@@ -54,14 +54,7 @@ class Arrays:
         shuffle: bool = True,
         drop_last: bool = False,
         seed: int = 0,
-        on_device: Any = None,
     ):
-        if on_device is not None:
-            raise TypeError(
-                "`Arrays` has no `on_device` any more. Batches are taken where the"
-                " arrays lie, so put them on a device yourself:"
-                " Arrays(jax.device_put(x), jax.device_put(y))."
-            )
         check_count("batch_size", batch_size)
         check_count("seed", seed, minimum=0)
         tree = wrap_keys(arrays[0] if len(arrays) == 1 else arrays)
@@ -107,9 +100,8 @@ class Arrays:
 
     def fetch(self, lists: Iterator[Any]) -> Iterator[Batch]:
         """Yields the batches of row numbers, on the devices of the arrays."""
-        on_host = tuple(c for c in self._columns if isinstance(c, np.ndarray))
-        if len(on_host) == len(self._columns):
-            return map(self._make_batch, fetch_rows(on_host, [], lists))
+        if not any(isinstance(column, jax.Array) for column in self._columns):
+            return map(self._make_batch, fetch_rows(self._columns, [], lists))
         return map(self._make_batch, map(self._select, lists))
 
     def _select(self, rows: Any) -> tuple[Any, ...]:
@@ -117,9 +109,7 @@ class Arrays:
         on_device = [c for c in self._columns if isinstance(c, jax.Array)]
         selected = iter(select_on_device(on_device, np.asarray(rows, np.int32)))
         columns = [
-            next(selected)
-            if isinstance(column, jax.Array)
-            else column.take(rows, axis=0)
+            next(selected) if isinstance(column, jax.Array) else take_rows(column, rows)
             for column in self._columns
         ]
         return to_host(tuple(columns))
@@ -160,10 +150,6 @@ class ArraysSource(Source):
         lists, add_counts = self.partition.split_lists(lists)
         return add_counts(self.loader.fetch(lists))
 
-    def read_first(self, count: int | None) -> list[Batch]:
-        self._seed = ()
-        return super().read_first(count)
-
     @property
     def is_in_memory(self) -> bool:
         return True
@@ -180,7 +166,7 @@ def _check_devices(columns: list[Any]) -> None:
 
 
 def _columns(tree: Any) -> tuple[list[Any], int]:
-    """Returns the leaves that have rows, over the same memory, and their row count."""
+    """Returns the arrays and tensors that have rows, and their row count."""
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
     columns, shapes = [], []
     for (path, leaf), has_rows in zip(paths, find_batched_leaves(treedef), strict=True):
@@ -192,16 +178,14 @@ def _columns(tree: Any) -> tuple[list[Any], int]:
             is_on_host = [device.platform for device in leaf.devices()] == ["cpu"]
             array = np.asarray(leaf) if is_on_host else leaf  # on the host
         if array is None or (has_rows and not array.ndim):
-            kind = type(leaf).__name__
-            remedy = "np.asarray(...) of a list or a column of a table"
-            if isinstance(leaf, np.ma.MaskedArray):
-                remedy = "x.filled(0), and the mask beside it"
             raise TypeError(
-                f"`Arrays`: {name} is a {kind}, and must be an array with rows:"
-                f" {remedy}."
+                f"`Arrays`: {name} is a {type(leaf).__name__}, and must be an array"
+                " with rows: np.asarray(...) of a list or a column of a table,"
+                " x.filled(0) of a masked array."
             )
         if has_rows:
-            columns.append(array)
+            is_array = isinstance(leaf, np.ndarray | jax.Array)
+            columns.append(array if is_array else leaf)
             shapes.append(f"{name} {array.shape}")
     if not columns:
         raise TypeError(

@@ -109,11 +109,6 @@ def take_until_error(
 # their devices. They do not wait for the device.
 
 
-def has_jax_arrays(batch: Batch) -> bool:
-    """Returns whether any array of a batch is on a device already."""
-    return any([isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(batch)])
-
-
 def select_rows(leaf: Any, index: np.ndarray) -> Any:
     """Returns the rows with these numbers."""
     if isinstance(leaf, jax.Array):

@@ -1,21 +1,18 @@
 """Checks the batches of a loader, and converts them to arrays of at most 32 bits."""
 
-import dataclasses
 import itertools
-import math
 import operator
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from ..basics.console import join_some
 from ..basics.tree import is_key
 from ..step import NOTHING, Batch, KeyData, SingleRowBatch, find_batched_leaves
-from .batches import LocalBatch, has_jax_arrays, leaf_name, take_until_error
+from .batches import leaf_name, take_until_error
 
 _NARROW = {
     np.dtype(np.int64): np.dtype(np.int32),
@@ -75,8 +72,6 @@ def to_host(batch: Any, *, copy: bool = False) -> Batch:
                 if len(num_rows) == 1 and num_rows.isdisjoint(_NO_ROWS):
                     return batch
     else:
-        if isinstance(batch, LocalBatch):  # an iterator yields it again
-            return batch
         if isinstance(batch, Mapping) and jax.tree_util.all_leaves([batch]):
             batch = dict(batch)
     leaves, treedef = jax.tree.flatten(batch)
@@ -118,40 +113,26 @@ def to_host(batch: Any, *, copy: bool = False) -> Batch:
         return SingleRowBatch(treedef.unflatten(arrays), NOTHING.row)
     if len(counts) != 1 or 0 in counts:
         named = [f"{leaf_name(batch, i)} {a.shape}" for i, a in enumerate(arrays)]
-        remedy = (
-            "Single examples must be put together first:"
-            " torch.utils.data.DataLoader(dataset, batch_size)."
-        )
-
-        if any(
-            isinstance(leaf, bool | int | float | complex | np.generic)
-            for leaf in leaves
-        ):
-            remedy = (
-                "In a list of numbers, each number is a leaf: make an array of it"
-                " (np.asarray) in the dataset or in the loader's `collate_fn`."
-            )
-        if len(counts) > 1:
-            remedy += (
-                " Put an array that is the same for every row into a"
-                " jaxdp.Whole(array)."
-            )
         raise ValueError(
             "the leaves of a batch must share a leading axis of one or more rows; got"
-            f" {join_some(named)}. {remedy}"
+            f" {join_some(named)}. Single examples must be put together first:"
+            " torch.utils.data.DataLoader(dataset, batch_size). Make an array"
+            " (np.asarray) of a list of numbers, in which each is a leaf, and put an"
+            " array that is the same for every row into a jaxdp.Whole(array)."
         )
     return treedef.unflatten(arrays)
 
 
 def fetch_rows(
-    columns: tuple[np.ndarray, ...],
+    columns: Sequence[Any],
     subsets: list[np.ndarray],
     index_lists: Iterator[Any],
     ahead: bool = True,
 ) -> Iterator[tuple[np.ndarray, ...]]:
     """Yields the rows of index lists; `ahead` fetches many small batches at once.
 
-    Indices of `subsets` are applied in turn, the outer one first.
+    Columns are arrays or tensors on the host. Indices of `subsets` are applied in turn,
+    the outer one first.
     """
     row_bytes = sum(column.nbytes for column in columns) // len(columns[0]) + 1
 
@@ -165,7 +146,7 @@ def fetch_rows(
             indices = np.fromiter(map(operator.index, flat), np.int64)
         for subset in subsets:
             indices = subset.take(indices)
-        rows = to_host(tuple([column.take(indices, axis=0) for column in columns]))
+        rows = to_host(tuple([take_rows(column, indices) for column in columns]))
         stops = [*itertools.accumulate(map(len, parts))]
         slices = [*map(slice, [0, *stops], stops)]
         return zip(*[map(column.__getitem__, slices) for column in rows], strict=True)
@@ -183,125 +164,71 @@ def fetch_rows(
             raise error
 
 
-def check_targets(batch: Batch, num_classes: int | None) -> None:
-    """Raises for a negative weight, and for a label that is no class of the model.
+def take_rows(column: Any, indices: np.ndarray) -> np.ndarray:
+    """Returns rows of an array or a tensor on the host."""
+    if not isinstance(column, np.ndarray):
+        # Each time anew: torch moves tensors to shared memory when it sends them to
+        # workers, and an older view is of freed memory then.
+        column = as_numpy(column)
+    return column.take(indices, axis=0)
 
-    JAX would clamp and wrap such a label silently. The batch is `(x, y)` or `(x, y,
-    weight)`. Arrays on a device are not checked: that would wait for the device.
+
+def check_targets(batch: Batch, num_classes: int | None, *, training: bool) -> None:
+    """Raises for a negative weight, for a label that is no class of the model, and in
+    training for NaN in inputs of weight 0.
+
+    JAX would clamp and wrap such a label silently, and 0 times NaN is NaN in gradients.
+    The batch is stacked `(x, y)` or `(x, y, weight)`. Arrays on a device are not
+    checked: that would wait for the device.
     """
     labels: Any
-    _, labels, *weights = batch
+    x, labels, *weights = batch
     if weights and weights[0] is None:
         weights = []
-    if num_classes is None and not weights:
-        return
-    if num_classes is not None and not weights and type(labels) is np.ndarray:
+    if not weights:
+        if num_classes is None or isinstance(labels, jax.Array):
+            return
         # Small steps wait for this check.
         unsigned = labels.view(_UNSIGNED.get(labels.dtype, labels.dtype))
-        if np.maximum.reduce(unsigned, axis=None) < num_classes:
-            return
-    of_tokens = math.prod(labels.shape[2:]) > 1 if num_classes is not None else False
-    arrays = [None if num_classes is None else labels, *weights]
-    if any([isinstance(array, jax.Array) for array in arrays]):
+        if np.maximum.reduce(unsigned, axis=None) >= num_classes:
+            _check_labels(labels, num_classes)
         return
-    _check_bounds(*_find_bounds(*arrays), num_classes, of_tokens)
-
-
-def _find_bounds(labels: Any, weights: Any = None) -> tuple[Any, Any, Any]:
-    """Returns the least weight, and the least and greatest label that has weight."""
-    least = 0 if weights is None else weights.min()
-    if labels is None:
-        return least, 0, 0
-    if weights is not None:
-        weighted = _find_weighted(weights)
-        axes = [1] * (labels.ndim - 2)
-        labels = np.where(weighted.reshape(*weighted.shape, *axes), labels, 0)
-    return least, labels.min(), labels.max()
-
-
-def _check_bounds(
-    least: Any, low: Any, high: Any, num_classes: int | None, of_tokens: bool
-) -> None:
-    """Raises if the least weight, or the least or greatest label, is invalid."""
-    if not least >= 0:  # NaN, too
+    (weight,) = weights
+    if isinstance(weight, jax.Array):
+        return
+    if not weight.min() >= 0:  # NaN, too
         raise ValueError(
             "weights must be 0 or more, since the mean is divided by their sum; this"
-            f" batch (x, y, weight) has {least}. For factors with a sign, as advantages"
-            " are, multiply the losses by them in a `loss_fn(model, x, y, factor)`."
+            f" batch (x, y, weight) has {weight.min()}. For factors with a sign, as"
+            " advantages are, multiply the losses by them in a"
+            " `loss_fn(model, x, y, factor)`."
         )
-    if num_classes is not None and (low < 0 or high >= num_classes):
-        remedy = (
-            "(Rows to be ignored can have any label and the weight 0: (x, y, weight).)"
-        )
-        if of_tokens:
-            remedy = (
-                "(To ignore some labels of a row, return (values, weights) from a"
-                " `loss_fn`: (losses, y >= 0), the losses being those of"
-                " jnp.maximum(y, 0).)"
+    counts = (weight != 0).reshape(*weight.shape[:2], -1).any(axis=2)
+    if num_classes is not None and not isinstance(labels, jax.Array):
+        mask = counts.reshape(*counts.shape, *[1] * (labels.ndim - 2))
+        _check_labels(np.where(mask, labels, 0), num_classes)
+    if not training or counts.all():
+        return
+    for index, leaf in enumerate(jax.tree.leaves(x)):
+        is_checked = not isinstance(leaf, jax.Array) and leaf.dtype.kind not in "iub"
+        if is_checked and not np.isfinite(leaf[~counts]).all():
+            raise ValueError(
+                f"{leaf_name(batch, index)} has NaN or infinity in a row of weight 0,"
+                " which would reach the gradient. Give it finite values in the dataset"
+                " or `collate_fn`, as by np.nan_to_num."
             )
-        if num_classes == 1:
-            remedy = "For yes/no targets use loss='binary_cross_entropy'."
+
+
+def _check_labels(labels: np.ndarray, num_classes: int) -> None:
+    low, high = labels.min(), labels.max()
+    if low < 0 or high >= num_classes:
         raise ValueError(
             f"labels must be 0 to {num_classes - 1}, of {num_classes} classes; this"
-            f" batch has labels from {low} to {high}. {remedy}"
+            f" batch has labels from {low} to {high}. (Rows to be ignored have the"
+            " weight 0: (x, y, weight). To ignore some labels of a row, return (values,"
+            " weights) from a `loss_fn`. For yes/no targets use"
+            " loss='binary_cross_entropy'.)"
         )
-
-
-def replace_ignored_rows(batch: Batch, is_per_example: bool, in_step: bool) -> Batch:
-    """Returns stacked batches `(x, y, weight)` with copies in rows of weight 0.
-
-    NaN in such a row would reach all gradients, since 0 times NaN is NaN. The copy is,
-    as in padding, of a row that counts, or zeros if none does.
-
-    Args:
-        batch: leaves `(batches, rows, ...)`; one of two elements has no weights.
-        is_per_example: whether the step consists of functions of one example. If not,
-            such rows may influence others, and are not replaced.
-        in_step: whether the step replaces predictions and targets.
-    """
-    if len(batch) != 3:
-        return batch
-    if has_jax_arrays(batch):  # to check for such rows would wait for the device
-        return _replace_on_device(batch) if is_per_example else batch
-    if (weighted := _find_weighted(batch[2])).all():
-        return batch
-    if not is_per_example:
-        for index, leaf in enumerate(jax.tree.leaves(batch[:1] if in_step else batch)):
-            if leaf.dtype.kind not in "iub" and not np.isfinite(leaf[~weighted]).all():
-                raise ValueError(
-                    f"{leaf_name(batch, index)} has NaN or infinity in a row of weight"
-                    " 0. Such a row does not count, but the loss, a metric or a model"
-                    " with state is given the whole batch, so that it may reach other"
-                    " rows. Give it finite values in the dataset or `collate_fn`, or"
-                    " take a named loss and metrics, for which it is replaced."
-                )
-        return batch
-    return _replace_rows(batch, np)
-
-
-def _replace_rows(batch: Batch, numpy: Any) -> Batch:
-    """Replaces the rows of weight 0, by NumPy or by JAX's module."""
-    weighted = _find_weighted(batch[2])
-    first = numpy.arange(len(weighted)), weighted.argmax(axis=1)
-
-    def replace(leaf: Any) -> Any:
-        shape = len(weighted), *[1] * (leaf.ndim - 2)
-        some = weighted.any(axis=1).reshape(shape)
-        rows = numpy.where(some, leaf[first], numpy.zeros((), leaf.dtype))
-        mask = weighted.reshape(*weighted.shape, *[1] * (leaf.ndim - 2))
-        return numpy.where(mask, leaf, rows[:, None])
-
-    return *jax.tree.map(replace, batch[:2]), batch[2]
-
-
-@jax.jit
-def _replace_on_device(batch: Batch) -> Batch:
-    return _replace_rows(batch, jnp)
-
-
-def _find_weighted(weight: Any) -> Any:
-    """Returns a mask of the rows of `(batches, rows, ...)` with any weight."""
-    return (weight != 0).reshape(*weight.shape[:2], -1).any(axis=2)
 
 
 def as_numpy(leaf: Any) -> np.ndarray | None:
@@ -389,19 +316,11 @@ def _explain_leaf(batch: Any, index: int, leaf: Any) -> str:
     kind = type(leaf).__name__
     if hasattr(leaf, "dtype"):
         kind += f" of dtype {leaf.dtype}"
-    if hasattr(leaf, "layout"):
+    if hasattr(leaf, "layout"):  # a sparse tensor's
         kind += f", {leaf.layout}"
-    advice = "Drop or convert it in the dataset or in the loader's `collate_fn`."
-    if isinstance(leaf, Mapping):
-        advice = "Make a dict of it, dict(batch), in the loader's `collate_fn`."
-    elif isinstance(leaf, np.ma.MaskedArray):
-        advice = "Its mask would be lost: pass x.filled(0), and the mask beside it."
-    elif dataclasses.is_dataclass(leaf):
-        advice = (
-            "Make it known to JAX as a tree of arrays:"
-            f" jax.tree_util.register_dataclass({type(leaf).__name__})."
-        )
     return (
         f"{leaf_name(batch, index)} is a {kind}, and a batch can only have arrays of"
-        f" numbers. {advice}"
+        " numbers. Drop or convert it in the dataset or in the loader's `collate_fn`:"
+        " dict(x) of a mapping, x.filled(0) of a masked array, and"
+        " jax.tree_util.register_dataclass for a dataclass."
     )

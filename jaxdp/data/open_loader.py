@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
-import equinox as eqx
 import jax
 
 from ..step import NOTHING, Batch
@@ -60,34 +59,27 @@ def open_loader(
     is_array = [hasattr(array, "dtype") for array in arrays]
     may_be = [isinstance(array, Mapping) for array in arrays]  # a tree of arrays
     if any(is_array) and all(map(operator.or_, is_array, may_be)):
-        names = ", ".join(
-            f"an array of shape {array.shape}" if known else "a dict"
-            for array, known in zip(arrays, is_array, strict=True)
-        )
-        names = f"a tuple of {names}" if arrays is loader else names
+        kind = "a tuple of arrays"
+        if arrays is not loader:
+            kind = f"an array of shape {arrays[0].shape}"
         raise TypeError(
-            f"`{argument}` is {names}, not an iterable of batches. Of arrays x and y"
+            f"`{argument}` is {kind}, not an iterable of batches. Of arrays x and y"
             " pass one loader of both: jaxdp.Arrays(x, y, batch_size=32); of x alone,"
             " jaxdp.Arrays(x)."
         )
-    if isinstance(loader, str | bytes | dict):
+    is_iterable = isinstance(loader, Iterable) or hasattr(loader, "__getitem__")
+    if not is_iterable or isinstance(loader, str | bytes | dict):
         raise TypeError(
             f"`{argument}` is a {type(loader).__name__}, not an iterable of batches;"
             " pass a DataLoader, a list or a generator of (x, y) batches, or of arrays"
-            " jaxdp.Arrays(x, y, batch_size=32)."
+            " jaxdp.Arrays(x, y, batch_size=32). (The trainer has its model:"
+            " Trainer(model).fit(loader).)"
         )
     if isinstance(loader, list | tuple) and loader and all(map(_is_loader, loader)):
         raise TypeError(
             f"`{argument}` is a {type(loader).__name__} of {len(loader)} loaders, and"
             " must be one. To validate or test on several, name them: {'clean': a,"
             " 'shifted': b}."
-        )
-    if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
-        is_model = isinstance(loader, eqx.Module)
-        model = " (The trainer has its model: Trainer(model).fit(loader).)" * is_model
-        raise TypeError(
-            f"`{argument}` is a {type(loader).__name__} and can't be iterated; pass a"
-            f" DataLoader, a list or a generator of batches.{model}"
         )
     if isinstance(loader, list | tuple):
         return ListSource(loader, argument, partition)

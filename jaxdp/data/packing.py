@@ -111,9 +111,7 @@ class BatchSpecs:
         self._num_shards, self._num_blocks = num_shards, num_blocks
         self._first: SpecKey | None = None
         self._known: dict[SpecKey, BatchSpec] = {}
-        # Sizes of specs that have not come yet. The text "" is for the first spec:
-        # earlier versions had a single one.
-        self._saved: dict[str, int] = {}
+        self._saved: dict[str, int] = {}  # sizes of specs that have not come yet
         self._key: SpecKey | None = None  # of the last batch, if all leaves have rows
         self._spec: BatchSpec
 
@@ -150,7 +148,7 @@ class BatchSpecs:
         """Returns the padded size of a spec so far; 0 if it has none."""
         if key in self._known:
             return self._known[key].size
-        return self._saved.get(_format_key(key), self._saved.get("", 0))
+        return self._saved.get(_format_key(key), 0)
 
     def round_up(self, rows: int) -> int:
         """Returns the smallest size for this number of rows."""
@@ -203,8 +201,7 @@ class BatchSpecs:
             )
         if key not in self._known:
             spec = self._known[key] = BatchSpec(key)
-            of_first = self._saved.pop("", 0)
-            self.grow(spec, self._saved.get(spec.text, of_first))
+            self.grow(spec, self._saved.get(spec.text, 0))
         self._spec = self._known[key]
         self._key = None if self._spec.unbatched else key
 

@@ -5,12 +5,9 @@ import contextlib
 import random
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
-
-_KIND: Final = "torch.Generator"
-"""The only kind that is saved; 0.2 had others, too."""
 
 
 @contextlib.contextmanager
@@ -76,19 +73,15 @@ def find_torch_generators(loader: Any) -> dict[str, Any]:
 def get_states(generators: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the states of torch's generators by name, for `set_states`; JSON."""
     return {
-        name: {
-            "kind": _KIND,
-            "state": base64.b64encode(generator.get_state().numpy()).decode(),
-        }
+        name: {"state": base64.b64encode(generator.get_state().numpy()).decode()}
         for name, generator in generators.items()
     }
 
 
 def set_states(generators: Mapping[str, Any], states: Any) -> None:
-    """Restores those of the generators that are among `states`, and of their kind."""
+    """Restores those of the generators that are among `states`."""
     for name in states.keys() & generators:
-        if states[name]["kind"] == _KIND:
-            import torch
+        import torch
 
-            content = bytearray(base64.b64decode(states[name]["state"]))
-            generators[name].set_state(torch.frombuffer(content, dtype=torch.uint8))
+        content = bytearray(base64.b64decode(states[name]["state"]))
+        generators[name].set_state(torch.frombuffer(content, dtype=torch.uint8))

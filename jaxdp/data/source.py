@@ -8,7 +8,7 @@ import collections
 import contextlib
 import itertools
 import sys
-from collections.abc import Generator, Iterator, Sequence, Sized
+from collections.abc import Generator, Iterator, Sized
 from functools import partial
 from typing import Any, Final
 
@@ -55,7 +55,8 @@ class Source:
         epoch_start: the position that the present epoch was read from, with the
             loader's state there.
         is_training: whether steps are taken on its batches.
-        is_iterator: whether the loader yields each batch only once.
+        is_iterator: whether the loader yields each batch only once. Then it is not read
+            ahead of the steps, since the next pass continues where it is.
         is_single_use: whether a second pass over it has no batches.
         needs_commits: whether `commit` must be called.
     """
@@ -78,8 +79,6 @@ class Source:
         module = type(loader).__module__  # other iterators may start again
         self.is_single_use = self.is_iterator and module in ("builtins", "itertools")
         self._epoch: Any = None  # a generator
-        # Batches that an iterator has yielded, and that were not trained on.
-        self._unread: collections.deque[Batch] = collections.deque()
 
     @property
     def num_batches(self) -> int | None:
@@ -88,16 +87,6 @@ class Source:
         with contextlib.suppress(TypeError, NotImplementedError):  # torch's: no length
             length = len(self.loader) if isinstance(self.loader, Sized) else None
         return self.partition.count_batches(self.argument, length)
-
-    @property
-    def exact_num_batches(self) -> int | None:
-        """`num_batches`, if an epoch can't have more or fewer."""
-        return self.num_batches
-
-    @property
-    def can_read_ahead(self) -> bool:
-        """Whether batches may be read before the steps that need them."""
-        return True
 
     @property
     def is_in_memory(self) -> bool:
@@ -116,16 +105,9 @@ class Source:
         Of several processes each has its rows of them.
         """
         position = self.epoch_start = self._start(position)
-        # An iterator's batches without a step come again.
-        unread = [*self._unread] if self.is_training else []
-        if unread:
-            position = position._replace(batches=position.batches + len(unread))
-
         batches = self._epoch = self._track(self._read(position), position)
         peek = None if self.is_iterator else self._peek_locally
-        return self.partition.split(
-            itertools.chain(unread, batches) if unread else batches, peek
-        )
+        return self.partition.split(batches, peek)
 
     def end_epoch(self) -> None:
         """Ends the present epoch, which may have more batches."""
@@ -141,23 +123,12 @@ class Source:
         """
         self.end_epoch()
 
-    def commit(self, window: Sequence[Batch]) -> None:
-        """Advances the trained position by the batches of a step."""
-        self.discard(len(window))
-
-    def discard(self, count: int) -> None:
-        """Drops the next batches of an iterator, which would come again."""
-        for _ in range(min(count, len(self._unread))):
-            self._unread.popleft()
+    def commit(self, batch: Batch) -> None:
+        """Receives the last batch of a step."""
 
     def start_training(self) -> None:
         """Steps are taken on the batches from now on."""
         self.is_training = True
-        self.needs_commits = self.needs_commits or self.is_iterator
-
-    def take_unread(self, other: "Source") -> None:
-        """Yields first the batches that another source of the iterator has left."""
-        self._unread = other._unread
 
     def read_state(self) -> Any:
         """Returns the `Position.state` of an epoch that starts now."""
@@ -187,40 +158,31 @@ class Source:
             return Position(state=start.state)
         return self._make_position(start.state, done)
 
-    def read_first(self, count: int | None) -> list[Batch]:
-        """Returns the first `count` batches, or all, without shuffling."""
-        with contextlib.closing(self):
-            return list(itertools.islice(self.read_epoch(), count))
-
-    def peek_batches(
-        self, position: Position = EPOCH_START, count: int = 1
-    ) -> list[Batch]:
-        """Returns the next batches from a position on; the loader is left as it was.
-
-        Of an iterator without a state, these are the last ones that it has yielded.
-        """
-        before = self.read_state()
-        saved = self.epoch_start, self.is_training, self._epoch
-        self.is_training = False
-        try:
-            batches = list(itertools.islice(self.read_epoch(position), count))
-            self.end_epoch()
-        finally:
-            self.epoch_start, self.is_training, self._epoch = saved
-            self.restore(before)
-        return batches
+    @property
+    def can_peek(self) -> bool:
+        """Whether `peek_batch` leaves the loader as it was."""
+        return not self.is_iterator
 
     def peek_batch(self) -> Batch:
         """Returns the first batch of epoch 0; the loader is left as it was."""
-        if self.is_iterator:
+        if not self.can_peek:
             raise TypeError(
                 f"`{self.argument}` is an iterator ({type(self.loader).__name__}), and"
                 " looking at its first batch would use it up; pass what it iterates"
                 " over, or one batch in a list."
             )
-        if not (batches := self.peek_batches()):
+        before = self.read_state()
+        saved = self.epoch_start, self.is_training, self._epoch
+        self.is_training = False
+        try:
+            batch = next(self.read_epoch(), None)
+            self.end_epoch()
+        finally:
+            self.epoch_start, self.is_training, self._epoch = saved
+            self.restore(before)
+        if batch is None:
             raise ValueError(self.explain_no_batches())
-        return batches[0]
+        return batch
 
     def _peek_locally(self) -> Batch:
         """Returns the first batch of this process's loader, without the others."""
@@ -291,11 +253,8 @@ class Source:
     ) -> Generator[Batch, None, None]:
         """Yields the batches; adds their number to errors."""
         number = position.batches
-        keeps_unread = self.is_training and self.is_iterator
         try:
             for batch in batches:
-                if keeps_unread:
-                    self._unread.append(batch)
                 yield batch
                 number += 1
         except Exception as exception:
@@ -323,9 +282,9 @@ class ListSource(Source):
 class IterableSource(Source):
     """The batches of an iterable: a generator, or a loader of another library.
 
-    It gets to a position inside an epoch by the state that the loader publishes. If
-    there is none, or it leads to another batch, all batches before are read again. With
-    a seed, the seed, the epoch and the batch decide the draws of global generators.
+    It gets to a position inside an epoch by the state that the loader publishes, or by
+    reading all batches before it. With a seed, the seed, the epoch and the batch decide
+    the draws of global generators.
     """
 
     needs_commits = True
@@ -341,16 +300,10 @@ class IterableSource(Source):
         super().__init__(loader, argument, partition, seed)
         self._state = find_loader_state(loader, argument)
         self._notes: collections.deque[Any] = collections.deque(maxlen=_NUM_NOTES)
-        self._last_batch: Any = None  # that was trained on, or its checksum
+        self._last_batch: Batch | None = None  # that was trained on
 
-    @property
-    def can_read_ahead(self) -> bool:
-        # The position of an iterator that publishes it must be that of the steps.
-        return not (self._state and self.is_iterator)
-
-    def commit(self, window: Sequence[Batch]) -> None:
-        super().commit(window)
-        self._last_batch = window[-1]
+    def commit(self, batch: Batch) -> None:
+        self._last_batch = batch
 
     def read_state(self) -> Any:
         state = super().read_state()
@@ -363,17 +316,15 @@ class IterableSource(Source):
             self._state.load(state["own"])
         super().restore(state)
 
-    def peek_batches(
-        self, position: Position = EPOCH_START, count: int = 1
-    ) -> list[Batch]:
-        if not self.is_iterator or self._state is not None:
-            return super().peek_batches(position, count)
-        # An iterator yields its next batch only once.
-        is_batch = self._last_batch is not None and not isinstance(
-            self._last_batch, int
-        )
-        last = [self._last_batch] if is_batch else []
-        return list(self.partition.split(iter(last), None)) * count
+    @property
+    def can_peek(self) -> bool:
+        return not self.is_iterator or self._last_batch is not None
+
+    def peek_batch(self) -> Batch:
+        if not self.is_iterator or self._last_batch is None:
+            return super().peek_batch()
+        # An iterator yields its next batch only once, so this is its last one.
+        return next(self.partition.split(iter([self._last_batch]), None))
 
     def _add_notes(self, exception: Exception) -> None:
         if self.seed is not None and isinstance(exception, TypeError | ValueError):
@@ -416,39 +367,29 @@ class IterableSource(Source):
 
     def _seek(self, position: Position) -> Iterator[Any]:
         """Returns an iterator over the loader's batches from a position on."""
-        epoch, expected = position.epoch, compute_checksum(position.last_batch)
-        if self.is_training:
-            self._notes.clear()
-        if self._state is not None and (waypoint := position.waypoint):
-            first = waypoint["batches"]
-            self._state.load(waypoint["state"])
-            batches = self._iterate(epoch, first)
-            is_right = self._skip(batches, position.batches - first, expected)
-            self._state.unload()
-            if is_right:
-                if self.is_training:
-                    self._notes.append(waypoint)
-                return batches
-            warn(
-                f"`{self.argument}`: the state of {type(self._state.owner).__name__}"
-                f" did not lead back to batch {position.batches} of epoch {epoch}: a"
-                " different batch came. (Does it have a shuffle buffer, whose content"
-                " is not part of the state?) The epoch is replayed from its start."
-            )
-            self.restore(position.state)
-            position = position._replace(num_yielded=None)
-
+        note = position.waypoint
         count = position.num_yielded if self.is_iterator else None
         count = position.batches if count is None else count
-        batches = self._iterate(epoch, position.batches - count)
-        if not self._skip(batches, count, expected):
+        if self.is_training:
+            self._notes.clear()
+        if self._state is not None and note is not None:
+            self._state.load(note["state"])
+            count = position.batches - note["batches"]
+            if self.is_training:
+                self._notes.append(note)
+
+        batches = self._iterate(position.epoch, position.batches - count)
+        last = self._skip(batches, count)
+        if self._state is not None and note is not None:
+            self._state.unload()
+        checksums = compute_checksum(position.last_batch), compute_checksum(last)
+        if None not in checksums and len({*checksums}) > 1:
             warn(
-                f"`{self.argument}`: after {count} batches were replayed, the next"
-                " one differs from the one in the saved run. Does it count epochs, or"
-                " draw from a random generator, as WebDataset's `shuffle` without a"
-                " seed does? Seed it in a method `set_epoch(epoch)`, which is called"
-                " before each epoch. Some rows of this one may come twice, and others"
-                " not at all."
+                f"`{self.argument}`: batch {position.batches - 1} of epoch"
+                f" {position.epoch} was read again to resume, and differs from the one"
+                " that was trained on. Some rows may come twice, others not at all."
+                " Seed the order in a method `set_epoch(epoch)` of the loader, and"
+                " leave out shuffle buffers, whose content is in no state."
             )
         return batches
 
@@ -458,13 +399,10 @@ class IterableSource(Source):
     def _iterate(self, epoch: int, first: int) -> Iterator[Any]:
         """Returns an iterator over the loader, whose next batch has number `first`."""
         if self.seed is None:
+            return self._make_iterator()
+        with seed_globally(self.seed, epoch, *self.partition.sampler_seed):
             batches = self._make_iterator()
-        else:
-            with seed_globally(self.seed, epoch, *self.partition.sampler_seed):
-                batches = self._make_iterator()
-        if self._state is not None:
-            self._state.set_iterator(batches)
-        return batches if self.seed is None else self._seed_each(batches, epoch, first)
+        return self._seed_each(batches, epoch, first)
 
     def _seed_each(
         self, batches: Iterator[Any], epoch: int, first: int
@@ -478,18 +416,18 @@ class IterableSource(Source):
                 return
             yield batch
 
-    def _skip(self, batches: Iterator[Any], count: int, expected: int | None) -> bool:
-        """Reads `count` batches; returns whether the last has the expected checksum."""
+    def _skip(self, batches: Iterator[Any], count: int) -> Batch | None:
+        """Reads `count` batches; returns the last one, if all have come."""
         if not count:
-            return True
+            return None
         from tqdm import tqdm
 
         text = f"`{self.argument}` can't jump: replaying {count} batches"
         batch, steps, out = EXHAUSTED, range(count), SafeStream(sys.stderr)
         for _ in tqdm(steps, text, file=out, delay=1, leave=False, mininterval=1):
             if (batch := next(batches, EXHAUSTED)) is EXHAUSTED:
-                return True
+                return None
         last = to_host(batch, copy=True)
         if self.is_training:
             self._last_batch = last
-        return expected in (None, compute_checksum(last))
+        return last

@@ -8,14 +8,13 @@ generators of torch, NumPy and Python are restored after the epoch.
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from types import FunctionType, ModuleType
 from typing import Any, Final
 
 import numpy as np
 
-from ..basics.console import log_info_once, warn
+from ..basics.console import log_info_once
 from ..step import Batch
 from .batches import take_until_error
 from .conversion import as_numpy, fetch_rows, to_host
@@ -60,13 +59,6 @@ class _TorchSource(Source):
         is_new = self._has_torchs_collation or loader.num_workers
         self._copies = not (_iterates_as_torch(loader) and is_new)
 
-    def read_first(self, count: int | None) -> list[Batch]:
-        ordered = _make_ordered_loader(self.loader)
-        if ordered is None:
-            return super().read_first(count)
-        source = make_torch_source(ordered, self.argument, self.partition, self.seed)
-        return source.read_first(count)
-
     @property
     def shuffles(self) -> bool:
         from torch.utils import data
@@ -106,10 +98,10 @@ class _TorchIterableSource(_TorchSource, IterableSource):
     """A loader over an iterable dataset, or one with an iteration of its own."""
 
     @property
-    def exact_num_batches(self) -> int | None:
-        # Each of several workers makes a last batch of its own.
+    def num_batches(self) -> int | None:
+        # Each of several workers makes a last batch of its own, beyond the length.
         is_estimate = _is_iterable(self.loader) and self.loader.num_workers > 1
-        return None if is_estimate else self.num_batches
+        return None if is_estimate else super().num_batches
 
     def _make_iterator(self) -> Iterator[Any]:
         return start_iterator(self.loader, self.argument)
@@ -139,14 +131,6 @@ class TorchMapSource(_TorchSource):
         super().start_training()
         from torch import Generator
 
-        dataset = self.loader.dataset
-        copied = _find_copied_generators(dataset) if self.loader.num_workers else ()
-        for name, kind in copied:
-            warn(
-                f"`{self.argument}`: each of its workers has a copy of the dataset's"
-                f" `{name}`, a {kind}, and all draw the same from it. Draw from"
-                " np.random, random or torch instead, which are seeded for each batch."
-            )
         for sampler in self._custom_samplers:
             is_saved = has_state_dict(sampler) or hasattr(sampler, "set_epoch")
             generator = getattr(sampler, "generator", None)
@@ -173,7 +157,7 @@ class TorchMapSource(_TorchSource):
         batches = self._fetch(lists, epoch, first)
         return add_counts(map(partial(to_host, copy=self._copies), batches))
 
-    def _find_columns(self) -> tuple[tuple[np.ndarray, ...], list[np.ndarray]] | None:
+    def _find_columns(self) -> tuple[Sequence[Any], list[np.ndarray]] | None:
         """Returns arrays to fetch rows from, without the dataset's own indexing."""
         if self.loader.num_workers or not self._has_torchs_collation:
             return None
@@ -283,23 +267,8 @@ def _iterates_as_torch(loader: Any) -> bool:
     return type(loader).__iter__ is DataLoader.__iter__ or is_torchdatas
 
 
-def _find_copied_generators(
-    node: Any, levels: int = 2, prefix: str = ""
-) -> Iterator[tuple[str, str]]:
-    """Yields the names and classes of NumPy's generators among the attributes of a
-    dataset, of what it holds (`Subset.dataset`, a transform), and of what that holds.
-    """
-    for name, value in getattr(node, "__dict__", {}).items():
-        if isinstance(value, np.random.Generator | np.random.RandomState):
-            yield prefix + name, type(value).__name__
-        elif levels and not isinstance(value, type | ModuleType | FunctionType):
-            yield from _find_copied_generators(value, levels - 1, f"{prefix}{name}.")
-
-
-def _find_columns(
-    dataset: Any,
-) -> tuple[tuple[np.ndarray, ...], list[np.ndarray]] | None:
-    """Returns the columns of a `TensorDataset`, and the indices of subsets of it.
+def _find_columns(dataset: Any) -> tuple[Sequence[Any], list[np.ndarray]] | None:
+    """Returns the tensors of a `TensorDataset`, and the indices of subsets of it.
 
     The subsets come outer first.
     """
@@ -311,32 +280,9 @@ def _find_columns(
         dataset = dataset.dataset
     if type(dataset) is not TensorDataset or len(dataset) == 0:
         return None
-    columns = [as_numpy(tensor) for tensor in dataset.tensors]
-    if any(column is None for column in columns):
+    if any(as_numpy(tensor) is None for tensor in dataset.tensors):
         return None
-    return tuple([column for column in columns if column is not None]), subsets
-
-
-def _make_ordered_loader(loader: Any) -> Any:
-    """Returns a loader of the same rows in the dataset's order.
-
-    None if it does not shuffle, or shuffles in a custom way.
-    """
-    from torch.utils.data import DataLoader, RandomSampler, Subset, SubsetRandomSampler
-
-    dataset, sampler = loader.dataset, loader.sampler
-    if loader.batch_size is None or not isinstance(
-        sampler, RandomSampler | SubsetRandomSampler
-    ):
-        return None
-    if isinstance(sampler, SubsetRandomSampler):
-        dataset = Subset(dataset, sampler.indices)
-    return DataLoader(
-        dataset,
-        loader.batch_size,
-        collate_fn=loader.collate_fn,
-        drop_last=loader.drop_last,
-    )
+    return dataset.tensors, subsets
 
 
 def _find_samplers(loader: Any) -> list[Any]:

@@ -5,7 +5,6 @@ import functools
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import traceback
 import warnings
@@ -98,7 +97,6 @@ def start_iterator(loader: Any, argument: str) -> Iterator[Any]:
     users = loader.multiprocessing_context, loader.worker_init_fn
     default = multiprocessing.get_start_method(allow_none=True) or "fork"
     if users[0] is None and default in ("fork", "forkserver"):
-        _check_is_importable(loader, argument)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__, "torch.utils.data"])
         loader.multiprocessing_context = context
@@ -117,36 +115,17 @@ def start_iterator(loader: Any, argument: str) -> Iterator[Any]:
             if shut_down is not None:
                 with contextlib.suppress(AttributeError):  # it lacks some parts
                     shut_down()
-        if isinstance(error, BrokenPipeError | ConnectionResetError | EOFError):
-            raise RuntimeError(
-                f"`{argument}`: its workers ended when they were started. They import"
-                ' the script, which must train under `if __name__ == "__main__":`; what'
-                " they have said is above."
-            ) from error
-        if all(frame.f_code is not reduction.dump.__code__ for frame in frames):
+        is_broken = isinstance(error, BrokenPipeError | ConnectionResetError | EOFError)
+        is_of_pickle = any(f.f_code is reduction.dump.__code__ for f in frames)
+        if not (is_broken or is_of_pickle):
             raise
         raise TypeError(
-            f"`{argument}` can't be sent to its workers: {error}. {WORKER_RULES}"
+            f"`{argument}` can't be sent to its workers: {error!r}. {WORKER_RULES}"
         ) from error
     finally:
         loader.worker_init_fn = users[1]
         if not loader.persistent_workers:
             loader.multiprocessing_context = users[0]
-
-
-def _check_is_importable(loader: Any, argument: str) -> None:
-    """Raises for parts that a notebook defines, which no other process can import."""
-    main = sys.modules["__main__"]
-    if getattr(main, "__file__", None) or getattr(main, "__spec__", None):
-        return
-    dataset = getattr(loader.dataset, "dataset", loader.dataset)  # of `SeededDataset`
-    for part in (type(dataset), loader.collate_fn, loader.worker_init_fn):
-        if getattr(part, "__module__", None) == "__main__":
-            raise TypeError(
-                f"`{argument}` has {part.__qualname__}, which is defined in this"
-                " session, where its workers can't import it: put it into a module, or"
-                " use num_workers=0."
-            )
 
 
 def _init_worker(users: Any, worker_id: int) -> None:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..basics.process import pause_gc
-from ..data import Dispatch, Packer, check_targets, replace_ignored_rows
+from ..data import Dispatch, Packer, check_targets
 from ..distributed import RowBlocks, make_global_array
 from ..step import (
     CriterionObjective,
@@ -394,12 +394,12 @@ class Step:
             num_classes = self._num_classes[dispatch.specs]
             try:
                 for group in dispatch.groups:
-                    check_targets(group.batch, num_classes)
+                    check_targets(
+                        group.batch, num_classes, training=self.kind == "train"
+                    )
             except ValueError:
                 self.packer.reset()  # others are not padded to the size of this batch
                 raise
-        if self.kind == "train" and self.facts.weighted:
-            dispatch = self._replace_ignored_rows(dispatch)
         groups = place_batch(self._strategy, dispatch.groups, split=dispatch.split)
         if program.is_compiled:
             groups = program.reuse_counts(groups)
@@ -419,19 +419,6 @@ class Step:
         for note in filter(None, map(self.packer.specs.describe, dispatch.groups)):
             error.add_note(note)
         self.packer.reset()  # others are not padded to the size of this batch
-
-    def _replace_ignored_rows(self, dispatch: Dispatch) -> Dispatch:
-        """Returns the dispatch with copies of real rows instead of rows of weight 0."""
-        assert self._steps is not None
-        objective = self._steps.objective
-        if not isinstance(objective, CriterionObjective):
-            return dispatch  # only its author knows which part of a batch is a weight
-        flags = self._steps.is_per_example(self.kind), objective.is_per_example
-        groups = [
-            group._replace(batch=replace_ignored_rows(group.batch, *flags))
-            for group in dispatch.groups
-        ]
-        return dispatch._replace(groups=groups)
 
 
 def get_debug_settings() -> tuple[bool, bool]:

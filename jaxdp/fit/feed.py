@@ -1,14 +1,13 @@
 """Reads the batches of an epoch, and packs them for the compiled step."""
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..basics.console import log_info
 from ..callbacks.base import Hooks
 from ..data import (
     Dispatch,
-    Position,
     Source,
     Window,
     have_equal_shapes,
@@ -49,10 +48,8 @@ class Feed:
         self.prepared: Iterable[Dispatch] = ()
         self._remaining: Iterator[Dispatch] | None = None  # after the first one
         self._waiting: list[Window] = []  # steps that are read, and not launched
-        self._pack_error: Exception | None = None  # while some are waiting
         # A user's loop may decide its batches, so it reads only those that it needs.
-        is_fixed = limits is not None or isinstance(source.loader, list | tuple)
-        self._can_read_ahead = is_fixed and source.can_read_ahead
+        self._is_fixed = limits is not None or isinstance(source.loader, list | tuple)
 
     def read_first(self) -> Dispatch | None:
         """Reads the first dispatch, to be `prepared`; `read_epoch` continues there.
@@ -67,7 +64,12 @@ class Feed:
         if first is None and not progress.done:
             raise ValueError(self._source.explain_no_batches())
         if first is None and (progress.epoch_ended or not self._compile_at_end()):
-            self._log_epoch_is_over()
+            # A fit stopped at the end of an epoch of unknown length, or this one has a
+            # smaller loader or limit.
+            log_info(
+                f"epoch {progress.epoch} is over: {progress.done} batches of"
+                " `train_loader` are done, and no other comes"
+            )
             progress.next_epoch()
             return self.read_first()
         return first
@@ -84,31 +86,26 @@ class Feed:
         return self._prefetch(map(engine.steps["train"].prefetch, dispatches))
 
     def _prefetch(self, dispatches: Iterator[Dispatch]) -> Iterator[Dispatch]:
-        """Yields each dispatch after the next one was read.
+        """Yields each dispatch after the next one was read."""
 
-        An error is raised after the dispatches before it.
-        """
-        following, error = take_until_error(dispatches, 1)
-        while following:
-            (present,), following = following, []
-            if self._should_read_on(present):
-                self._waiting = present.windows
-                following, error = take_until_error(dispatches, 1)
+        def reads_on(present: Dispatch) -> bool:
+            after = self._run.progress.global_step + len(present.windows)
+            if not (self._is_fixed and self._may_read_after(after)):
+                return False
+            self._waiting = present.windows
+            return True
+
+        for present, _ in read_one_ahead(dispatches, reads_on):
             yield present
             self._waiting = []
-            if not following and error is None:
-                following, error = take_until_error(dispatches, 1)
-        if error is None:
-            return
-        if error is self._pack_error:
-            add_batch_note(self._run, error)
-        raise error
 
-    def _should_read_on(self, present: Dispatch) -> bool:
-        """Returns whether to read the next dispatch before the present step."""
-        after = self._run.progress.global_step + len(present.windows)
-        is_last = self._limits is not None and self._limits.is_reached(after, 0)
-        return self._can_read_ahead and not is_last
+    def _may_read_after(self, step: int) -> bool:
+        """Returns whether batches may be read before the step that precedes them.
+
+        The next fit continues where an iterator is.
+        """
+        is_last = self._limits is not None and self._limits.is_reached(step, 0)
+        return not (is_last or self._source.is_iterator)
 
     def _set_up_engine(self) -> None:
         """Sets the options of this fit's callbacks in the engine."""
@@ -123,31 +120,13 @@ class Feed:
         Returns:
             Whether the step is compiled; False if there is no batch for it.
         """
-        run, start = self._run, self._source.epoch_start
-        assert start is not None
-        position = Position(start.epoch, state=start.state)
-        num_batches = run.config.accumulate_grad_batches
-        window = self._source.peek_batches(position, num_batches)
-        if window:
+        run = self._run
+        if self._source.can_peek:
+            window = [self._source.peek_batch()] * run.config.accumulate_grad_batches
             engine = run.config.decide_loss(run.engine, window[0])
             engine.compile_training(engine.pack([window]))
         self._remaining = iter(())
         return bool(run.engine.steps["train"].facts.names)
-
-    def _log_epoch_is_over(self) -> None:
-        """Reports an epoch without another batch.
-
-        An earlier fit stopped at the end of an epoch of unknown length, or this one has
-        a smaller loader.
-        """
-        progress = self._run.progress
-        limit = None if self._limits is None else self._limits.train_batches
-        is_cut = limit is not None and limit <= progress.done
-        last = f"`limit_train_batches` is {limit}" if is_cut else "no other came"
-        log_info(
-            f"epoch {progress.epoch} is over: {progress.done} batches of"
-            f" `train_loader` are done, and {last}"
-        )
 
     def _make_dispatches(self) -> Iterator[Dispatch]:
         """Reads windows of batches and packs them; `read_epoch` prefetches them."""
@@ -158,49 +137,39 @@ class Feed:
         batches = itertools.islice(source.read_epoch(progress.position()), left)
         windows = make_windows(batches, run.config.accumulate_grad_batches)
         windows = run.record.stopwatch.time_iterator("data", windows)
-        if self._limits is not None and self._limits.sure_batches is None:
-            windows = self._find_end(windows, self._limits)
+        if self._limits is not None and self._limits.batches_per_epoch is None:
+            windows = self._find_end(windows)
         engine, slots = run.engine, run.config.accumulate_grad_batches
         pack = engine.steps["train"].packer.pack
         for window in windows:
             groups, error = [[window]], None
             if engine.steps_per_execution > 1:
                 groups, error = self._group(window, windows)
-            try:
-                for group in groups:
-                    yield pack(group, slots)
-            except Exception as pack_error:
-                if self._waiting:
-                    self._pack_error = pack_error
-                else:
-                    add_batch_note(run, pack_error)
-                raise
+            for group in groups:
+                try:
+                    dispatch = pack(group, slots)
+                except Exception as pack_error:
+                    add_batch_note(run, pack_error, waiting=self._waiting)
+                    raise
+                yield dispatch
             if error is not None:
                 raise error
 
-    def _find_end(self, windows: Iterator[Window], limits: Limits) -> Iterator[Window]:
-        """Yields each window after the next one was read, so that hooks know the last.
-
-        An error is raised after the windows before it.
-        """
+    def _find_end(self, windows: Iterator[Window]) -> Iterator[Window]:
+        """Yields each window after the next one was read: hooks know the last."""
         progress = self._run.progress
         step, end = progress.global_step, progress.done
-        following, error = take_until_error(windows, 1)
-        if not following and error is None:
-            progress.end = end
-        while following:
-            (present,), following = following, []
+
+        def reads_on(present: Window) -> bool:
+            nonlocal step, end
             step, end = step + 1, end + len(present)
-            reads_on = self._source.can_read_ahead and not limits.is_reached(step, 0)
-            if reads_on:
-                following, error = take_until_error(windows, 1)
-                if not following and error is None:
-                    progress.end = end
+            return self._may_read_after(step)
+
+        for present, is_last in read_one_ahead(windows, reads_on):
+            if is_last:
+                progress.end = end
             yield present
-            if not reads_on:
-                following, error = take_until_error(windows, 1)
-        if error is not None:
-            raise error
+        progress.end = end
 
     def _group(
         self, window: Window, windows: Iterator[Window]
@@ -216,14 +185,33 @@ class Feed:
             done = progress.done + sum(map(len, self._waiting))
             left = self._limits.steps_until_stop(step, done)
         count = engine.steps_per_execution
-        is_cut = left is not None and left < count
-        if is_cut or not self._source.can_read_ahead:
+        if left is not None and left < count:
             return [[window]], None
         more, error = take_until_error(windows, count - 1)
         group = [window, *more]
         if len(group) == count and have_equal_shapes(group, engine.micro_batches):
             return [group], error
         return [[each] for each in group], error
+
+
+def read_one_ahead(
+    items: Iterator[Any], reads_on: Callable[[Any], bool]
+) -> Iterator[tuple[Any, bool]]:
+    """Yields each item after the next one was read, if it `reads_on`; and whether it is
+    known to be the last.
+
+    An error is raised after the items before it.
+    """
+    following, error = take_until_error(items, 1)
+    while following:
+        (present,), following = following, []
+        if is_ahead := reads_on(present):
+            following, error = take_until_error(items, 1)
+        yield present, is_ahead and not following and error is None
+        if not is_ahead:
+            following, error = take_until_error(items, 1)
+    if error is not None:
+        raise error
 
 
 def make_windows(batches: Iterable[Batch], size: int) -> Iterator[Any]:
@@ -234,13 +222,16 @@ def make_windows(batches: Iterable[Batch], size: int) -> Iterator[Any]:
     return iter(lambda: [*itertools.islice(batches, size)], [])
 
 
-def add_batch_note(run: "Run", error: Exception, steps: int = 1) -> None:
-    """Adds the numbers of the next steps' batches to an error, and discards them."""
-    first, size = run.progress.done, steps * run.config.accumulate_grad_batches
+def add_batch_note(
+    run: "Run", error: Exception, steps: int = 1, waiting: Sequence[Window] = ()
+) -> None:
+    """Adds the numbers of the next steps' batches, after those that are `waiting`."""
+    first = run.progress.done + sum(map(len, waiting))
+    size = steps * run.config.accumulate_grad_batches
     where = f"in batch {first}"
     if size > 1:
         where = f"in one of the batches {first} to {first + size - 1}"
     if not isinstance(error, ValueError):
-        where = f"at step {run.progress.global_step + 1}, {where}"
+        step = run.progress.global_step + len(waiting) + 1
+        where = f"at step {step}, {where}"
     error.add_note(f"{where} of epoch {run.progress.epoch} of `train_loader`")
-    run.progress.discard_batches(size)

@@ -1,6 +1,7 @@
 """The training loop of `Trainer.fit` and `Trainer.steps`, in the order of events."""
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -69,7 +70,12 @@ class FitLoop:
         self._stop_vote = PeriodicVote(trainer.run.processes, "whether to stop")
 
         # Open the loaders.
-        train = trainer.run.open_source(train_loader, "train_loader", "train")
+        train = trainer.run.open_source(
+            train_loader,
+            "train_loader",
+            "train",
+            in_order=bool(arguments.overfit_batches),
+        )
         vals = {}
         if val_loader is not None:
             vals = evaluation.open_loaders(trainer, val_loader, "val_loader", "val")
@@ -89,7 +95,6 @@ class FitLoop:
             vals = dict(zip(vals, sources, strict=True))
 
         self.limits = Limits(train, vals, arguments, trainer.accumulate_grad_batches)
-        self.limits.check_minimum(self.progress)
         self.limits.check_iterators(train, vals, self.progress)
         self.train, self.vals = train, {} if self.limits.skips_validation else vals
         self.hooks = Hooks(
@@ -410,7 +415,9 @@ class FitLoop:
 def _read_overfit_batches(source: Source, limit: Any) -> Source:
     """Returns a source of the batches that `overfit_batches` selects."""
     count = resolve_limit("overfit_batches", limit, source.num_batches)
-    return ListSource(source.read_first(count), source.argument)
+    with contextlib.closing(source):
+        batches = list(itertools.islice(source.read_epoch(), count))
+    return ListSource(batches, source.argument)
 
 
 def run_setup_hooks(trainer: "Trainer", hooks: Hooks) -> Hooks:

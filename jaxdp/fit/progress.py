@@ -93,12 +93,7 @@ class Progress:
         self.done += len(window)
         self.seen += len(window)
         if self._source is not None and self._source.needs_commits:
-            self._source.commit(window)
-
-    def discard_batches(self, batches: int) -> None:
-        """Discards the next batches, which an iterator cannot yield again."""
-        if self._source is not None:
-            self._source.discard(batches)
+            self._source.commit(window[-1])
 
     def state_dict(self, partition: RowPartition) -> dict[str, Any]:
         """Returns JSON for `load_state_dict`."""
@@ -153,8 +148,6 @@ class Progress:
 
     def _set_source(self, source: Source) -> None:
         source.start_training()
-        if self._source is not None and self._source.loader is source.loader:
-            source.take_unread(self._source)
         self._source = source
 
 
@@ -202,8 +195,7 @@ class Limits:
         accumulate: micro-batches per step.
 
     Attributes:
-        sure_batches: batches per epoch, if neither more nor fewer can come; else None.
-        batches_per_epoch, steps_per_epoch: expected ones; None if unknown.
+        batches_per_epoch, steps_per_epoch: None if unknown.
         val_limits: batches per validation by name; None for all.
         val_batches: batches per validation, if known.
     """
@@ -260,7 +252,7 @@ class Limits:
             for name, val in vals.items()
         }
         counts = [
-            _min_known(v.exact_num_batches, self.val_limits[n]) for n, v in vals.items()
+            _min_known(v.num_batches, self.val_limits[n]) for n, v in vals.items()
         ]
         known = [count for count in counts if count is not None]
         self.val_batches = sum(known) if len(known) == len(vals) > 0 else None
@@ -270,53 +262,39 @@ class Limits:
         self.train_batches = resolve_limit(
             "limit_train_batches", arguments.limit_train_batches, train.num_batches
         )
-        per_epoch = _min_known(train.num_batches, self.train_batches)
-        self._is_sized = train.num_batches is not None
-        self.sure_batches = _min_known(train.exact_num_batches, self.train_batches)
-        self.val_interval = self._resolve_interval(
-            arguments.val_check_interval, per_epoch
-        )
+        num_batches = train.num_batches
+        self._is_sized = num_batches is not None
+        self.batches_per_epoch = _min_known(num_batches, self.train_batches)
+        self.val_interval = self._resolve_interval(arguments.val_check_interval)
         self.accumulate = accumulate
-        self.batches_per_epoch = per_epoch
         self.steps_per_epoch = self.count_steps(accumulate)
-
-    def check_minimum(self, progress: Progress) -> None:
-        """Raises for a `min_steps` that the remaining epochs can't reach."""
-        batches, epochs = self.sure_batches, self.max_epochs
-        if epochs is None or batches is None or progress.epoch >= epochs:
-            return
-        remaining = -(-max(0, batches - progress.done) // self.accumulate)
-        per_epoch = -(-batches // self.accumulate)
-        maximum = progress.global_step + remaining
-        maximum += (epochs - progress.epoch - 1) * per_epoch
-        if maximum < self.min_steps:
-            raise ValueError(
-                f"`min_steps`={self.min_steps} is more than the {maximum} steps that"
-                f" `max_epochs`={self.max_epochs} allows; raise `max_epochs`, or pass"
-                " -1 for no limit."
-            )
+        if self.max_epochs is not None and self.steps_per_epoch is not None:
+            total = self.max_epochs * self.steps_per_epoch
+            if total < self.min_steps:
+                raise ValueError(
+                    f"`min_steps`={min_steps} is more than the {total} steps that"
+                    f" `max_epochs`={max_epochs} allows; raise `max_epochs`, or pass -1"
+                    " for no limit."
+                )
 
     def check_iterators(
         self, train: Source, vals: Mapping[str, Source], progress: Progress
     ) -> None:
-        """Raises for validation loaders that would be exhausted before the last
+        """Raises for validation loaders that may be exhausted before the last
         validation."""
-        epochs = [] if self.max_epochs is None else [self.max_epochs - progress.epoch]
-        if self.max_steps is not None:
-            per_epoch = self.steps_per_epoch or max(1, self.max_steps)
-            epochs.append(-(-(self.max_steps - progress.global_step) // per_epoch))
-        num_validations = min(epochs, default=1) / self.check_val_every_n_epoch
+        epochs, every = self.max_epochs, self.check_val_every_n_epoch
+        is_once = epochs is not None and epochs - progress.epoch <= every
+        is_once = is_once and self.val_interval is None
         for name, val in vals.items():
             if val.is_iterator and val.loader is train.loader:
                 raise ValueError(
                     f"`{val.argument}` is the iterator that `train_loader` is, so that"
                     " each would take batches from the other; pass two of them."
                 )
-            is_read_again = self.val_interval is not None or num_validations > 1
-            if is_read_again and val.is_single_use and self.val_limits[name] is None:
+            if val.is_single_use and not is_once and self.val_limits[name] is None:
                 raise ValueError(
                     f"`{val.argument}` is a {type(val.loader).__name__}, which can be"
-                    " iterated once, and there will be several validations; pass a"
+                    " iterated once, and there may be several validations; pass a"
                     f" list of its batches, list({val.argument}), or what it iterates"
                     " over."
                 )
@@ -338,7 +316,8 @@ class Limits:
 
     def is_finished(self, batches_done: int) -> bool:
         """Returns True if so many batches are known to complete an epoch."""
-        return self.sure_batches is not None and batches_done >= self.sure_batches
+        batches = self.batches_per_epoch
+        return batches is not None and batches_done >= batches
 
     def is_time_over(self) -> bool:
         """Returns True if `max_time` is over, by the clock of this process."""
@@ -384,29 +363,19 @@ class Limits:
         """Returns True if this epoch ends with a validation."""
         return (epoch + 1) % self.check_val_every_n_epoch == 0
 
-    def _resolve_interval(self, interval: Any, per_epoch: int | None) -> int | None:
-        if interval is None:
-            return None
-        if isinstance(interval, float | np.floating):
-            check_limit("val_check_interval", interval)
-            if interval == 0:
-                raise ValueError("`val_check_interval`=0.0: it must be more than 0.")
-            if per_epoch is None and interval == 1:
-                return None  # an epoch ends with a validation anyway
-            if per_epoch is None:
-                raise ValueError(
-                    f"`val_check_interval`={interval} is a share of an epoch, and the"
-                    " length of `train_loader` is not known; pass a number of batches."
-                )
-            return max(1, int(per_epoch * interval))
-        check_count("val_check_interval", interval)
-        if per_epoch is not None and interval > per_epoch:
+    def _resolve_interval(self, interval: int | float | None) -> int | None:
+        available = self.batches_per_epoch
+        every = resolve_limit("val_check_interval", interval, available)
+        if every is None:
+            return None  # an epoch ends with a validation anyway
+        check_count("val_check_interval", every)
+        if available is not None and every > available:
             raise ValueError(
-                f"`val_check_interval`={interval} is more than the {per_epoch} batches"
-                " of an epoch, so there would be no validation; use"
+                f"`val_check_interval`={every} is more than the {available} batches of"
+                " an epoch, so there would be no validation; use"
                 " `check_val_every_n_epoch` for less than one per epoch."
             )
-        return int(interval)
+        return every
 
 
 def _min_known(*counts: int | None) -> int | None:

@@ -259,10 +259,13 @@ class Run:
                 f" (`steps_per_execution`): do it there, as `on_boundary` does."
             )
 
-    def open_source(self, loader: Any, argument: str, kind: StepKind) -> Source:
+    def open_source(
+        self, loader: Any, argument: str, kind: StepKind, *, in_order: bool = False
+    ) -> Source:
         """Opens the loader that a user passed as `argument`.
 
-        None trains a `loss_fn` that takes no batch.
+        None trains a `loss_fn` that takes no batch. Only for training, and unless it
+        is `in_order`, `Arrays` are shuffled.
         """
         if self._engine is not None and self.doing != "a fit":
             self._engine.update_debug_settings()
@@ -275,7 +278,7 @@ class Run:
             argument,
             config.seed,
             self.make_partition(kind),
-            in_order=kind != "train",
+            in_order=in_order or kind != "train",
         )
         if kind != "predict":
             checks.check_first_batch(loader, argument, needs_pairs=not has_own_loss)

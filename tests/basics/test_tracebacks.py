@@ -145,7 +145,7 @@ def test_a_layer_that_does_not_fit_is_named_though_no_line_is_the_users():
 
 
 def test_where_no_code_of_the_users_ran_all_frames_stay():
-    with pytest.raises(TypeError, match="can't be iterated") as caught:
+    with pytest.raises(TypeError, match="not an iterable of batches") as caught:
         make_small().fit(3)
     assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "open_loader"
     assert not hasattr(caught.value, "__notes__")

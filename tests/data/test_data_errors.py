@@ -36,10 +36,10 @@ def no_batch(words):
     (np.array([1, -(2**63)]), ValueError, f"has the value {-(2**63)},"),
     *(({"x": ONE, "name": leaf}, TypeError, r"batch\['name'\]")
       for leaf in (["a", "b"], np.array(["a", "b"]), np.array([None] * 2), object())),
-    ((collections.UserDict(x=ONE),), TypeError, no_batch(r"dict\(batch\)")),
-    (Pair(ONE), TypeError, no_batch(r"register_dataclass\(Pair\)")),
+    ((collections.UserDict(x=ONE),), TypeError, no_batch(r"dict\(x\)")),
+    (Pair(ONE), TypeError, no_batch("register_dataclass")),
     (np.ones(2, np.longdouble), TypeError, no_batch("Drop or convert it")),
-    (np.ma.masked_equal(ONE, 1), TypeError, no_batch(r"mask would be lost.*filled")),
+    (np.ma.masked_equal(ONE, 1), TypeError, no_batch("filled.* of a masked array")),
     ((np.ones((4, 2)), ONE), ValueError, r"batch\[0\] \(4, 2\), batch\[1\] \(3,\)"),
     ((TWO[:0], ONE[:0]), ValueError, "leading axis of one or more rows"),
     ({"x": ONE, "rate": 0.5}, ValueError, "leading axis of one or more rows"),
@@ -92,7 +92,8 @@ def test_batches_that_do_not_fit_the_loss_are_refused(batch, error, words):
      r"array of shape \(3,\), not an iterable of batches. Of arrays"),
     (lambda: open_loader({"x": 1}, "train_loader", seed=0), TypeError,
      "not an iterable of batches"),
-    (lambda: open_loader(3, "train_loader", seed=0), TypeError, "can't be iterated"),
+    (lambda: open_loader(3, "train_loader", seed=0), TypeError,
+     "is a int, not an iterable"),
     (lambda: list(open_loader(
         [(np.ones(2),), None], "train_loader", 0).read_epoch()), TypeError,
      "a batch has no arrays in it: None"),
@@ -118,5 +119,5 @@ def test_a_torch_dataset_is_refused():
 
 def test_a_model_is_refused():
     model = eqx.nn.Linear(4, 3, key=jax.random.key(0))
-    with pytest.raises(TypeError, match=r"is a Linear and.*Trainer\(model\).fit"):
+    with pytest.raises(TypeError, match=r"is a Linear, .*Trainer\(model\).fit"):
         open_loader(model, "train_loader", seed=0)

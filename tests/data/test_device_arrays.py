@@ -111,16 +111,6 @@ def test_device_batches_have_the_bits_of_host_batches_and_are_not_fetched(case):
     assert all(not array.is_deleted() for array in arrays)
 
 
-def test_rows_of_weight_0_are_replaced_on_the_device():
-    weight = np.ones(len(X), np.float32)
-    weight[[2, 5]], x = 0, X.copy()
-    x[2] = np.nan
-    there = batches(x, Y, weight, place=jnp.asarray)
-    with unread(there):
-        on_devices = trained(there, SingleDevice())
-    same(on_devices.state, trained(batches(x, Y, weight), SingleDevice()).state)
-
-
 def test_hooks_get_device_batches_and_weak_types_become_strong():
     seen = []
 

@@ -14,8 +14,6 @@ from torch.utils.data import (  # noqa: E402
     TensorDataset,
 )
 
-from jaxdp.data import Position, open_loader  # noqa: E402
-
 X, Y = rows(24)
 DATA = TensorDataset(torch.from_numpy(X), torch.from_numpy(Y))
 
@@ -111,13 +109,3 @@ def test_a_sampler_without_a_saved_state_is_reported(caplog, sampler):
     assert len(texts) == (sampler is Counts)
     for part in ("`train_loader`", "Counts", "state_dict", "torch.Gen", "set_epoch"):
         assert not texts or part in texts[0]
-
-
-def test_generators_of_other_kinds_in_an_older_checkpoint_are_ignored():
-    sampler = Draws()
-    before = sampler.generator.get_state()
-    other = {"kind": "PCG64", "state": {"bit_generator": "PCG64"}}
-    states = {"sampler.gone": other, "sampler.generator": other}
-    source = open_loader(DataLoader(DATA, 6, sampler=sampler), "loader", 0)
-    source.read_epoch(Position(state={"generators": states}))
-    assert torch.equal(sampler.generator.get_state(), before)

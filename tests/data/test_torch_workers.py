@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import subprocess
 import sys
-import warnings
 
 import equinox as eqx
 import jax
@@ -14,9 +13,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from squares import Squares, assert_same, flat  # noqa: E402
-from torch.utils.data import DataLoader, Subset  # noqa: E402
+from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
-from jaxdp import Trainer  # noqa: E402
+from jaxdp import Arrays, Trainer  # noqa: E402
 from jaxdp.callbacks import ModelCheckpoint  # noqa: E402
 from jaxdp.data import Position, open_loader  # noqa: E402
 
@@ -53,50 +52,36 @@ def test_persistent_workers_end_with_the_fit():
     assert not multiprocessing.active_children()
 
 
-def test_random_augmentations_are_the_same_for_any_number_of_workers():
-    def epochs_with(workers):
-        dataset = Squares(16, noisy=True)
-        loader = DataLoader(dataset, 4, shuffle=True, num_workers=workers)
+@pytest.mark.parametrize("workers, persistent", [(1, False), (2, True)])
+def test_batches_are_the_same_for_any_number_of_workers(workers, persistent):
+    """Warnings of forks would be errors."""
+
+    def read(workers, **options):
+        dataset, generator = Squares(16, noisy=True), torch.Generator().manual_seed(3)
+        options |= {"num_workers": workers, "generator": generator, "shuffle": True}
+        loader = DataLoader(dataset, 4, **options)
         source = open_loader(loader, "train_loader", seed=5)
-        return [flat(source.read_epoch(Position(epoch))) for epoch in range(2)]
+        epochs = [flat(source.read_epoch(Position(epoch))) for epoch in range(2)]
+        assert loader.multiprocessing_context is None or persistent
+        return epochs
 
-    epochs = {workers: epochs_with(workers) for workers in (0, 1, 2)}
-    for epoch in range(2):
-        assert_same(epochs[0][epoch], epochs[1][epoch])
-        assert_same(epochs[0][epoch], epochs[2][epoch])
-    assert (epochs[0][0][0][1] != epochs[0][1][0][1]).all()
-
-
-@pytest.mark.parametrize("persistent", [False, True])
-def test_workers_give_the_same_batches_without_fork_warnings(persistent):
-    loader = DataLoader(Squares(), 4, num_workers=2, persistent_workers=persistent)
-    source = open_loader(loader, "train_loader", seed=0)
-    plain = DataLoader(Squares(), 4)
-    for epoch in range(2):
-        assert_same(source.read_epoch(Position(epoch)), plain)
-    assert loader.multiprocessing_context is None
+    first, second = read(0)
+    assert (first[0][1] != second[0][1]).all()
+    epochs = read(workers, persistent_workers=persistent)
+    assert_same(first, epochs[0])
+    assert_same(second, epochs[1])
 
 
-class Platforms(Squares):
-    """Returns the platforms that a worker's JAX may use."""
-
-    def __getitem__(self, i):
-        return np.array(jax.config.jax_platforms == "cpu")
-
-
-def test_workers_never_open_a_gpu():
-    loader = DataLoader(Platforms(), 4, num_workers=1)
-    for batch in open_loader(loader, "train_loader", seed=0).read_epoch():
-        assert np.asarray(batch).all()
-
-
-def test_parts_that_workers_cannot_import_are_refused(monkeypatch):
-    # As in a script; a process of pytest-xdist has no file, as a notebook has none.
-    main = sys.modules["__main__"]
-    monkeypatch.setattr(main, "__file__", __file__, raising=False)
-    loader = DataLoader(Squares(), 4, num_workers=1, collate_fn=lambda items: items)
-    with pytest.raises(TypeError, match="can't be sent to its workers.*num_workers=0"):
-        list(open_loader(loader, "train_loader", seed=0).read_epoch())
+@pytest.mark.parametrize("kind", ["DataLoader", "Arrays"])
+def test_tensors_may_be_sent_to_workers_while_they_are_read(kind):
+    """torch moves them to shared memory then."""
+    x = torch.arange(64.0)[:, None].repeat(1, 4096)  # batches are not read ahead
+    loader = DataLoader(TensorDataset(x), 16) if kind == "DataLoader" else Arrays(x)
+    batches = open_loader(loader, "loader", seed=0, in_order=True).read_epoch()
+    found = [next(batches)]
+    x.share_memory_()
+    rows = np.concatenate([jax.tree.leaves(batch)[0] for batch in [*found, *batches]])
+    np.testing.assert_array_equal(rows[:, -1], np.arange(64))
 
 
 class Held(Squares):
@@ -112,12 +97,20 @@ class Broken(torch.utils.data.Sampler):
         raise ValueError("nothing to draw from")
 
 
-def test_errors_of_pickling_differ_from_those_of_samplers():
-    loader = DataLoader(Held(), 4, num_workers=1)
-    with pytest.raises(TypeError, match="`x` can't be sent to its workers: holds a l"):
-        list(open_loader(loader, "x", seed=0).read_epoch())
-    loader = DataLoader(Squares(), 4, num_workers=1, sampler=Broken())
-    with pytest.raises(ValueError, match="nothing to draw from"):
+class Breaking(Squares):
+    def __getstate__(self):
+        raise BrokenPipeError
+
+
+@pytest.mark.parametrize("parts, error, match", [
+    ({"collate_fn": lambda items: items}, TypeError, "to its workers: .*num_workers=0"),
+    ({"dataset": Held()}, TypeError, "`x` can't be sent .*holds a lock"),
+    ({"dataset": Breaking()}, TypeError, 'BrokenPipe.* under `if __name__ == "__m'),
+    ({"sampler": Broken()}, ValueError, "nothing to draw from"),
+])  # fmt: skip
+def test_errors_at_the_start_of_workers_are_explained(parts, error, match):
+    loader = DataLoader(**{"dataset": Squares(), "num_workers": 1} | parts)
+    with pytest.raises(error, match=match):
         list(open_loader(loader, "x", seed=0).read_epoch())
     assert not multiprocessing.active_children()
 
@@ -176,17 +169,16 @@ from torch.utils.data import DataLoader
 from jaxdp.data import open_loader
 from squares import Squares
 
+
 class Rows(Squares):
     pass
 
-loader = DataLoader(Squares(), 4, num_workers=1)
-print(len(list(open_loader(loader, "train_loader", seed=0).read_epoch())))
 loader = DataLoader(Rows(), 4, num_workers=1)
 next(open_loader(loader, "train_loader", seed=0).read_epoch())
 """
 
 
-def test_a_dataset_of_a_notebook_is_refused_with_the_remedy():
+def test_a_dataset_of_a_notebook_gets_the_remedy():
     folder = os.path.dirname(__file__)
     paths = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
@@ -196,49 +188,7 @@ def test_a_dataset_of_a_notebook_is_refused_with_the_remedy():
         text=True,
         timeout=300,
     )
-    assert "TypeError: `train_loader` has Rows, which is defined" in done.stderr
-    assert "put it into a module" in done.stderr and done.stdout.split() == ["6"]
-
-
-class Drawing(Squares):
-    def __init__(self):
-        self.rng = np.random.default_rng(0)
-
-
-class Transformed(Squares):
-    def __init__(self):
-        self.transform, self.library, self.kind = Drawing(), np, Drawing
-
-
-@pytest.mark.parametrize("workers, dataset, names", [
-    (0, Drawing(), []),
-    (2, Drawing(), ["rng"]),
-    (2, Subset(Drawing(), range(4)), ["dataset.rng"]),
-    (2, Transformed(), ["transform.rng"]),
-    (2, Subset(Transformed(), range(4)), ["dataset.transform.rng"]),
-])  # fmt: skip
-def test_generators_that_workers_copy_are_warned_of(workers, dataset, names):
-    source = open_loader(DataLoader(dataset, 4, num_workers=workers), "loader", 0)
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        source.start_training()
-    copies = [str(w.message) for w in seen if "has a copy" in str(w.message)]
-    assert len(copies) == len(names)
-    for message, name in zip(copies, names, strict=True):
-        assert f"the dataset's `{name}`, a Generator" in message
-
-
-class Breaking(Squares):
-    def __getstate__(self):
-        raise BrokenPipeError
-
-
-def test_workers_that_end_at_their_start_are_explained():
-    loader = DataLoader(Breaking(), 4, num_workers=1)
-    with pytest.raises(
-        RuntimeError, match='`train_loader`.* under `if __name__ == "__m'
-    ):
-        Trainer(linear(), loss="mse").fit(loader)
+    assert "notebook (put it into a module)" in done.stderr
 
 
 class Dying(Squares):

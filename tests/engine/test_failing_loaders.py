@@ -139,14 +139,16 @@ class Positioned:
         self.given = state["given"]
 
 
-def test_an_iterator_with_a_state_is_not_read_ahead():
+@pytest.mark.parametrize("steps", [1, 4])
+def test_an_iterator_is_not_read_ahead_of_a_dispatch(steps):
     class Looks(Callback):
-        def on_train_batch_start(self, trainer, batch, batch_idx):
+        def on_train_batch_end(self, trainer, metrics, batch_idx):
             given.append((stream.given, batch_idx + 1))
 
     stream, given = Positioned(), []
-    in_blocks(4, Looks()).fit(stream, max_steps=9)
-    assert given == [(number, number) for number in range(1, 10)]
+    in_blocks(steps, Looks()).fit(stream, max_steps=9)
+    ends = [-(-number // steps) * steps for number in range(1, 9)] + [9]
+    assert given == [*zip(ends, range(1, 10), strict=True)]
 
 
 @pytest.mark.slow_but("4-raise", "4-break")

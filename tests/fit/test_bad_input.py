@@ -40,7 +40,7 @@ def test_arrays_in_the_place_of_loaders_are_told_how_to_be_batches():
         with pytest.raises(TypeError, match=r"jaxdp\.Arrays\(x, y, batch_size=32\)"):
             trainer.fit(*given)
     for method in (trainer.fit, trainer.validate, trainer.predict):
-        with pytest.raises(TypeError, match=rf"tuple of an array of shape .*{one}"):
+        with pytest.raises(TypeError, match=f"a tuple of arrays, .*{one}"):
             method((X, Y))
     assert trainer.global_step == 0
 
@@ -233,10 +233,7 @@ def test_an_epoch_that_was_cut_and_has_no_more_batches_is_said(caplog):
     assert (trainer.global_step, trainer.current_epoch) == (4, 1)
     trainer.fit(batches(8, 8, 8), max_steps=6)
     trainer.fit(batches(8, 8, 8), max_epochs=2, limit_train_batches=1)
-    assert (
-        "2 batches of `train_loader` are done, and `limit_train_batches` is 1"
-        in caplog.text
-    )
+    assert "epoch 1 is over: 2 batches of `train_loader` are done" in caplog.text
 
 
 @pytest.mark.parametrize("loader", [iter(batches(8)), []], ids=["iterator", "empty"])
