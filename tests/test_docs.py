@@ -20,6 +20,7 @@ DOCS = pathlib.Path(__file__).parents[1] / "docs"
 RECIPES = sorted(p for p in DOCS.glob("recipes/*.md") if p.stem != "index")
 # What can't run here is marked "py", and a comment above it says why.
 PAGES = [p for p in sorted(DOCS.glob("*.md")) if "```python" in p.read_text()]
+PAGES.append(DOCS.parent / "README.md")
 
 
 def _name(page):
