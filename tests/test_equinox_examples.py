@@ -15,9 +15,9 @@ import jax.random as jr
 import numpy as np
 import optax
 import pytest
-from toys import Recorder
+from toys import Recorder, hand_written, quiet
 
-from jaxdp import FSDP, Pmap, Sharded, SingleDevice, Trainer
+from jaxdp import FSDP, Pmap, Sharded, SingleDevice
 
 cross_entropy = optax.softmax_cross_entropy_with_integer_labels
 
@@ -35,33 +35,16 @@ def images(channels, side):
     return x, generator.integers(0, 10, 20)
 
 
-def by_hand(model, optimizer, batches, loss_of, filter_spec=eqx.is_inexact_array):
-    """The loop of Equinox's examples: the trained model, and the loss of every step."""
-    trained, rest = eqx.partition(model, filter_spec)
-    opt_state = optimizer.init(trained)
-
-    @eqx.filter_jit
-    def make_step(trained, opt_state, batch):
-        @eqx.filter_value_and_grad
-        def loss(trained):
-            return loss_of(eqx.combine(trained, rest), *batch)
-
-        value, grads = loss(trained)
-        updates, opt_state = optimizer.update(grads, opt_state, trained)
-        return eqx.apply_updates(trained, updates), opt_state, value
-
-    losses = []
-    for batch in batches:
-        trained, opt_state, value = make_step(trained, opt_state, batch)
-        losses.append(float(value))
-    return eqx.combine(trained, rest), losses
+def by_hand(model, optimizer, batches, loss_of, **options):
+    """The trained model, and the loss of every step, in the loop of the examples."""
+    return hand_written(model, optimizer, batches, 1, loss_of, **options)
 
 
 def by_trainer(model, optimizer, batches, strategy, max_steps=None, **arguments):
     """The trainer, and the loss of every step."""
     recorder = Recorder()
     arguments |= {"strategy": strategy(), "callbacks": [recorder]}
-    trainer = Trainer(model, optimizer, enable_progress_bar=False, **arguments)
+    trainer = quiet(model, optimizer, **arguments)
     trainer.fit(batches, max_steps=max_steps)
     return trainer, recorder.losses
 
@@ -270,11 +253,11 @@ def test_only_the_last_layer_is_trained(strategy):
         jax.tree.map(lambda _: False, model),
         replace=(True, True),
     )
-    expected, expected_losses = by_hand(model, optimizer, data, loss_fn, spec)
-    trainer, losses = by_trainer(
-        model, optimizer, data, strategy, loss_fn=loss_fn, filter_spec=spec
-    )
-    assert_same(losses, expected_losses)
+    options = {"filter_spec": spec}
+    expected, by_hand_losses = by_hand(model, optimizer, data, loss_fn, **options)
+    options["loss_fn"] = loss_fn
+    trainer, losses = by_trainer(model, optimizer, data, strategy, **options)
+    assert_same(losses, by_hand_losses)
     first, last = trainer.model.layers
     np.testing.assert_array_equal(first.weight, model.layers[0].weight)
     assert_same(last.weight, expected.layers[1].weight)

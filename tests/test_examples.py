@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec
+from toys import cross_entropy, hand_written
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -29,26 +30,8 @@ def plain_jax():
 
 def train_by_hand(model, optimizer, batches, loss_of):
     """The trained model and every step's loss, on one device."""
-    opt_state = optimizer.init(eqx.filter(model, eqx.is_array))
-
-    @eqx.filter_jit
-    def step(model, opt_state, x, y):
-        loss, grads = eqx.filter_value_and_grad(loss_of)(model, x, y)
-        params = eqx.filter(model, eqx.is_array)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return eqx.apply_updates(model, updates), opt_state, loss
-
-    losses = []
-    for x, y in batches:
-        model, opt_state, loss = step(model, opt_state, np.asarray(x), np.asarray(y))
-        losses.append(float(loss))
-    return model, losses
-
-
-@eqx.filter_jit
-def cross_entropy(model, x, y):
-    logits = jax.nn.log_softmax(jax.vmap(model)(x))
-    return -jnp.take_along_axis(logits, y[:, None], axis=1).mean()
+    data = (tuple(map(np.asarray, batch)) for batch in batches)
+    return hand_written(model, optimizer, data, 1, loss_of)
 
 
 def accuracy(model, x, y):

@@ -1,7 +1,5 @@
 """Tiny models, data and hand-written loops that the tests share."""
 
-import copy
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -170,18 +168,20 @@ def leaves(trainer):
     return [np.asarray(leaf) for leaf in jax.tree.leaves(trainer.state)]
 
 
-def hand_written(model, optimizer, data, epochs, loss_of):
+def hand_written(
+    model, optimizer, data, epochs, loss_of, filter_spec=eqx.is_inexact_array
+):
     """Plain JAX: the model, and the loss of every step.
 
-    `loss_of(model, x, y)` is the mean loss of a batch.
+    `loss_of(model, *batch)` is the mean loss of a batch.
     """
-    params, static = eqx.partition(model, eqx.is_inexact_array)
+    params, static = eqx.partition(model, filter_spec)
     state = optimizer.init(params)
 
     @jax.jit
-    def step(params, state, x, y):
+    def step(params, state, batch):
         def loss(params):
-            return loss_of(eqx.combine(params, static), x, y)
+            return loss_of(eqx.combine(params, static), *batch)
 
         value, grads = jax.value_and_grad(loss)(params)
         updates, state = optimizer.update(grads, state, params)
@@ -189,8 +189,8 @@ def hand_written(model, optimizer, data, epochs, loss_of):
 
     losses = []
     for _ in range(epochs):
-        for x, y in data:
-            params, state, value = step(params, state, x, y)
+        for batch in data:
+            params, state, value = step(params, state, batch)
             losses.append(float(value))
     return eqx.combine(params, static), losses
 
@@ -275,40 +275,3 @@ def make_small(model=None, *args, **kwargs):
     kwargs = {"enable_progress_bar": False, "strategy": SingleDevice()} | kwargs
     small = eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0))
     return Trainer(small if model is None else model, *args, **kwargs)
-
-
-class WithPrograms(SingleDevice):
-    """One device, whose compiled steps are instances of another class of programs."""
-
-    def __init__(self, kind):
-        super().__init__()
-        self.kind = kind
-
-    def compile(self, *arguments, **options):
-        return _Jitted(super().compile(*arguments, **options), self.kind)
-
-
-class _Jitted:
-    def __init__(self, jitted, kind):
-        self.jitted, self.kind = jitted, kind
-
-    def trace(self, *arguments):
-        return _Traced(self.jitted.trace(*arguments), self.kind)
-
-
-class _Traced:
-    def __init__(self, traced, kind):
-        self.traced, self.kind, self.jaxpr = traced, kind, traced.jaxpr
-
-    def lower(self):
-        return _Lowered(self.traced.lower(), self.kind)
-
-
-class _Lowered:
-    def __init__(self, lowered, kind):
-        self.lowered, self.kind, self.as_text = lowered, kind, lowered.as_text
-
-    def compile(self, options):
-        compiled = copy.copy(self.lowered.compile(options))
-        compiled.__class__ = self.kind
-        return compiled

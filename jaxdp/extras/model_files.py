@@ -1,8 +1,6 @@
 """Loads a model's weights from a checkpoint or a file, and saves them to a file."""
 
-import itertools
 import json
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, Literal, TypeVar, overload
@@ -394,49 +392,25 @@ def _make_views(content: np.ndarray) -> dict[str, np.ndarray]:
     length = int.from_bytes(content[:8].tobytes(), "little")
     if length > content.size - 8:
         raise ValueError("it is no safetensors file, or only the beginning of one")
-    try:
-        header = json.loads(content[8 : 8 + length].tobytes())
-    except ValueError as error:
-        raise ValueError(f"its header is no JSON ({error})") from error
+    header = json.loads(content[8 : 8 + length].tobytes())
     check_fields(header, {}, "header")
     header.pop("__metadata__", None)
     numbers, tensors = content[8 + length :], {}
     for name, described in header.items():
-        start, end = _check_offsets(name, described, numbers.size)
-        flat = numbers[start:end].view(_DTYPES[described["dtype"]])
-        tensors[name] = flat.reshape(described["shape"])
-
-    # As the format has it, tensors fill the file without a gap.
-    placed = sorted((header[name]["data_offsets"], name) for name in tensors)
-    placed = [([0, 0], "the header"), *placed, ([numbers.size] * 2, "the file's end")]
-    for (first, name), (second, other) in itertools.pairwise(placed):
-        if second[0] < first[1]:
-            raise ValueError(f"{name} and {other} overlap, at {first} and {second}")
-        if second[0] > first[1]:
+        try:
+            (start, end), shape = described["data_offsets"], described["shape"]
+            flat = numbers[start:end].view(_DTYPES[described["dtype"]])
+            tensors[name] = flat.reshape(shape)
+            fits = 0 <= start <= end <= numbers.size
+            fits &= tensors[name].shape == tuple(shape)  # a -1 would be any size
+        except (LookupError, TypeError, ValueError):
+            fits = False
+        if not fits:
             raise ValueError(
-                f"{second[0] - first[1]} bytes between {name} and {other} are no tensor"
+                f"{name} is {described}, and must have a dtype of {', '.join(_DTYPES)},"
+                f" a shape, and its bytes among the file's {numbers.size}"
             )
     return tensors
-
-
-def _check_offsets(name: str, described: Any, size: int) -> tuple[int, int]:
-    """Returns the offsets of a tensor in `size` bytes; raises if they can't be."""
-    check_fields(described, {"dtype": str, "shape": list, "data_offsets": list}, name)
-    kind, shape, offsets = (described[n] for n in ("dtype", "shape", "data_offsets"))
-    if kind not in _DTYPES:
-        raise ValueError(f"{name} is of dtype {kind}, none of {', '.join(_DTYPES)}")
-    if not all(type(number) is int and number >= 0 for number in shape):
-        raise ValueError(f"`{name}.shape` is {shape}, and must be whole numbers")
-    if list(map(type, offsets)) != [int, int]:
-        raise ValueError(f"`{name}.data_offsets` is {offsets}, and must be two ints")
-    start, end = offsets
-    needed = math.prod(shape) * np.dtype(_DTYPES[kind]).itemsize
-    if not (0 <= start <= end <= size and end - start == needed):
-        raise ValueError(
-            f"{name}, {kind}{shape}, takes {needed} bytes, and is at {offsets} of"
-            f" {size}"
-        )
-    return start, end
 
 
 def _load_eqx(path: str, like: PyTree) -> PyTree:

@@ -16,7 +16,6 @@ from jaxtyping import PyTree
 from ..basics.arguments import check_count, check_is_local, checks_arguments
 from ..basics.environment import import_extra
 from ..basics.files import expand_path, sync_to_disk, write_atomically
-from .load_weights import open_weights
 from .weight_names import (
     INDEX_SUFFIX,
     ModelLeaf,
@@ -50,9 +49,8 @@ def save_weights(
             files beside this index. Existing files are replaced.
         names: as for `load_weights`.
         state: its `eqx.nn.State`, if `names` has leaves of it.
-        dtype: of the floating-point tensors, such as "bfloat16"; or the path of
-            weights, those that the model came from, say, to take the dtypes that its
-            tensors have by name. Default: those of the model.
+        dtype: of the floating-point tensors, such as "bfloat16". Default: those of the
+            model.
         shard_bytes: with an index, how large a file may be; a tensor may be larger.
 
     Returns:
@@ -64,7 +62,7 @@ def save_weights(
     """
     check_is_local("path", path)
     check_count("shard_bytes", shard_bytes)
-    choose_dtype = _parse_dtype(dtype)
+    dtype = None if dtype is None else _parse_dtype(dtype)
     path = expand_path(path)
     if not path.endswith((".safetensors", INDEX_SUFFIX)):
         raise ValueError(
@@ -72,7 +70,7 @@ def save_weights(
             f" {INDEX_SUFFIX!r} for several files."
         )
     save = import_extra("safetensors.numpy", "`save_weights`", "safetensors").save_file
-    tensors = _make_tensors(model, state, names, choose_dtype)
+    tensors = _make_tensors(model, state, names, dtype)
 
     os.makedirs(os.path.dirname(path), exist_ok=True)
     if not path.endswith(INDEX_SUFFIX):
@@ -96,31 +94,17 @@ def save_weights(
     return path
 
 
-ChooseDtype = Callable[[str, Any], np.dtype]
-"""Returns the dtype of a tensor of a file, by its name and the dtype of its values."""
-
-
-def _parse_dtype(dtype: Any) -> ChooseDtype:
-    one, by_name = None, {}
-    if isinstance(dtype, os.PathLike) or os.path.exists(str(dtype)):
-        by_name = {name: tensor.dtype for name, tensor in open_weights(dtype).items()}
-    elif dtype is not None:
-        try:
-            one = jnp.dtype(dtype)
-        except TypeError:
-            one = jnp.dtype(int)
-        if not jnp.issubdtype(one, jnp.floating):
-            raise ValueError(
-                "`dtype` must be a floating-point one, such as 'bfloat16', the path"
-                f" of weights that have the dtypes, or None; got {dtype!r}."
-            )
-
-    def choose(name: str, current: Any) -> np.dtype:
-        if not jnp.issubdtype(current, jnp.floating):
-            return current
-        return jnp.dtype(one or by_name.get(name, current))
-
-    return choose
+def _parse_dtype(dtype: Any) -> np.dtype:
+    try:
+        parsed = jnp.dtype(dtype)
+    except TypeError:
+        parsed = jnp.dtype(int)
+    if not jnp.issubdtype(parsed, jnp.floating):
+        raise ValueError(
+            "`dtype` must be a floating-point one, such as 'bfloat16', or None; got"
+            f" {dtype!r}."
+        )
+    return parsed
 
 
 class _Part(NamedTuple):
@@ -162,7 +146,7 @@ def _make_tensors(
     model: PyTree,
     state: eqx.nn.State | None,
     names: Mapping[str, Any],
-    choose_dtype: ChooseDtype,
+    dtype: np.dtype | None,
 ) -> dict[str, _FileTensor]:
     """Returns the tensors of the file by name."""
     mappings, unnamed = map_leaves(names, list_leaves(model, state))
@@ -193,10 +177,13 @@ def _make_tensors(
         array = np.asarray(value)[part.index]  # waits for the device
         return _invert(part.tensor.operations[part.split + 1 :], array)
 
-    return {
-        name: _join(name, parts, read, choose_dtype(name, parts[0].leaf.value.dtype))
-        for name, parts in parts_by_name.items()
-    }
+    tensors = {}
+    for name, parts in parts_by_name.items():
+        own = parts[0].leaf.value.dtype
+        is_float = jnp.issubdtype(own, jnp.floating)
+        chosen = own if dtype is None or not is_float else dtype
+        tensors[name] = _join(name, parts, read, chosen)
+    return tensors
 
 
 def _join(

@@ -6,6 +6,7 @@ import equinox as eqx
 import jax
 import numpy as np
 import optax
+from toys import quiet
 
 from jaxdp import (
     FSDP,
@@ -14,7 +15,6 @@ from jaxdp import (
     SingleDevice,
     Stack,
     TensorParallel,
-    Trainer,
     fuse_attention,
 )
 from jaxdp.strategies import tensor_rules
@@ -86,12 +86,11 @@ def batches(length=12):
 
 
 def trainer_of(model, strategy=None, **arguments):
-    return Trainer(
+    return quiet(
         model,
         optax.adam(1e-2),
         loss="mse",
         strategy=strategy or SingleDevice(),
-        enable_progress_bar=False,
         **arguments,
     )
 

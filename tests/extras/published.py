@@ -2,7 +2,6 @@
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxdp import Stack
@@ -166,57 +165,4 @@ def gpt2():
             f"h.{i}.attn.c_proj.weight": layer(i, numbers(WIDTH, WIDTH)),
             f"h.{i}.attn.c_proj.bias": layer(i, numbers(WIDTH)),
         }
-    return tensors
-
-
-class Vit(eqx.Module):
-    patches: eqx.nn.Conv2d
-    cls: jax.Array
-    positions: jax.Array
-    blocks: list
-    head: eqx.nn.Linear
-
-    def __init__(self):
-        keys = jax.random.split(jax.random.key(0), 4)
-        self.patches = eqx.nn.Conv2d(3, WIDTH, 4, 4, key=keys[0])
-        self.cls, self.positions = jnp.zeros(WIDTH), jnp.zeros((5, WIDTH))
-        self.blocks = [Block(key=key) for key in keys[:2]]
-        self.head = eqx.nn.Linear(WIDTH, 10, key=keys[3])
-
-
-VIT_NAMES = {
-    "patches.weight": "vit.embeddings.patch_embeddings.projection.weight",
-    "patches.bias": (
-        "vit.embeddings.patch_embeddings.projection.bias",
-        ("expand", -1, -2),
-    ),
-    "cls": ("vit.embeddings.cls_token", ("squeeze", 0, 1)),
-    "positions": ("vit.embeddings.position_embeddings", ("squeeze", 0)),
-    "blocks[*].norm.*": "vit.encoder.layer.*.layernorm_before.*",
-    **{
-        f"blocks[*].attn.{name}.*": f"vit.encoder.layer.*.attention.attention.{name}.*"
-        for name in ("query", "key", "value")
-    },
-    "blocks[*].attn.output.*": "vit.encoder.layer.*.attention.output.dense.*",
-    "head.*": "classifier.*",
-}
-
-
-def vit():
-    tensors = {
-        "vit.embeddings.patch_embeddings.projection.weight": numbers(WIDTH, 3, 4, 4),
-        "vit.embeddings.patch_embeddings.projection.bias": numbers(WIDTH),
-        "vit.embeddings.cls_token": numbers(1, 1, WIDTH),
-        "vit.embeddings.position_embeddings": numbers(1, 5, WIDTH),
-        "classifier.weight": numbers(10, WIDTH),
-        "classifier.bias": numbers(10),
-    }
-    for i in range(2):
-        prefix = f"vit.encoder.layer.{i}"
-        names = [f"attention.attention.{n}" for n in ("query", "key", "value")]
-        for name in [*names, "attention.output.dense"]:
-            tensors[f"{prefix}.{name}.weight"] = layer(i, numbers(WIDTH, WIDTH))
-            tensors[f"{prefix}.{name}.bias"] = layer(i, numbers(WIDTH))
-        tensors[f"{prefix}.layernorm_before.weight"] = layer(i, numbers(WIDTH))
-        tensors[f"{prefix}.layernorm_before.bias"] = layer(i, numbers(WIDTH))
     return tensors

@@ -36,14 +36,14 @@ def on(monkeypatch, device, count=1):
     return calls
 
 
-def half(layer):
-    return jax.tree.map(lambda x: x.astype(HALF) if eqx.is_array(x) else x, layer)
+def in_dtype(layer, dtype):
+    return jax.tree.map(lambda x: x.astype(dtype) if eqx.is_array(x) else x, layer)
 
 
 def fused_in_half(causal=True, width=64, **options):
     key = jax.random.key(0)
     layer = eqx.nn.MultiheadAttention(4, width, key=key, **options)
-    return half(fuse_attention(layer, causal=causal))
+    return in_dtype(fuse_attention(layer, causal=causal), HALF)
 
 
 @pytest.mark.parametrize("device", [AMPERE, ADA, HOPPER])
@@ -73,48 +73,37 @@ def test_auto_takes_blocks_where_cudnn_refuses(monkeypatch, caplog):
         fuse_attention(fused, causal=True, implementation="cudnn")(x, x, x)
 
 
-@pytest.mark.parametrize(
-    ("why", "device"),
-    [
-        ("cpu", SimpleNamespace(platform="cpu")),
-        ("v100", V100),
-        ("large heads on ampere", AMPERE),
-        ("amd", SimpleNamespace(platform="gpu", compute_capability="gfx942")),
-        ("several devices, and no mesh", HOPPER),
-        ("float32", HOPPER),
-        ("lengths", HOPPER),
-        ("mask", HOPPER),
-        ("segments", HOPPER),
-        ("dropout", HOPPER),
-        ("size of heads", HOPPER),
-        ("sizes of values", HOPPER),
-        ("told", HOPPER),
-    ],
-)
-def test_others_take_blocks(monkeypatch, why, device):
+AMD = SimpleNamespace(platform="gpu", compute_capability="gfx942")
+BLOCKS = {
+    "cpu": (SimpleNamespace(platform="cpu"), {}, {}),
+    "v100": (V100, {}, {}),
+    "large heads": (AMPERE, {"qk_size": 136, "vo_size": 136}, {}),
+    "amd": (AMD, {}, {}),
+    "several devices, and no mesh": (HOPPER, {}, {}),
+    "float32": (HOPPER, {}, {}),
+    "lengths": (HOPPER, {}, {}),
+    "mask": (HOPPER, {}, {"mask": np.ones((128, 128), bool)}),
+    "segments": (HOPPER, {}, {"segment_ids": np.zeros(128, int)}),
+    "dropout": (HOPPER, {"dropout_p": 0.1}, {}),
+    "size of heads": (HOPPER, {"qk_size": 12, "vo_size": 12}, {}),
+    "sizes of values": (HOPPER, {"vo_size": 8}, {}),
+    "told": (HOPPER, {}, {}),
+}
+"""By the reason: a device, options of the layer, and keywords of its call."""
+
+
+@pytest.mark.parametrize("why", BLOCKS)
+def test_others_take_blocks(monkeypatch, why):
+    device, options, keywords = BLOCKS[why]
     calls = on(monkeypatch, device, 8 if why.startswith("several") else 1)
-    options = {
-        "size of heads": {"qk_size": 12, "vo_size": 12},
-        "large heads on ampere": {"qk_size": 136, "vo_size": 136},
-        "sizes of values": {"vo_size": 8},
-        "dropout": {"dropout_p": 0.1},
-    }
-    keywords = {
-        "mask": {"mask": jnp.ones((128, 128), bool)},
-        "segments": {"segment_ids": jnp.zeros(128, int)},
-        "dropout": {"key": jax.random.key(0)},
-    }
-    fused = fused_in_half(**options.get(why, {}))
+    dtype = jnp.float32 if why == "float32" else HALF
+    fused = in_dtype(fused_in_half(**options), dtype)
     if why == "told":
         fused = fuse_attention(fused, implementation="blocks")
-    x = tokens(100 if why == "lengths" else 128, 64)
-    if why == "float32":
-        fused = jax.tree.map(
-            lambda x: x.astype(jnp.float32) if eqx.is_array(x) else x, fused
-        )
-    else:
-        x = x.astype(HALF)
-    assert fused(x, x, x, **keywords.get(why, {})).shape == x.shape
+    if why == "dropout":
+        keywords = {"key": jax.random.key(0)}
+    x = tokens(100 if why == "lengths" else 128, 64).astype(dtype)
+    assert fused(x, x, x, **keywords).shape == x.shape
     assert not calls
 
 

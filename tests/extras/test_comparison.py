@@ -5,16 +5,16 @@ import jax
 import numpy as np
 import optax
 import pytest
-from toys import Mlp, NormNet, Recorder, batches, cross_entropy, hand_written
+from toys import Mlp, NormNet, Recorder, batches, cross_entropy, hand_written, quiet
 
-from jaxdp import FSDP, Pmap, Sharded, SingleDevice, Trainer
+from jaxdp import FSDP, Pmap, Sharded, SingleDevice
 from jaxdp.step import Collectives
 
 
 def make(**options):
     options.setdefault("loss", "cross_entropy")
     model = options.pop("model", None) or Mlp(jax.random.key(0), rate=0.0)
-    return Trainer(model, optax.adam(1e-2), enable_progress_bar=False, **options)
+    return quiet(model, optax.adam(1e-2), **options)
 
 
 def test_the_losses_are_those_of_the_first_steps_by_hand():

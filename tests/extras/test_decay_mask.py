@@ -6,8 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from toys import quiet
 
-from jaxdp import Arrays, Stack, Trainer, decay_mask, steps_of
+from jaxdp import Arrays, Stack, decay_mask, steps_of
 from jaxdp.basics.tree import leaf_path
 
 
@@ -69,7 +70,7 @@ def loader_of(rows):
 def test_a_trainer_decays_only_what_the_mask_says():
     # A rate at which Adam itself moves nothing, and the decay a tenth of each weight.
     optimizer = optax.adamw(1e-8, weight_decay=1e7, mask=decay_mask())
-    trainer = Trainer(mlp(), optimizer, loss="mse", enable_progress_bar=False)
+    trainer = quiet(mlp(), optimizer, loss="mse")
     trainer.fit(loader_of(8))
     for old, new in zip(mlp().layers, trainer.model.layers, strict=True):
         np.testing.assert_allclose(new.weight, 0.9 * old.weight, atol=1e-6)
@@ -91,9 +92,7 @@ def test_a_path_that_means_nothing_is_refused(wrong, error, text):
 @pytest.mark.parametrize("rows, every", [(40, 1), (40, 2), (44, 3)])
 def test_steps_are_those_that_a_fit_takes(rows, every):
     loader = loader_of(rows)
-    trainer = Trainer(
-        mlp(), loss="mse", accumulate_grad_batches=every, enable_progress_bar=False
-    )
+    trainer = quiet(mlp(), loss="mse", accumulate_grad_batches=every)
     trainer.fit(loader, max_epochs=3)
     steps = steps_of(loader, 3, accumulate_grad_batches=every)
     assert trainer.global_step == steps

@@ -5,22 +5,21 @@ import jax
 import numpy as np
 import optax
 import pytest
-from toys import Mlp, batches, cross_entropy
+from toys import Mlp, batches, cross_entropy, quiet
 
-from jaxdp import Sharded, SingleDevice, Trainer
+from jaxdp import Sharded, SingleDevice
 from jaxdp.callbacks import CSVLogger, WeightAveraging
 from jaxdp.extras.finders import LRFinder, lr_find
 
 
 def make_trainer(optimizer=None, *callbacks, model=None, strategy=None):
     model = eqx.nn.MLP(4, 3, 16, 1, key=jax.random.key(0)) if model is None else model
-    return Trainer(
+    return quiet(
         model,
         optimizer,
         loss="cross_entropy",
         strategy=strategy or SingleDevice(),
         callbacks=callbacks,
-        enable_progress_bar=False,
     )
 
 
@@ -156,11 +155,10 @@ def test_one_unlucky_batch_neither_ends_nor_blanks_it(unlucky, place):
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, y)
         return losses + extra
 
-    trainer = Trainer(
+    trainer = quiet(
         eqx.nn.MLP(4, 3, 16, 1, key=jax.random.key(0)),
         loss_fn=loss_fn,
         strategy=SingleDevice(),
-        enable_progress_bar=False,
     )
     options = {"min_lr": 1e-4, "max_lr": 1.0, "optimizer": optax.sgd}
     found = lr_find(trainer, data, **options)

@@ -10,6 +10,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
+from toys import quiet
 
 from jaxdp import (
     FSDP,
@@ -21,7 +22,6 @@ from jaxdp import (
     SingleDevice,
     Stack,
     TensorParallel,
-    Trainer,
     ZeRO,
     muon,
 )
@@ -83,12 +83,8 @@ def batches(count=2):
 
 @functools.cache
 def losses(optimizer, strategy=SingleDevice, epochs=4):
-    trainer = Trainer(
-        Model(jax.random.key(0)),
-        optimizer,
-        loss="cross_entropy",
-        strategy=strategy(),
-        enable_progress_bar=False,
+    trainer = quiet(
+        Model(jax.random.key(0)), optimizer, loss="cross_entropy", strategy=strategy()
     )
     return trainer.fit(batches(), max_epochs=epochs)["loss"]
 
@@ -162,13 +158,7 @@ def test_every_layout_trains_as_one_device_does(strategy):
 def test_it_is_the_optimizer_of_replicas_and_of_members():
     assert losses(OURS, functools.partial(LocalSGD, 2))[-1] < losses(OURS)[0]
     members = eqx.filter_vmap(Model)(jax.random.split(jax.random.key(0), 2))
-    trainer = Trainer(
-        members,
-        OURS,
-        loss="cross_entropy",
-        ensemble=Ensemble(2),
-        enable_progress_bar=False,
-    )
+    trainer = quiet(members, OURS, loss="cross_entropy", ensemble=Ensemble(2))
     history = trainer.fit(batches(), max_epochs=2)
     assert history["loss"][-1] < history["loss"][0]
 
@@ -189,12 +179,8 @@ def sent(optimizer, wide):
     keys = jax.random.split(jax.random.key(0), 8)
     layers = [eqx.nn.Linear(128, 128, use_bias=False, key=key) for key in keys]
     model = Wide(Stack(layers) if wide else layers)
-    trainer = Trainer(
-        model,
-        optimizer,
-        loss="mse",
-        strategy=FSDP(gather="auto" if wide else "once"),
-        enable_progress_bar=False,
+    trainer = quiet(
+        model, optimizer, loss="mse", strategy=FSDP(gather="auto" if wide else "once")
     )
     x = np.ones((16, 128), np.float32)
     trainer.fit([(x, x)])

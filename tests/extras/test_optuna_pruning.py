@@ -2,15 +2,11 @@
 
 import sys
 
-import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from toys import Mlp, batches
+from toys import Mlp, batches, quiet
 
-from jaxdp import Ensemble, Trainer
 from jaxdp.callbacks import Callback, ModelCheckpoint
 
 optuna = pytest.importorskip("optuna")
@@ -22,19 +18,15 @@ optuna.logging.set_verbosity(optuna.logging.WARNING)
 class Values(Callback):
     """Logs values that are known before."""
 
-    def __init__(self, values, member=None):
-        self.values, self.name = values, "val_known"
-        self.name += "" if member is None else f"[{member}]"
+    def __init__(self, values):
+        self.values = values
 
     def on_validation_end(self, trainer, metrics):
-        trainer.log(self.name, self.values[trainer.current_epoch])
+        trainer.log("val_known", self.values[trainer.current_epoch])
 
 
-def trainer_of(callbacks, **options):
-    options = {"loss": "cross_entropy", "enable_progress_bar": False} | options
-    model = options.pop("model", Mlp(jax.random.key(0)))
-    optimizer = optax.inject_hyperparams(optax.adam)(learning_rate=1e-2)
-    return Trainer(model, optimizer, callbacks=callbacks, **options)
+def trainer_of(callbacks):
+    return quiet(Mlp(jax.random.key(0)), loss="cross_entropy", callbacks=callbacks)
 
 
 def study_of(upper, **options):
@@ -81,49 +73,14 @@ def test_reports_go_on_where_a_resumed_trial_was(tmp_path):
     assert [*study.trials[0].intermediate_values] == [0, 1, 2]
 
 
-def test_the_members_of_an_ensemble_are_a_batch_of_trials():
-    study = study_of(2.0)
-    trials = [study.ask() for _ in range(3)]
-    rates = [trial.suggest_float("rate", 1e-3, 1e-1, log=True) for trial in trials]
-    models = jax.tree.map(
-        lambda leaf: jnp.stack([leaf] * 3) if eqx.is_array(leaf) else leaf,
-        Mlp(jax.random.key(0)),
-    )
-    values = [1, 1, 1, 1], [1, 9, 1, 1], [1, 1, 9, 1]
-    known = [Values([float(v) for v in of], i) for i, of in enumerate(values)]
-    whole = Values([1.0] * 4)
-    pruning = OptunaPruning(trials, "val_known")
-    ensemble = Ensemble(3, learning_rate=rates)
-    trainer = trainer_of([whole, *known, pruning], model=models, ensemble=ensemble)
-    history = trainer.fit(batches(16), batches(16), max_epochs=4)
-    assert pruning.pruned == [1, 2]
-    reported = [len(trial.intermediate_values) for trial in study.trials]
-    assert reported == [4, 2, 3]
-    for number, trial in enumerate(trials):
-        state = optuna.trial.TrialState.PRUNED if number in pruning.pruned else None
-        value = None if state else history[f"val_loss[{number}]"][-1]
-        study.tell(trial, value, state)
-    assert study.best_trial.number == 0
-
-    values[0][1] = 9.0
-    known[0].values[0] = known[1].values[0] = known[2].values[0] = 9.0
-    trials = [study.ask() for _ in range(3)]
-    pruning = OptunaPruning(trials, "val_known")
-    trainer = trainer_of([whole, *known, pruning], model=models, ensemble=ensemble)
-    with pytest.raises(optuna.TrialPruned, match="after 1 reports of val_known"):
-        trainer.fit(batches(16), batches(16), max_epochs=4)
-
-
 def test_wrong_trials_are_named():
-    with pytest.raises(TypeError, match="`trial` must be an optuna.Trial"):
-        OptunaPruning(None, "val_loss")
+    study = study_of(2.0)
+    for wrong in (None, [study.ask()]):
+        with pytest.raises(TypeError, match="`trial` must be an optuna.Trial"):
+            OptunaPruning(wrong, "val_loss")
     several = optuna.create_study(directions=["minimize", "maximize"])
     with pytest.raises(ValueError, match="several objectives"):
         OptunaPruning(several.ask(), "val_loss")
-    study = study_of(2.0)
-    trainer = trainer_of([OptunaPruning([study.ask()], "val_loss")])
-    with pytest.raises(ValueError, match="a list of 1 trials, and the Trainer has no"):
-        trainer.fit(batches(16), batches(16))
     trainer = trainer_of([OptunaPruning(study.ask(), "val_los")])
     with pytest.raises(ValueError, match="nothing of that name is logged"):
         trainer.fit(batches(16), batches(16))

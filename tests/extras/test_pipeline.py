@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec
-from toys import Deep, DeepBlock, Recorder, batches
+from toys import Deep, DeepBlock, Recorder, batches, quiet
 
 from jaxdp import FSDP, Pipeline, SingleDevice, Stack, Trainer
 from jaxdp.extras.plan import hlo
@@ -17,21 +17,19 @@ from jaxdp.strategies import tensor_rules
 DATA = batches(24, 24, 13)
 
 
-def train(strategy, *, data=DATA, val=None, epochs=3, **options):
+def train(strategy, *, data=DATA, epochs=3, ckpt_path=None, **options):
     recorder = Recorder()
     if "loss_fn" not in options:
         options["loss"] = "cross_entropy"
-    trainer = Trainer(
-        Deep(), optax.adam(1e-2), strategy=strategy, callbacks=[recorder],
-        enable_progress_bar=False, **options,
-    )  # fmt: skip
-    trainer.fit(data, val, max_epochs=epochs)
+    options |= {"strategy": strategy, "callbacks": [recorder]}
+    trainer = quiet(Deep(), optax.adam(1e-2), **options)
+    trainer.fit(data, max_epochs=epochs, ckpt_path=ckpt_path)
     return trainer, recorder.losses
 
 
 @pytest.fixture(scope="module")
 def single():
-    return train(SingleDevice(), val=DATA, epochs=10)
+    return train(SingleDevice())[1]
 
 
 @pytest.mark.parametrize(
@@ -110,14 +108,8 @@ def test_devices_of_a_stage_share_its_blocks_and_gather_them_once_a_step():
 def test_a_checkpoint_goes_to_another_layout(single, tmp_path):
     started, _ = train(Pipeline(4, 4), epochs=1)
     path = started.save(tmp_path / "saved")
-    recorder = Recorder()
-    resumed = Trainer(
-        Deep(), optax.adam(1e-2), strategy=FSDP(), loss="cross_entropy",
-        callbacks=[recorder], enable_progress_bar=False,
-    )  # fmt: skip
-    resumed.load(path)
-    resumed.fit(DATA, max_epochs=3)
-    np.testing.assert_allclose(recorder.losses, single[1][3:9], rtol=1e-5)
+    _, losses = train(FSDP(), ckpt_path=path)
+    np.testing.assert_allclose(losses, single[3:9], rtol=1e-5)
 
 
 def test_the_plan_tells_the_bubble():
@@ -136,10 +128,7 @@ def test_frozen_blocks_are_split_too():
     spec = eqx.tree_at(
         lambda m: m.blocks, spec, jax.tree.map(lambda _: False, model.blocks)
     )
-    trainer = Trainer(
-        model, loss="cross_entropy", strategy=Pipeline(8, 2), filter_spec=spec,
-        enable_progress_bar=False,
-    )  # fmt: skip
+    trainer = quiet(model, strategy=Pipeline(8, 2), filter_spec=spec)
     trainer.fit(DATA[:1])
     weight = trainer.state.buffers.blocks.stacked.linear.weight
     assert weight.addressable_data(0).shape == (1, 8, 8)
@@ -180,6 +169,15 @@ def test_blocks_that_differ_cannot_be_stacked():
         Stack(shapes)
 
 
+class Plain(eqx.Module):
+    """Adds 1."""
+
+    weight: jax.Array
+
+    def __call__(self, x, key=None):
+        return x + self.weight
+
+
 class Trains(eqx.Module):
     """Adds 1 in training, else 0."""
 
@@ -197,33 +195,21 @@ class OfTrains(eqx.Module):
         return self.blocks(x, key=key, training=training)
 
 
+MODELS = {
+    "plain": lambda: (Stack([Plain(jnp.ones(8))] * 4), {"remat": "stacked"}),
+    "trains": lambda: (OfTrains(Stack([Trains(jnp.ones(8))] * 4)), {}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
     "strategy", [SingleDevice(), Pipeline(4, 2), FSDP(min_size=1)], ids=repr
 )
-def test_blocks_are_not_told_what_they_do_not_name(strategy):
-    class Plain(eqx.Module):
-        weight: jax.Array
-
-        def __call__(self, x, key=None):
-            return x + self.weight
-
-    trainer = Trainer(
-        Stack([Plain(jnp.ones(8))] * 4), loss=lambda p, y: p.mean(-1),
-        strategy=strategy, remat="stacked", enable_progress_bar=False,
-    )  # fmt: skip
+def test_blocks_are_told_whether_they_train_where_they_name_it(strategy, name):
+    model, options = MODELS[name]()
+    options |= {"loss": lambda p, y: p.mean(-1), "strategy": strategy}
+    trainer = quiet(model, **options)
     data = [(np.zeros((16, 8), np.float32), np.zeros(16))]
     assert trainer.fit(data)["loss"] == [4.0]
-
-
-@pytest.mark.parametrize(
-    "strategy", [SingleDevice(), Pipeline(4, 2), FSDP(min_size=1)], ids=repr
-)
-def test_blocks_are_told_whether_they_train(strategy):
-    model = OfTrains(Stack([Trains(jnp.ones(8))] * 4))
-    trainer = Trainer(
-        model, loss=lambda p, y: p.mean(-1), strategy=strategy,
-        enable_progress_bar=False,
-    )  # fmt: skip
-    data = [(np.zeros((16, 8), np.float32), np.zeros(16))]
-    assert trainer.fit(data)["loss"] == [4.0]
-    assert trainer.validate(data)["val_loss"] == 0
+    if name == "trains":
+        assert trainer.validate(data)["val_loss"] == 0

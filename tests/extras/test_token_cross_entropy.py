@@ -10,8 +10,9 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from toys import quiet
 
-from jaxdp import FSDP, Pmap, Sharded, SingleDevice, Stack, Trainer, per_example
+from jaxdp import FSDP, Pmap, Sharded, SingleDevice, Stack, per_example
 from jaxdp.losses import token_cross_entropy
 
 BATCH, TOKENS, WIDTH, VOCABULARY = 4, 24, 8, 50
@@ -236,13 +237,12 @@ def losses(loss_fn, strategy, precision="32-true"):
     rng = np.random.default_rng(0)
     rows = rng.integers(0, VOCABULARY, (18, 12)).astype(np.int32)
     data = [(rows[:8, :-1], rows[:8, 1:]), (rows[8:, :-1], rows[8:, 1:])]
-    trainer = Trainer(
+    trainer = quiet(
         Model(jax.random.key(0)),
         optax.adam(1e-2),
         loss_fn=loss_fn,
         strategy=strategy(),
         precision=precision,
-        enable_progress_bar=False,
     )
     return trainer.fit(data, max_epochs=3)["loss"]
 

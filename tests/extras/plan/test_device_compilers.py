@@ -88,18 +88,6 @@ def test_a_tpu_compiler_that_does_not_start_is_told_from_a_wrong_slice(monkeypat
         make_topology_devices("v5e-16")
 
 
-def test_variables_are_set_for_as_long_and_only_where_the_user_has_none(monkeypatch):
-    monkeypatch.setenv("JAXDP_TEST_HIS", "his")
-    monkeypatch.delenv("JAXDP_TEST_OURS", raising=False)
-    before = dict(os.environ)
-    with pytest.raises(KeyError):
-        with planner._set_variables(JAXDP_TEST_HIS="1", JAXDP_TEST_OURS="2"):
-            assert os.environ["JAXDP_TEST_HIS"] == "his"
-            assert os.environ["JAXDP_TEST_OURS"] == "2"
-            raise KeyError
-    assert dict(os.environ) == before
-
-
 USED = """
 import os, sys
 import jax, jax.numpy as jnp

@@ -45,62 +45,49 @@ def f32(*shape):
     return np.zeros(shape, np.float32)
 
 
-@pytest.mark.parametrize(
-    ("axes", "size"), [("data", 4), ("model", 2), (("data", "model"), 8)]
-)
-def test_an_all_reduce_is_found_with_its_axes(axes, size):
-    (found,) = read(lambda x: lax.psum(x, axes), f32(10, 7)).collectives
-    assert found.kind == "all-reduce"
-    assert found.dtype == "float32"
-    assert found.operand_bytes == found.result_bytes == 280
-    assert found.group_size == size
-    assert found.axes(MESH_SHAPE) == ((axes,) if isinstance(axes, str) else axes)
-    assert found.times == 1
-    assert found.path.endswith("/psum")
-    assert found.wire_bytes == 2 * (size - 1) / size * 280
-
-
-def test_an_all_gather_is_found():
-    (found,) = read(
-        lambda x: lax.all_gather(x, "data", axis=0, tiled=True), f32(3, 5)
-    ).collectives
-    assert found.kind == "all-gather"
-    assert (found.operand_bytes, found.result_bytes) == (60, 240)
-    assert found.axes(MESH_SHAPE) == ("data",)
-    assert found.wire_bytes == 3 / 4 * 240
-
-
-def test_a_reduce_scatter_is_found():
-    (found,) = read(
+RING = [(place, (place + 1) % 4) for place in range(4)]
+BOTH = "data", "model"
+FOUND = {
+    "all-reduce data": (lambda x: lax.psum(x, "data"), ("data",), 280, 1.5 * 280),
+    "all-reduce model": (lambda x: lax.psum(x, "model"), ("model",), 280, 280),
+    "all-reduce both": (lambda x: lax.psum(x, BOTH), BOTH, 280, 7 / 4 * 280),
+    "all-gather": (
+        lambda x: lax.all_gather(x, "data", axis=0, tiled=True),
+        ("data",),
+        4 * 280,
+        3 * 280,
+    ),
+    "reduce-scatter": (
         lambda x: lax.psum_scatter(x, "model", scatter_dimension=0, tiled=True),
-        f32(8, 5),
-    ).collectives
-    assert found.kind == "reduce-scatter"
-    assert (found.operand_bytes, found.result_bytes) == (160, 80)
-    assert found.axes(MESH_SHAPE) == ("model",)
-    assert found.wire_bytes == 1 / 2 * 160
+        ("model",),
+        140,
+        140,
+    ),
+    "all-to-all": (
+        lambda x: lax.all_to_all(x, "model", 0, 0, tiled=True),
+        ("model",),
+        280,
+        140,
+    ),
+    "collective-permute": (
+        lambda x: lax.ppermute(x, "data", RING),
+        ("data",),
+        280,
+        280,
+    ),
+}
+"""By kind: what each device runs on 280 bytes, its axes, and bytes got and sent."""
 
 
-def test_an_all_to_all_is_found():
-    (found,) = read(
-        lambda x: lax.all_to_all(x, "data", 0, 0, tiled=True), f32(8, 5)
-    ).collectives
-    assert found.kind == "all-to-all"
-    assert found.operand_bytes == found.result_bytes == 160
-    assert found.axes(MESH_SHAPE) == ("data",)
-    assert found.wire_bytes == 3 / 4 * 160
-
-
-def test_a_permutation_is_found():
-    ring = [(i, (i + 1) % 4) for i in range(4)]
-    (found,) = read(lambda x: lax.ppermute(x, "data", ring), f32(8, 5)).collectives
-    assert found.kind == "collective-permute"
-    assert found.axes(MESH_SHAPE) == ("data",)
-    assert found.wire_bytes == 160
-
-
-def test_a_program_without_collectives_has_none():
-    assert read(lambda x: x + 1, f32(4)).collectives == ()
+@pytest.mark.parametrize("name", FOUND)
+def test_a_collective_is_found_with_its_axes_and_bytes(name):
+    function, axes, received, sent = FOUND[name]
+    (found,) = read(function, f32(10, 7)).collectives
+    assert (found.kind, found.dtype) == (name.split()[0], "float32")
+    assert (found.operand_bytes, found.result_bytes) == (280, received)
+    assert found.axes(MESH_SHAPE) == axes
+    assert (found.times, found.wire_bytes) == (1, sent)
+    assert name != "all-gather" or found.path.endswith("/all_gather")
 
 
 def test_combined_operands_are_kept_apart():

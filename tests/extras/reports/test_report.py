@@ -128,21 +128,14 @@ def test_terminal_page_and_comparison_count_throughput_in_one_way(tmp_path, caps
     assert rows["time: checkpoints"] == f"{found['checkpoints']:.1%}"
 
 
-def test_tables_without_seconds_have_no_throughput_of_the_run(tmp_path):
-    table = "epoch,step,loss,throughput/examples_per_s\n0,1,0.5,7000\n0,2,0.4,6000\n"
-    (tmp_path / "metrics.csv").write_text(table)
-    run = read_run(tmp_path)
-    assert summarize_throughput(run) == {}
-    assert list(make_throughput_charts(run)) == ["examples/s"]
-    assert " examples/s " in Page(write_report(run, tmp_path / "a.html")).text
-
-
-def test_a_trainer_without_a_table_reports_its_epochs(tmp_path):
-    trainer = mlp_trainer()
-    history = trainer.fit(batches(8, 8), batches(8), max_epochs=2)
-    trainer.report(tmp_path / "deep" / "page.html")
+def test_a_trainer_without_a_table_reports_its_epochs_and_a_plan(tmp_path):
+    trainer, data = mlp_trainer(), batches(8, 8)
+    history = trainer.fit(data, batches(8), max_epochs=2)
+    plan = trainer.plan(data)
+    trainer.report(tmp_path / "deep" / "page.html", plan=plan)
     page = Page(tmp_path / "deep" / "page.html")
     assert " epoch " in page.text and f" {history['loss'][1]:.4g} " in page.text
+    assert f"<pre>{escape(str(plan))}</pre>" in page.source
 
 
 def test_texts_cannot_break_the_page(tmp_path):
@@ -157,12 +150,15 @@ def test_texts_cannot_break_the_page(tmp_path):
         assert page.text.count("alert('x')") >= 3
 
 
-def test_numbers_are_written_in_short():
+def test_numbers_and_times_are_written_in_short():
     values = (0.001, 12, 4869, 13130, 4.2e6, 1e-7, 0, float("nan"))
     texts = ["0.001", "12", "4.869 k", "13.13 k", "4.2 M", "1e-07", "0", "-"]
     assert [format_number(value) for value in values] == texts
     shares = {0.4321: "43.2%", 0.000259: "0.0259%", float("nan"): "-"}
     assert [format_percent(share) for share in shares] == [*shares.values()]
+    told = {0.0123: "12.3 ms", 3.2: "3.2 s", 59.7: "1 min 0 s", 125: "2 min 5 s"}
+    assert {each: format_seconds(each) for each in told} == told
+    assert format_seconds(2 * 3600 + 125) == "2 h 2 min"
 
 
 def test_runs_are_compared(tmp_path):
@@ -201,20 +197,31 @@ def test_runs_are_named_by_what_tells_them_apart(tmp_path, monkeypatch):
     assert twice == ["", "runs/a", "runs/a"]
 
 
+SPEEDS = "epoch,step,loss,throughput/examples_per_s\n0,1,0.5,7000\n0,2,0.5,6000\n"
+SHORT = "epoch,step,loss\n0,1,0.5\n0,2,\n"
+LITTLE = {"hyperparameters": {"parameters": "many"}, "hardware": {"cpu": 1}}
+
+
+@pytest.mark.parametrize(("table", "record"), [(SPEEDS, {}), (SHORT, LITTLE)])
+def test_runs_that_lack_something_are_shown(tmp_path, table, record):
+    (tmp_path / "metrics.csv").write_text(table)
+    if record:
+        (tmp_path / "metrics.json").write_text(json.dumps(record))
+    run = read_run(tmp_path)
+    assert run.columns["loss"][0] == (1.0, 0.5) and run.record == record
+    assert summarize_throughput(run) == {}
+    speeds = ["examples/s"] if table == SPEEDS else []
+    assert list(make_throughput_charts(run)) == speeds
+    page = Page(write_report(run, tmp_path / "page.html"))
+    assert (" examples/s " in page.text) == bool(speeds)
+
+
 def test_what_is_no_run_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="is not a run: a run is a folder"):
         read_run(tmp_path)
-    (tmp_path / "sub").mkdir()
-    (tmp_path / "sub" / "metrics.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "metrics.csv").write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match="no columns `epoch` and `step`"):
-        read_run(tmp_path / "sub")
-
-
-def test_a_table_that_is_being_written_can_be_read(tmp_path):
-    (tmp_path / "metrics.csv").write_text("epoch,step,loss\n0,1,0.5\n0,2,\n")
-    run = read_run(tmp_path)
-    assert run.columns["loss"] == [(1.0, 0.5)] and run.record == {}
-    write_report(run, tmp_path / "report.html")
+        read_run(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -227,29 +234,8 @@ def test_a_table_that_is_being_written_can_be_read(tmp_path):
     ],
 )
 def test_a_record_that_is_none_is_named(tmp_path, record, told):
-    (tmp_path / "metrics.csv").write_text("epoch,step,loss\n0,1,2.0\n")
+    (tmp_path / "metrics.csv").write_text(SHORT)
     with (tmp_path / "metrics.json").open("w") as file:
         file.truncate(2**40) if record is None else file.write(record)
     with pytest.raises(ValueError, match=f"metrics.json` is not what.*{told}"):
         read_run(tmp_path)
-
-
-def test_records_that_say_little_are_shown(tmp_path):
-    (tmp_path / "metrics.csv").write_text("epoch,step,loss\n0,1,2.0\n")
-    record = {"hyperparameters": {"parameters": "many"}, "hardware": {"cpu": 1}}
-    (tmp_path / "metrics.json").write_text(json.dumps(record))
-    assert write_report(read_run(tmp_path), tmp_path / "page.html").exists()
-
-
-def test_times_read_as_people_write_them():
-    told = {0.0123: "12.3 ms", 3.2: "3.2 s", 59.7: "1 min 0 s", 125: "2 min 5 s"}
-    assert {each: format_seconds(each) for each in told} == told
-    assert format_seconds(2 * 3600 + 125) == "2 h 2 min"
-
-
-def test_a_report_shows_the_plan_that_it_is_given(tmp_path):
-    trainer, data = mlp_trainer(), batches(8, 8)
-    trainer.fit(data)
-    plan = trainer.plan(data)
-    page = Path(trainer.report(tmp_path, plan=plan)).read_text()
-    assert f"<pre>{escape(str(plan))}</pre>" in page
