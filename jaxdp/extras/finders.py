@@ -15,12 +15,11 @@ import numpy as np
 import optax
 
 from ..basics.arguments import check_count, checks_arguments
+from ..basics.console import log_info
 from ..basics.figures import Curve, draw
 from ..basics.files import save_figure
-from ..callbacks import Callback
 from ..callbacks.learning_rate_monitor import is_rate
 from ..data.random_states import find_torch_generators, get_states, set_states
-from ..engine import StepOptions
 from ..engine.hyperparams import find_hyperparams
 from ..fit import checks
 from ..trainer import Trainer
@@ -30,9 +29,6 @@ if TYPE_CHECKING:
 
 _SMOOTHING: Final = 0.98
 """The factor of the exponential mean of losses, as in Lightning."""
-
-_LOST: Final = 5
-"""Losses in a row that are not finite, after which there is nothing to find."""
 
 
 class LRFinder:
@@ -103,12 +99,9 @@ class LRFinder:
         return figure
 
     def _smooth_losses(self) -> list[float]:
-        """Exponential means of the losses; NaN where one is not finite."""
+        """Exponential means of the losses."""
         total, weight, means = 0.0, 0.0, []
         for loss in self.results["loss"]:
-            if not math.isfinite(loss):
-                means.append(math.nan)
-                continue
             total = _SMOOTHING * total + (1 - _SMOOTHING) * loss
             weight = _SMOOTHING * weight + (1 - _SMOOTHING)
             means.append(total / weight)
@@ -136,7 +129,7 @@ def lr_find(
 
     The steps are taken by a copy of the trainer, from the weights that it has now and a
     fresh optimizer: the trainer, its history and its callbacks stay as they are, and so
-    do generators of a torch loader. Updates that are not finite are left out.
+    do generators of a torch loader.
 
     Args:
         trainer: with the model, loss, strategy and so on to try.
@@ -146,8 +139,8 @@ def lr_find(
         num_training: how many steps.
         mode: "exponential" or "linear" growth.
         early_stop_threshold: stops when the smoothed loss (over some 50 steps) is this
-            many times the best one, or after five losses in a row that are not finite;
-            None never stops.
+            many times the best one; None does not. A loss that is not finite is the
+            last one in any case.
         optimizer: a function from a rate to an optimizer, such as `optax.adam`. By
             default the trainer's own optimizer is used, which must be made by
             `optax.inject_hyperparams`. (Updates must be proportional to the rate, as
@@ -176,7 +169,7 @@ def lr_find(
     steps = itertools.chain.from_iterable(epochs)
     losses: list[float] = []
     finder = LRFinder(rates, losses)
-    best, lost = math.inf, 0
+    best = math.inf
     with contextlib.ExitStack() as stack:
         # A torch loader's generators end as they were.
         generators = find_torch_generators(train_loader)
@@ -187,23 +180,17 @@ def lr_find(
                 break  # an empty loader
             # waits for the device: the next step may be the last
             losses.append(float(metrics["loss"]))
+            if not math.isfinite(losses[-1]):
+                log_info(f"`lr_find` ends at a rate of {rate:.3g}: {losses[-1]} loss")
+                break
             smoothed = finder._smooth_losses()[-1]
-            lost = lost + 1 if math.isnan(smoothed) else 0
-            best = min(best, smoothed) if not lost else best
-            if early_stop_threshold is None:
+            best = min(best, smoothed)
+            if early_stop_threshold is None or len(losses) <= 10:
                 continue
-            limit = best + (early_stop_threshold - 1) * abs(best)
-            if lost == _LOST or len(losses) > 10 and smoothed > limit:
+            if smoothed > best + (early_stop_threshold - 1) * abs(best):
                 break
     finder.results["lr"] = rates[: len(losses)]
     return finder
-
-
-class _Unspoilt(Callback):
-    """Leaves out updates that are not finite, after which all losses were NaN."""
-
-    def step_options(self, options: StepOptions) -> StepOptions:
-        return options._replace(skip_nonfinite=True)
 
 
 def _make_twin(trainer: Trainer, optimizer: Callable[[float], Any] | None) -> Trainer:
@@ -213,7 +200,7 @@ def _make_twin(trainer: Trainer, optimizer: Callable[[float], Any] | None) -> Tr
     changed = {
         "model": model,
         "state": trainer.model_state,
-        "callbacks": (_Unspoilt(),),
+        "callbacks": (),
         "enable_progress_bar": False,
         "steps_per_execution": 1,
     }

@@ -151,17 +151,11 @@ class SequenceParallel(FSDP):
         tokens, parts = max(lengths.values()), self.mesh.shape[SEQ]
         if tokens % parts:
             longest = ", ".join(name for name in lengths if lengths[name] == tokens)
-            remedy = f"Cut or pad rows to a multiple of {parts}."
-            if tokens % parts == 1:
-                remedy = (
-                    f"If a loss shifts rows of {tokens - 1} + 1 tokens, shift in the"
-                    " data set: x, y = tokens[:-1], tokens[1:]. Else cut or pad rows to"
-                    f" a multiple of {parts}."
-                )
             raise ValueError(
                 f"`strategy`: {self!r} splits axis 1 of {longest}, {tokens} tokens,"
-                f" over the {parts} devices of {SEQ!r}, which do not divide them."
-                f" {remedy}"
+                f" over the {parts} devices of {SEQ!r}, which do not divide them. Cut"
+                f" or pad rows to a multiple of {parts}; where a loss shifts tokens,"
+                " shift them in the data set: x, y = tokens[:-1], tokens[1:]."
             )
         return tokens
 
