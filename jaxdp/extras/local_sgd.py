@@ -5,7 +5,7 @@ and the states of their optimizers, are in the optimizer's state; each leaf has 
 leading axis of replicas.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import equinox as eqx
@@ -88,9 +88,6 @@ class LocalSGD(Sharded):
       optimizer give the numbers of `Sharded`, even with ragged batches.
     - What is written for a batch, such as a `loss_fn`, is given a replica's rows.
     - A run resumes on the number of replicas that it was saved with.
-    - `after_update` changes each replica after a step of its own, and after an outer
-      step the outer weights, which all continue from; arrays that are not trained must
-      stay as they are.
     - Gradients are clipped in each replica; hooks of the step see the mean gradient.
     - `WeightAveraging` averages the outer weights, step by step.
 
@@ -122,6 +119,14 @@ class LocalSGD(Sharded):
         super().__init__(devices)
         self.every = int(every)
         self.outer = outer
+
+    def check(self, arguments: Mapping[str, Any]) -> None:
+        if arguments["after_update"] is not None:
+            raise ValueError(
+                "`after_update`: LocalSGD trains a replica on each device, and joins"
+                " them in outer steps, so there is no one model to change. Leave it"
+                " out, or take another strategy."
+            )
 
     def wrap_optimizer(
         self, optimizer: optax.GradientTransformation
@@ -220,39 +225,6 @@ class _ReplicaCollectives(ShardMapCollectives):
 
     def mean_gradients(self, gradients: PyTree) -> PyTree:
         return jax.tree.map(lambda leaf: leaf.mean(0), gradients)
-
-    def after_update(self, change: Callable[..., Any], state: Any, key: Any) -> Any:
-        """Changes the outer weights after an outer step, else each replica's."""
-        (local,) = find_nodes(LocalSGDState, state.opt_state)
-
-        def replace_attributes(params: PyTree, key: Any) -> PyTree:
-            new, buffers = change(params, state.buffers, key)
-            pairs = zip(*map(jax.tree.leaves, (state.buffers, buffers)), strict=True)
-            if any(old is not new for old, new in pairs):
-                raise ValueError(
-                    "`after_update` changes arrays that are not trained, and the"
-                    " replicas of LocalSGD share those. Leave them as they are, or take"
-                    " another strategy."
-                )
-            return new
-
-        has_met = local.count % self.every == 0
-        keys = jax.random.split(key, self.mesh.shape[DATA])
-        replicas = jax.vmap(replace_attributes)(local.replicas, keys)
-        outer = jax.tree.map(
-            lambda new, old: jnp.where(has_met, new, old),
-            replace_attributes(state.params, key),
-            state.params,
-        )
-        replicas = jax.tree.map(
-            lambda own, all_: jnp.where(has_met, all_[None], own), replicas, outer
-        )
-
-        def set_replicas(local: LocalSGDState) -> LocalSGDState:
-            return local._replace(replicas=replicas)
-
-        opt_state = map_nodes(LocalSGDState, set_replicas, state.opt_state)
-        return state._replace(params=outer, opt_state=opt_state)
 
     def over_rows(
         self, function: OnRows, inputs: Any, groups: Sequence[Group], results: Results

@@ -51,11 +51,6 @@ class Collectives:
         """Returns gradients of `over_rows` in the parameters' shapes, for hooks."""
         return gradients
 
-    def after_update(self, change: Callable[..., Any], state: Any, key: Any) -> Any:
-        """Returns a `TrainState` with weights of `change(params, buffers, key)`."""
-        params, buffers = change(state.params, state.buffers, key)
-        return state._replace(params=params, buffers=buffers)
-
     def arrange(self, model: PyTree) -> PyTree:
         """Returns the model to call in this step: the same function of a row."""
         return model

@@ -212,7 +212,7 @@ class Steps(NamedTuple):
         )
 
         with jax.named_scope("update"):
-            new = self._change_weights(collectives, state, new)
+            new = self._change_weights(state, new)
 
         mean_grads = collectives.mean_gradients(grads)
         inside = run_step_hooks(self.inside, (mean_grads, updates, new), summed.facts)
@@ -223,17 +223,12 @@ class Steps(NamedTuple):
             inside = add_values(inside, named, summed.facts)
         return new, Metrics(summed.facts, means, inside)
 
-    def _change_weights(
-        self, collectives: Collectives, old: TrainState, new: TrainState
-    ) -> TrainState:
+    def _change_weights(self, old: TrainState, new: TrainState) -> TrainState:
         """Applies the user's `after_update`, then `after_step` of callbacks."""
         if (change := self.after_update) is not None:
-
-            def change_weights(params: PyTree, buffers: PyTree, key: Any) -> Any:
-                return change(params, buffers, key, new.step)
-
             key = key_after_update(old.key, old.step)
-            new = collectives.after_update(change_weights, new, key)
+            params, buffers = change(new.params, new.buffers, key, new.step)
+            new = new._replace(params=params, buffers=buffers)
         for keep in self.after_step:
             new = keep(new)
         return new

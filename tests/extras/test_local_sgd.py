@@ -275,6 +275,11 @@ def test_an_average_is_of_the_outer_weights():
 # --- refusals -----------------------------------------------------------------------
 
 
+def test_after_update_is_refused():
+    with pytest.raises(ValueError, match="`after_update`: LocalSGD trains a replica"):
+        make_small(strategy=LocalSGD(2), after_update=lambda model: model)
+
+
 def test_it_is_not_compared_with_strategies_whose_state_has_no_replicas():
     with pytest.raises(ValueError, match="needs a state with its replicas"):
         make_small().compare(DATA, LocalSGD(2), steps=1)

@@ -12,7 +12,6 @@ from jaxdp import (
     FSDP,
     Bitwise,
     Callback,
-    LocalSGD,
     Members,
     Part,
     Pipeline,
@@ -197,45 +196,6 @@ def trained_only(model):
     return eqx.tree_at(
         lambda m: m.first.weight, model, jnp.clip(model.first.weight, -0.2, 0.2)
     )
-
-
-@pytest.mark.parametrize("every", [1, 2])
-def test_replicas_of_local_sgd_are_changed_each_and_after_they_meet(every):
-    data, start = batches(16, 16, 16), Mlp(jax.random.key(0), rate=0.0)
-    trainer = quiet(
-        start, optax.sgd(0.5), loss="cross_entropy", after_update=trained_only,
-        strategy=LocalSGD(every, outer=optax.sgd(2.0), devices=4),
-    )  # fmt: skip
-    trainer.fit(data, max_epochs=1)
-
-    outer, replicas = start, [start] * 4
-    for step, (x, y) in enumerate(data, 1):
-        shares = zip(np.split(x, 4), np.split(y, 4), strict=True)
-        for number, (own_x, own_y) in enumerate(shares):
-            model = replicas[number]
-            grads = eqx.filter_grad(cross_entropy)(model, own_x, own_y)
-            down = jax.tree.map(lambda g: -0.5 * g, grads)
-            replicas[number] = eqx.apply_updates(model, down)
-        if step % every == 0:
-            params = [eqx.filter(each, eqx.is_inexact_array) for each in replicas]
-            mean = jax.tree.map(lambda *each: sum(each) / 4, *params)
-            old = eqx.filter(outer, eqx.is_inexact_array)
-            change = jax.tree.map(lambda o, m: 2.0 * (m - o), old, mean)
-            outer = trained_only(eqx.apply_updates(outer, change))
-            replicas = [outer] * 4
-        else:
-            replicas = [trained_only(each) for each in replicas]
-    found = trainer.state
-    close(found.params, eqx.filter(outer, eqx.is_inexact_array))
-    first = np.stack([each.first.weight for each in replicas])
-    np.testing.assert_allclose(found.opt_state.replicas.first.weight, first, atol=2e-5)
-    assert abs(first).max() <= np.float32(0.2) < abs(start.first.weight).max()
-
-
-def test_replicas_share_what_is_not_trained():
-    model, trained = pair(jax.random.key(0))
-    with pytest.raises(ValueError, match="replicas of LocalSGD share"):
-        fit(model, LocalSGD(2, devices=4), filter_spec=trained)
 
 
 @pytest.mark.parametrize("strategy", [SingleDevice(), Members(2)], ids=repr)

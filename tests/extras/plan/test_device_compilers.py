@@ -43,14 +43,17 @@ def cuda_plugin(monkeypatch):
     return plugin
 
 
+@pytest.mark.parametrize("own", [None, "0"])
 def test_a_gpu_compiler_that_refused_is_registered_without_its_check(
-    cuda_plugin, monkeypatch
+    cuda_plugin, monkeypatch, own
 ):
     monkeypatch.delenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", raising=False)
+    if own is not None:  # a variable of the user stays as it is
+        monkeypatch.setenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", own)
     before = dict(os.environ)
     assert planner.make_gpu_devices("h100x8", "", "1x1x8") == ("1x1x8",)
     assert planner.make_gpu_devices("h100x16", "", "1x2x8") == ("1x2x8",)
-    assert cuda_plugin.seen == ["1"]
+    assert cuda_plugin.seen == [own or "1"]
     assert dict(os.environ) == before
 
 

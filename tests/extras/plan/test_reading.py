@@ -137,6 +137,7 @@ def test_what_is_not_donated_costs_a_second_state():
     assert kept.memory.results == donated.memory.results
     assert not any(leaf.overwritten for leaf in kept.leaves)
     assert "memory of two states" in str(kept)
+    assert kept.bounds[2].ratio == 1
     assert kept.not_overwritten == donated.not_overwritten == ()
 
 
