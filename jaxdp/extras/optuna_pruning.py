@@ -46,7 +46,7 @@ class OptunaPruning(MonitorCallback):
                 "`trial` is of a study with several objectives, which Optuna does not"
                 " prune. Leave OptunaPruning out."
             )
-        self.trial = trial
+        self.trial: Any = trial
         self._reports = 0
 
     def check(self, trainer: Trainer, values: Mapping[str, float]) -> None:
