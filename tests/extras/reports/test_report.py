@@ -227,15 +227,13 @@ def test_what_is_no_run_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("record", "told"),
     [
-        ("[" * 600_000, "nested too deep"),
         ("[]", "must be an object"),
         ('{"hyperparameters": "x"}', "`record.hyperparameters` is 'x'"),
-        (None, "1,099,511,627,776 bytes"),
+        ("[", "Expecting value"),
     ],
 )
 def test_a_record_that_is_none_is_named(tmp_path, record, told):
     (tmp_path / "metrics.csv").write_text(SHORT)
-    with (tmp_path / "metrics.json").open("w") as file:
-        file.truncate(2**40) if record is None else file.write(record)
+    (tmp_path / "metrics.json").write_text(record)
     with pytest.raises(ValueError, match=f"metrics.json` is not what.*{told}"):
         read_run(tmp_path)
