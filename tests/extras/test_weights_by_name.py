@@ -166,30 +166,42 @@ def test_a_resnet_of_torch_gives_the_same_here_and_comes_back(tmp_path):
     names["stem.bias"] = "conv1.bias", ("expand", 1, 2)
     ignore = "**.num_batches_tracked"
     make = eqx.nn.make_with_state(Resnet)
-    shapes, state = eqx.filter_eval_shape(make, jax.random.key(0))
-    model, state = jaxdp.load_weights(path, shapes, names, state=state, ignore=ignore)
-    infer, expected = eqx.nn.inference_mode(model), expected.detach().numpy()
-    found = jax.vmap(lambda x: infer(x, state)[0], axis_name="batch")(x.numpy())
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+    like, of_shapes = eqx.filter_eval_shape(make, jax.random.key(0))
+    model, state = jaxdp.load_weights(path, like, names, state=of_shapes, ignore=ignore)
+    inputs, expected = x.numpy(), expected.detach().numpy()
+
+    def check_outputs(model, state, expected):
+        infer = eqx.nn.inference_mode(model)
+        found = jax.vmap(lambda x: infer(x, state)[0], axis_name="batch")(inputs)
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+
+    check_outputs(model, state, expected)
     out = tmp_path / "out.safetensors"
     jaxdp.save_weights(model, out, names, state=state)
     for name, tensor in load_file(out).items():
         np.testing.assert_array_equal(tensor, tensors[name])
 
     # Training goes on from the statistics, and does not begin them again.
+    data = [(inputs, np.zeros(7, np.int32))]
     trainer = quiet(model, optax.sgd(0.0), state=state)
-    trainer.fit([(x.numpy(), np.zeros(7, np.int32))])
+    trainer.fit(data)
     jaxdp.save_weights(trainer.model, out, names, state=trainer.model_state)
-    means = [name for name in tensors if name.endswith("running_mean")]
-    for name in means:
+    for name in (name for name in tensors if name.endswith("running_mean")):
         assert 0 < np.abs(load_file(out)[name] - tensors[name]).max() < 0.1
 
     # A trainer gets them into its own state.
-    model, state = make(jax.random.key(1))
-    untrained = quiet(model, optax.sgd(0.0), state=state)
+    fresh, state = make(jax.random.key(1))
+    untrained = quiet(fresh, optax.sgd(0.0), state=state)
     assert jaxdp.load_weights(path, untrained, names, ignore=ignore) is None
-    found = jax.vmap(untrained.inference_model())(x.numpy())
+    found = jax.vmap(untrained.inference_model())(inputs)
     np.testing.assert_allclose(found, expected, atol=1e-5)
+
+    # Those of few steps are saved as inference corrects them.
+    young = quiet(model, optax.sgd(0.0), state=make(jax.random.key(1))[1])
+    young.fit(data)
+    jaxdp.save_weights(young.model, out, names, state=young.model_state)
+    model, state = jaxdp.load_weights(out, like, names, state=of_shapes)
+    check_outputs(model, state, jax.vmap(young.inference_model())(inputs))
 
 
 @pytest.mark.parametrize("made_of", ["arrays", "shapes"])
@@ -375,6 +387,8 @@ def test_a_pattern_to_ignore_must_match(tmp_path):
     ignore = ["h.*.attn.bias", "*.inv_freq"]
     with pytest.raises(ValueError, match=r"`ignore`: '\*.inv_freq' matches no tensor"):
         jaxdp.load_weights(path, Decoder(), GPT2_NAMES, ignore=ignore)
+    with pytest.raises(ValueError, match=r"no leaf takes.*\n    h\.\*\.attn\.bias"):
+        jaxdp.load_weights(path, Decoder(), GPT2_NAMES)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", jnp.bfloat16])
