@@ -47,8 +47,6 @@ class StepAnalysis:
         self.branch_every = strategy.every if isinstance(strategy, LocalSGD) else 1
 
         # What it was compiled for.
-        self.written_for_example: bool = engine.pure.is_per_example("train")
-        self.has_state: bool = engine.pure.has_state
         self.steps: int = runs.steps
         self.rows = runs.rows // runs.steps
         self.micro_batches = runs.micro_batches // runs.steps
@@ -201,22 +199,6 @@ class StepAnalysis:
                 memory.results - memory.overwritten,
             ),
         )
-
-    def compare_with_per_example(self) -> tuple[float, float] | None:
-        """Returns the bytes sent per step, and those with a loss for one example.
-
-        None if that would save less than a tenth, or is not known.
-        """
-        is_apart = self.written_for_example or {*self.mesh} != {*self.batch_axes}
-        if is_apart or self.has_state or self.branch_every > 1:
-            return None
-        ring = (self.num_shards - 1) / self.num_shards
-        least = 0.0
-        for leaf in self.params:
-            passes = 3 * self.micro_batches if leaf.path in self.gathered else 2
-            least += passes * ring * self._count_gathered_bytes(leaf)
-        sent = sum(item.wire_bytes for item in self.traffic)
-        return (sent, least) if least < 0.9 * sent else None
 
     def _find_gathered_in_calls(self, state: Any, strategy: Any) -> frozenset[str]:
         """Finds the parameters that modules gather when they are called.
@@ -429,12 +411,6 @@ def list_notes(
             " and TPU compilers fuse more, and turn an all-reduce of which a part"
             " is used into a reduce-scatter, which the CPU compiler never does:"
             " plan with `topology`"
-        )
-    if (saved := reading.compare_with_per_example()) is not None:
-        sent, least = map(format_bytes, saved)
-        indicative.append(
-            f"the loss is written for a batch, and XLA sends {sent} for it. If it is"
-            f" a mean over examples, jaxdp.per_example(fn) sends about {least}"
         )
     if any(leaf.on_host for leaf in reading.leaves):
         unknown.append("the time to move optimizer state between host and device")
