@@ -60,6 +60,7 @@ def test_a_gpu_compiler_that_refused_is_registered_without_its_check(
 def test_a_gpu_compiler_that_jax_has_registered_is_taken_as_it_is(cuda_plugin):
     cuda_plugin.registered = True
     assert planner.make_gpu_devices("h100x8", "", "1x1x8") == ("1x1x8",)
+    assert make_topology_devices("h100x12").devices == ("1x3x4",)  # three nodes of 4
     assert cuda_plugin.seen == []
 
 
