@@ -413,8 +413,8 @@ def of_pairs(values_of):
     """A loss over batches of x and a mask, in which other rows are infinite."""
 
     def loss_fn(model, x, real):
-        values = values_of(model, x, real)
-        return (values, real), {"same": (values, real)}
+        pair = values_of(model, x, real), jnp.where(real, 2.0, 0.0)
+        return pair, {"same": pair}
 
     return loss_fn
 
