@@ -6,7 +6,7 @@ import hashlib
 import math
 import time
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
 import jax
@@ -256,7 +256,9 @@ class Step:
             *function, donate=_DONATED[donate], rows=rows if dispatch.split else "whole"
         )
         if is_debugged:
-            program = Program(_convert_arguments(jitted), dispatch, groups, donate)
+            # The functions of users get JAX's arrays, also where jit is disabled.
+            run = lambda *args: jitted(*jax.tree.map(jnp.asarray, args))  # noqa: E731
+            program = Program(run, dispatch, groups, donate)
         else:
             with pause_gc():
                 traced = jitted.trace(*function.arguments)
@@ -425,11 +427,6 @@ def get_debug_settings() -> tuple[bool, bool]:
     """Returns whether JAX's jit is disabled, and whether JAX looks for NaN."""
     config: Any = jax.config
     return config.jax_disable_jit, config.jax_debug_nans or config.jax_debug_infs
-
-
-def _convert_arguments(jitted: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a step whose function gets JAX's arrays, also where jit is disabled."""
-    return lambda *args: jitted(*jax.tree.map(jnp.asarray, args))
 
 
 def count_padded_rows(groups: list[Group]) -> int:

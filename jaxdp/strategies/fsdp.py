@@ -129,9 +129,10 @@ class FSDPUnitStrategy(Sharded):
                 )
         else:
             paths = find_outermost_modules(model, self.gather, "gather")
-        stacked = {
-            name: _count_stacks_above(path, model) for name, path in paths.items()
-        }
+        stacked = {}
+        for name, path in paths.items():
+            above = [get_node(model, path[:length]) for length in range(len(path))]
+            stacked[name] = sum(isinstance(node, Stack) for node in above)
         return FSDPUnits(paths, stacked)
 
 
@@ -194,12 +195,6 @@ class FSDP(FSDPUnitStrategy, _AxisShardedStrategy):
     def param_spec(self, path: str, leaf: Array) -> PartitionSpec:
         # Along an axis within a block, so that each block is gathered by itself.
         return self._split(leaf, self.count_block_axes(path))
-
-
-def _count_stacks_above(path: tuple[Any, ...], model: PyTree) -> int:
-    """Returns the number of nested stacks that hold the node at `path`."""
-    nodes = (get_node(model, path[:length]) for length in range(len(path)))
-    return sum(isinstance(node, Stack) for node in nodes)
 
 
 def _make_group_mesh(devices: Devices, mesh: Mesh | None, groups: int) -> Mesh:
