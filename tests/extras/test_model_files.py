@@ -94,6 +94,18 @@ def test_a_scalar_leaf_comes_back_as_one(tmp_path):
     assert same(jaxdp.load_model(path, like=model), model)
 
 
+def test_wider_floats_take_narrower_ones_and_not_the_other_way(tmp_path):
+    pytest.importorskip("safetensors")
+    narrow, wide = {"w": jnp.ones(2, jnp.bfloat16) / 3}, {"w": jnp.zeros(2)}
+    path = jaxdp.save_model(tmp_path / "narrow.safetensors", narrow)
+    found = jaxdp.load_model(path, like=wide)
+    assert same(found, {"w": narrow["w"].astype(jnp.float32)})
+    for stored, like in (wide, narrow), ({"w": jnp.ones(2, jnp.int8)}, wide):
+        path = jaxdp.save_model(tmp_path / "other.safetensors", stored)
+        with pytest.raises(ValueError, match="w: the checkpoint has .*, the model "):
+            jaxdp.load_model(path, like=like)
+
+
 class Longer(eqx.Module):
     first: eqx.nn.Linear
     last: eqx.nn.Linear
