@@ -62,7 +62,6 @@ class Arrays:
         self.batch_size, self.seed = int(batch_size), int(seed)
         self.shuffle, self.drop_last = shuffle, drop_last
         self._columns, self.num_rows = _columns(tree)
-        _check_devices(self._columns)
         # The first row has the structure of the converted tree.
         columns = iter(self._columns)
         self._first = to_host(map_row_leaves(lambda _: next(columns)[:1], tree))
@@ -153,16 +152,6 @@ class ArraysSource(Source):
     @property
     def is_in_memory(self) -> bool:
         return True
-
-
-def _check_devices(columns: list[Any]) -> None:
-    """Raises unless one program can select rows of all arrays on devices."""
-    shardings = [each.sharding for each in columns if isinstance(each, jax.Array)]
-    if len({frozenset(sharding.device_set) for sharding in shardings}) > 1:
-        raise ValueError(
-            "`Arrays`: the arrays lie on different devices, and batches are taken where"
-            " they lie. Put all of them on the same, by jax.device_put."
-        )
 
 
 def _columns(tree: Any) -> tuple[list[Any], int]:

@@ -326,16 +326,9 @@ class IterableSource(Source):
         # An iterator yields its next batch only once, so this is its last one.
         return next(self.partition.split(iter([self._last_batch]), None))
 
-    def _add_notes(self, exception: Exception) -> None:
-        if self.seed is not None and isinstance(exception, TypeError | ValueError):
-            exception.add_note(
-                f"`{self.argument}` is a {type(self.loader).__name__}, each item of"
-                " which is taken as a batch; if it gives single examples, wrap it:"
-                " torch.utils.data.DataLoader(dataset, batch_size)."
-            )
-
     def _start(self, position: Position) -> Position:
-        if "own" in (position.state or {}):  # it leads to the start of the epoch
+        if self._state is not None and "own" in (position.state or {}):
+            # It leads to the start of the epoch.
             position = position._replace(num_yielded=None)
         return super()._start(position)
 

@@ -83,12 +83,6 @@ class _TorchSource(Source):
             is_broken and self.loader.num_workers
         ):
             exception.add_note(f"a worker of `{self.argument}` ended. {WORKER_RULES}")
-        if "jaxdp.step.whole" in str(exception):  # torch's collation got one
-            exception.add_note(
-                "A Whole is a part of a batch, not of one of its rows: leave it"
-                " out of the dataset's items, and add it in the loader's"
-                " `collate_fn`."
-            )
 
     def _find_generators(self) -> dict[str, Any]:
         return find_torch_generators(self.loader)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from ..basics.arguments import check_count
 from ..basics.console import log_info, warn
 from ..basics.tracebacks import TracebackFilter
 from ..callbacks.base import HOOKS, Hooks
@@ -15,7 +16,7 @@ from ..step import Metrics
 from . import evaluation, resume
 from .feed import Feed, add_batch_note
 from .lifecycle import attach_second_error, check_may_train, run_with_teardown
-from .progress import FitArguments, Limits, check_limit, resolve_limit
+from .progress import FitArguments, Limits, resolve_limit
 
 if TYPE_CHECKING:
     from jaxdp import Trainer
@@ -82,7 +83,7 @@ class FitLoop:
 
         # Debug options reduce the epochs, or the batches of an epoch.
         if not isinstance(arguments.fast_dev_run, bool):
-            check_limit("fast_dev_run", int(arguments.fast_dev_run))
+            check_count("fast_dev_run", int(arguments.fast_dev_run), minimum=0)
         if arguments.fast_dev_run:
             if self.progress.done:
                 self.progress.abandon_epoch()

@@ -382,31 +382,22 @@ def _min_known(*counts: int | None) -> int | None:
     return min((count for count in counts if count is not None), default=None)
 
 
-def check_limit(name: str, limit: Any) -> None:
-    """Raises unless `limit` is None, a number of batches or a fraction of them."""
-    if limit is None:
-        return
-    is_whole = isinstance(limit, int | np.integer) and not isinstance(limit, bool)
-    if not is_whole and not isinstance(limit, float | np.floating):
-        raise TypeError(
-            f"`{name}` must be an int (batches) or a float (share of them); got"
-            f" {limit!r} of type {type(limit).__name__}."
-        )
-    if is_whole:
-        check_count(name, limit, minimum=0, maximum=sys.maxsize, suffix=" batches")
-    if not is_whole and not 0 <= limit <= 1:
-        raise ValueError(f"`{name}` as a share must be from 0.0 to 1.0; got {limit}.")
-
-
 def resolve_limit(
     name: str, limit: int | float | None, available: int | None
 ) -> int | None:
     """Returns `limit` in batches, None for all; a float is a part of `available`."""
-    check_limit(name, limit)
     if limit is None or (isinstance(limit, float | np.floating) and limit == 1.0):
         return None
-    if not isinstance(limit, float | np.floating):
+    if isinstance(limit, int | np.integer) and not isinstance(limit, bool):
+        check_count(name, limit, minimum=0, maximum=sys.maxsize, suffix=" batches")
         return int(limit)
+    if not isinstance(limit, float | np.floating):
+        raise TypeError(
+            f"`{name}` must be an int (batches) or a float (share of them); got"
+            f" {limit!r} of type {type(limit).__name__}."
+        )
+    if not 0 <= limit <= 1:
+        raise ValueError(f"`{name}` as a share must be from 0.0 to 1.0; got {limit}.")
     if available is None:
         raise ValueError(
             f"`{name}`={limit} is a share of an epoch, and the length of the loader is"

@@ -112,7 +112,7 @@ def test_the_last_step_has_its_own_weights(tmp_path):
     (Unsized(), {"max_epochs": 2}, {}),
     (Unsized(), {}, {"steps_per_execution": 3}),
     (Unsized(), {}, {"accumulate_grad_batches": 4}),
-    (iter(DATA), {}, {}),
+    (iter(DATA), {"limit_train_batches": 6}, {}),
     (Unsized(repeat=True), {"limit_train_batches": 4}, {}),
     (Unsized(repeat=True), {"max_steps": 4}, {}),
     (DATA, {"max_steps": 4}, {}),

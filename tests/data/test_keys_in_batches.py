@@ -5,6 +5,7 @@ import numpy as np
 import optax
 import pytest
 from toys import Mlp, Recorder, batches
+from twins import check_twins
 
 from jaxdp import FSDP, Arrays, LocalSGD, Pmap, Sharded, SingleDevice, Trainer, Whole
 
@@ -64,14 +65,11 @@ LAYOUTS = {
 @pytest.mark.slow_but("jit", "pmap")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_keys_train_as_their_data(layout):
-    losses, val, _ = fit(keyed(), **LAYOUTS[layout]())
-    expected, of_val, _ = fit(keyed(typed=False), from_data(None), **LAYOUTS[layout]())
+    impl = "rbg" if layout == "jit" else None
+    losses, val, _ = fit(keyed(impl), **LAYOUTS[layout]())
+    data, loss_fn = keyed(impl, typed=False), from_data(impl)
+    expected, of_val, _ = fit(data, loss_fn, **LAYOUTS[layout]())
     assert losses == expected and val == of_val
-
-
-def test_keys_may_have_any_implementation():
-    losses, *_ = fit(keyed("rbg"))
-    assert losses == fit(keyed("rbg", typed=False), from_data("rbg"))[0]
 
 
 class Sees(Recorder):
@@ -84,32 +82,23 @@ class Sees(Recorder):
 
 
 def test_callbacks_get_keys_and_a_run_with_keys_resumes(tmp_path):
+    class Loader:
+        def __iter__(self):
+            return iter(keyed())
+
+    def trainer_of(callbacks):
+        return Trainer(
+            Mlp(jax.random.key(0)), optax.adam(0.05), loss_fn=loss_fn,
+            callbacks=callbacks, enable_progress_bar=False,
+        )  # fmt: skip
+
     sees = Sees()
-    whole, *_ = fit(keyed(), recorder=sees)
+    trainer_of([sees]).fit(Loader())
     *_, of_rows, of_all = sees.seen[1]
     *_, given_rows, given_all = keyed()[1]
     assert (of_rows == given_rows).all()
     assert of_all.array["of all"] == given_all.array["of all"]
-
-    def generator():
-        yield from keyed()
-
-    class Loader:
-        def __iter__(self):
-            return generator()
-
-    def trainer(recorder):
-        return Trainer(
-            Mlp(jax.random.key(0)), optax.adam(0.05), loss_fn=loss_fn,
-            callbacks=[recorder], enable_progress_bar=False,
-        )  # fmt: skip
-
-    first, second = Recorder(), Recorder()
-    stopped = trainer(first)
-    stopped.fit(Loader(), max_steps=3)
-    resumed = trainer(second)
-    resumed.fit(Loader(), max_epochs=2, ckpt_path=stopped.save(tmp_path / "saved"))
-    assert first.losses + second.losses == whole
+    check_twins(tmp_path, trainer_of, lambda t, **more: t.fit(Loader(), **more), {3})
 
 
 def test_a_model_may_use_a_key_of_its_row():
@@ -133,8 +122,8 @@ def test_arrays_may_contain_keys():
         assert (own == keys[5 * number :][:5]).all()
     data = [(x[i : i + 5], y[i : i + 5], keys[i : i + 5]) for i in (0, 5, 10, 15)]
 
-    def of_rows(model, x, y, own):
-        return losses_of(model, x, y, own, jax.random.key(0))
+    def of_rows(model, x, y, drawn):
+        return losses_of(model, x, y, drawn, jax.random.key(0))
 
     def val_loss(loader):
         trainer = Trainer(

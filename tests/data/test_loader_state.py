@@ -214,7 +214,7 @@ def numbered(items):
     return x[numbers], y[numbers]
 
 
-@pytest.mark.slow_cases("torch's-False", "torchdata's-True")
+@pytest.mark.slow_cases("torchdata's-False", "torchdata's-True")
 @pytest.mark.filterwarnings("ignore:.*set_vital")
 @pytest.mark.parametrize("shuffled", [False, True])
 @pytest.mark.parametrize("kind", ["torch's", "torchdata's"])

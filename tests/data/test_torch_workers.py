@@ -66,7 +66,8 @@ def test_batches_are_the_same_for_any_number_of_workers(workers, persistent):
         return epochs
 
     first, second = read(0)
-    assert (first[0][1] != second[0][1]).all()
+    for other in (second[0], first[1]):  # another epoch, another batch
+        assert (first[0][1] != other[1]).all()
     epochs = read(workers, persistent_workers=persistent)
     assert_same(first, epochs[0])
     assert_same(second, epochs[1])
@@ -74,14 +75,18 @@ def test_batches_are_the_same_for_any_number_of_workers(workers, persistent):
 
 @pytest.mark.parametrize("kind", ["DataLoader", "Arrays"])
 def test_tensors_may_be_sent_to_workers_while_they_are_read(kind):
-    """torch moves them to shared memory then."""
-    x = torch.arange(64.0)[:, None].repeat(1, 4096)  # batches are not read ahead
-    loader = DataLoader(TensorDataset(x), 16) if kind == "DataLoader" else Arrays(x)
+    """torch moves them to shared memory then: a view from before is of freed memory."""
+    x = torch.arange(64.0)[:, None].repeat(1, 4096)  # no batch is fetched ahead
+    loader = DataLoader(TensorDataset(x), 16)
+    if kind == "Arrays":
+        loader = Arrays(x, batch_size=16)
     batches = open_loader(loader, "loader", seed=0, in_order=True).read_epoch()
     found = [next(batches)]
     x.share_memory_()
+    x += 100
     rows = np.concatenate([jax.tree.leaves(batch)[0] for batch in [*found, *batches]])
-    np.testing.assert_array_equal(rows[:, -1], np.arange(64))
+    expected = np.arange(64) + 100 * (np.arange(64) >= 16)
+    np.testing.assert_array_equal(rows[:, -1], expected)
 
 
 class Held(Squares):

@@ -8,6 +8,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 from toys import Deep, Recorder, bits, counting, hand_written, quiet
+from twins import check_twins
 
 from jaxdp import (
     FSDP,
@@ -192,17 +193,12 @@ def test_the_bits_are_the_same_on_any_number_of_devices():
 
 @pytest.mark.slow
 def test_a_growing_horizon_is_resumed_bit_for_bit(tmp_path):
-    options = {"model": Ode(0.3), "strategy": Sharded(2)}
-    whole, first, second = Recorder(), Recorder(), Recorder()
-    expected = make(whole, **options)
-    expected.fit(DATA)
-    stopped = make(first, **options)
-    stopped.fit(DATA, max_steps=4)
-    stopped.save(tmp_path / "run")
-    again = make(second, **options)
-    again.fit(DATA, ckpt_path=str(tmp_path / "run"))
-    assert first.losses + second.losses == whole.losses
-    assert bits(again.state) == bits(expected.state)
+    check_twins(
+        tmp_path,
+        lambda callbacks: make(*callbacks, model=Ode(0.3), strategy=Sharded(2)),
+        lambda trainer, **more: trainer.fit(DATA, **more),
+        {4},
+    )
 
 
 def test_another_length_is_compiled_once_and_reported(caplog):
@@ -297,23 +293,13 @@ def test_collate_fn_may_add_a_whole():
     expected = jax.vmap(Ode(), ((0, None),))((y0, times.numpy().astype(np.float32)))
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
-    wrong = torch.utils.data.DataLoader([(*rows[0], Whole(times))] * 4, 4)
-    with pytest.raises(TypeError) as caught:
-        trainer.predict(wrong)
-    assert any(
-        "in the loader's `collate_fn`" in each for each in caught.value.__notes__
-    )
 
-
-def test_predictions_need_rows():
+def test_predictions_and_all_batches_need_rows_in_the_same_places():
     with pytest.raises(ValueError, match="unpack") as caught:
         make().predict([(np.ones((4, 3)), Whole(np.ones(3)))])
     assert "For both: ((x, Whole(array)), y)" in str(caught.value.__notes__)
     with pytest.raises(ValueError, match=r"batch\[0\]\.array of a tuple.*Put it with"):
         make().predict([(Whole(np.ones(3)), np.ones(3))])
-
-
-def test_a_whole_in_some_batches_only_is_refused():
     rows = {"scale": np.ones(4, np.float32), "shift": Whole(1.0), "x": np.ones((4, 2))}
     with pytest.raises(ValueError, match="in structure"):
         make(loss_fn=weighted).fit([scaled(4, 1.0), rows])
