@@ -57,6 +57,8 @@ RARE = {"every_n_train_steps": 100}
     (RARE | {"save_last": True, "save_top_k": 0}, {}, [6]),
     (RARE | {"save_last": False}, {}, []),
     (RARE | {"save_top_k": 0}, {}, []),
+    ({"save_top_k": -1, "save_last": False}, {"max_epochs": 3}, [6, 12, 18]),
+    ({"save_last": False}, {"max_epochs": 3}, [18]),
     # A monitor has a value of the last step where the fit has validated it.
     ({"monitor": "val_loss"}, {"max_epochs": 3, "check_val_every_n_epoch": 9}, [18]),
     ({"monitor": "val_loss", "mode": "max"}, {"max_epochs": 3}, [6, 18]),

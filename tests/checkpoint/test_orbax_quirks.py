@@ -8,7 +8,8 @@ import jax
 import numpy as np
 import optax
 import pytest
-from toys import Mlp, batches, on_one_device
+from toys import Mlp, batches
+from toys import on_one_device as make
 
 import jaxdp
 from jaxdp import Trainer
@@ -22,16 +23,9 @@ HARMLESS = [
 ]  # fmt: skip
 
 
-def make(callbacks=(), **options):
-    return on_one_device(*callbacks, **options)
-
-
-def leaves(trainer):
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(trainer.state.params)]
-
-
-def weights(model):
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(model)]
+def assert_same(model, other):
+    for ours, theirs in zip(*map(jax.tree.leaves, (model, other)), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +42,8 @@ def test_a_checkpoint_in_a_folder_of_any_other_name_comes_back(name, trained, tm
     again = make()
     again.load(path)
     model = jaxdp.load_model(path, like=Mlp(jax.random.key(1)))
-    for found in (again.model, model):
-        for ours, theirs in zip(weights(found), weights(trained.model), strict=True):
-            np.testing.assert_array_equal(ours, theirs)
+    assert_same(again.model, trained.model)
+    assert_same(model, trained.model)
 
 
 @pytest.mark.parametrize("name", ODD)
@@ -65,7 +58,7 @@ def test_a_name_that_orbax_misreads_is_refused_before_the_first_step(
         with pytest.raises(ValueError, match=f"`path`: Orbax {match}"):
             trained.save(folder)
     assert os.listdir(tmp_path) == []
-    trainer = make([ModelCheckpoint()], default_root_dir=tmp_path / name)
+    trainer = make(ModelCheckpoint(), default_root_dir=tmp_path / name)
     with pytest.raises(ValueError, match=f"`dirpath`: Orbax {match}"):
         trainer.fit(DATA, max_epochs=1)
     assert trainer.global_step == 0
@@ -83,8 +76,7 @@ def test_checkpoints_in_folders_of_such_names_are_read_where_orbax_can(
                 again.load(tmp_path / name / "9")
         else:
             again.load(tmp_path / name / "9")
-            for ours, theirs in zip(leaves(again), leaves(trained), strict=True):
-                np.testing.assert_array_equal(ours, theirs)
+            assert_same(again.model, trained.model)
         (tmp_path / name).rename(tmp_path / "plain")
 
 

@@ -1,7 +1,6 @@
 """Saving and loading the whole trainer."""
 
 import contextlib
-import json
 import os
 import signal
 import threading
@@ -123,27 +122,6 @@ def test_model_checkpoint_by_steps_keeps_the_newest(tmp_path):
     assert folders(tmp_path) == [8, 10, 12]
     assert checkpoint.last_model_path == str(tmp_path / "12") == saved[-1]
     assert len(saved) == 6
-
-
-@pytest.mark.parametrize("top_k, last, kept", [
-    (-1, False, [3, 6, 9]), (0, False, []), (0, True, [9]), (1, False, [9]),
-])  # fmt: skip
-def test_model_checkpoint_counts(tmp_path, top_k, last, kept):
-    callback = ModelCheckpoint(tmp_path, save_top_k=top_k, save_last=last)
-    make(callbacks=[callback]).fit(DATA, max_epochs=3)
-    assert folders(tmp_path) == kept
-
-
-def test_model_checkpoint_is_remembered_across_a_load(tmp_path):
-    first = ModelCheckpoint(tmp_path / "run", monitor="loss")
-    trainer = make(callbacks=[first])
-    trainer.fit(DATA, max_epochs=3)
-    path = trainer.save(tmp_path / "saved")
-    second = ModelCheckpoint(tmp_path / "run", monitor="loss")
-    make(callbacks=[second]).load(path)
-    assert second.best_model_score == first.best_model_score
-    meta = json.loads((tmp_path / "saved" / "meta" / "metadata").read_text())
-    assert meta["global_step"] == 9
 
 
 class Zoo(eqx.Module):
@@ -357,11 +335,6 @@ def test_an_error_at_the_end_of_an_epoch_leaves_the_place_right(tmp_path):
 def test_a_metric_can_not_have_the_name_of_a_column():
     with pytest.raises(ValueError, match="'step' is taken.*columns of every log"):
         make(metrics={"step": lambda predictions, targets: targets})
-
-
-def test_model_checkpoint_takes_numpys_ints_and_any_duration():
-    ModelCheckpoint(save_top_k=np.int64(2), every_n_epochs=np.int32(2))
-    assert ModelCheckpoint(train_time_interval=60).train_time_interval.seconds == 60
 
 
 def test_saves_of_several_threads_do_not_meet(tmp_path):

@@ -64,60 +64,32 @@ def linked(path, name):
     return os.path.realpath(path / name) if os.path.lexists(path / name) else ""
 
 
+AND_3, EVERY_2 = {"val_check_interval": 3}, {"every_n_train_steps": 2}
 COMBINATIONS = {
     "epochs": ({}, {}, {}),
     "intervals": ({}, {"val_check_interval": 2}, {}),
-    "an interval that ends with the epoch": ({}, {"val_check_interval": 3}, {}),
+    "an interval that ends with the epoch": ({}, AND_3, {}),
     "shares": ({"save_top_k": 3}, {"val_check_interval": 0.5}, {}),
     "steps, validated too": (
-        {"every_n_train_steps": 2, "save_top_k": 2},
-        {"val_check_interval": 2},
-        {},
-    ),
-    "steps, others than those validated": (
-        {"every_n_train_steps": 2},
-        {"val_check_interval": 3},
-        {"steps_per_execution": 4},
-    ),
+        EVERY_2 | {"save_top_k": 2}, {"val_check_interval": 2}, {}),
+    "steps, others than those validated": (EVERY_2, AND_3, {"steps_per_execution": 4}),
     "steps alone": ({"every_n_train_steps": 4}, {}, {"steps_per_execution": 6}),
-    "steps and epochs": (
-        {"every_n_train_steps": 5, "every_n_epochs": 2, "save_top_k": -1},
-        {"val_check_interval": 4},
-        {},
-    ),
+    "steps and epochs": ({"every_n_train_steps": 5, "every_n_epochs": 2,
+                          "save_top_k": -1}, {"val_check_interval": 4}, {}),
     "epochs, every second of which is validated": (
-        {"every_n_epochs": 1, "save_last": True},
-        {"check_val_every_n_epoch": 2},
-        {},
-    ),
-    "time": (
-        {"train_time_interval": 1e-6},
-        {"val_check_interval": 4},
-        {"steps_per_execution": 3},
-    ),
+        {"every_n_epochs": 1, "save_last": True}, {"check_val_every_n_epoch": 2}, {}),
+    "time": ({"train_time_interval": 1e-6}, {"val_check_interval": 4},
+             {"steps_per_execution": 3}),
     "the last too": ({"save_last": True}, {"val_check_interval": 4}, {}),
-    "only the last": (
-        {"save_last": True, "save_top_k": 0, "every_n_train_steps": 2},
-        {"val_check_interval": 3},
-        {},
-    ),
-    "accumulation": (
-        {"every_n_train_steps": 1, "save_top_k": 2},
-        {"val_check_interval": 3},
-        {"accumulate_grad_batches": 2},
-    ),
+    "only the last": (EVERY_2 | {"save_last": True, "save_top_k": 0}, AND_3, {}),
+    "accumulation": ({"every_n_train_steps": 1, "save_top_k": 2}, AND_3,
+                     {"accumulate_grad_batches": 2}),
     "a signal between two validations": (
-        {"every_n_train_steps": 5},
-        {"val_check_interval": 3, "stops_after": 7},
-        {},
-    ),
+        {"every_n_train_steps": 5}, AND_3 | {"stops_after": 7}, {}),
     "a signal after a validation": (
-        {},
-        {"val_check_interval": 2, "stops_after": 8},
-        {"steps_per_execution": 2},
-    ),
+        {}, {"val_check_interval": 2, "stops_after": 8}, {"steps_per_execution": 2}),
     "a signal at the end of an epoch": ({"save_top_k": 2}, {"stops_after": 6}, {}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.slow_cases(

@@ -61,6 +61,12 @@ class Crew:
             [self.output(index) for index in range(len(self.processes))],
         )
 
+    def finish(self, code=0, limit=LIMIT):
+        """The outputs of all, which have ended with this exit code."""
+        codes, outputs = self.join(limit=limit)
+        assert codes == [code] * len(codes), self.all_outputs()
+        return outputs
+
     def wait_for(self, pattern, index=0):
         """Until a process has printed something."""
         end = time.monotonic() + LIMIT

@@ -30,8 +30,7 @@ DIFFERENT = {
 @pytest.mark.slow
 def test_different_scripts_are_found_at_the_start_of_a_fit(crew):
     cases = {name: options for name, (options, _) in DIFFERENT.items()}
-    codes, outputs = crew("fit_in_turn", cases=cases | {"none": {}}).join()
-    assert codes == [0, 0]
+    outputs = crew("fit_in_turn", cases=cases | {"none": {}}).finish()
     for output in outputs:
         told = dict(re.findall(r"^case (\w+)\n(.*?)(?=^case |\Z)", output, re.M | re.S))
         for name, (_, text) in DIFFERENT.items():
@@ -49,8 +48,7 @@ def test_a_process_in_another_phase_is_found(crew):
 
 @pytest.mark.slow
 def test_evaluations_that_differ_are_found(crew):
-    codes, outputs = crew("evaluate_apart").join()
-    assert codes == [0, 0]
+    outputs = crew("evaluate_apart").finish()
     for output in outputs:
         found = re.findall("^found .* wrong: (.*)$", output, re.M)
         assert found == [
@@ -72,10 +70,9 @@ def test_the_limits_hold_for_tests_too(crew):
 
 @pytest.mark.slow
 def test_who_waits_for_whom_is_said(crew):
-    codes, outputs = crew(
+    outputs = crew(
         "fit", at=(1, 5, tasks.linger), lockstep={"warn_after": 3.0}
-    ).join()
-    assert codes == [0, 0]
+    ).finish()
     # Process 0 may wait at the end of its step, or at the next one.
     told = r"process 0 \(step [56] of epoch 0\) has waited for 3 s for process 1"
     assert re.search(told, outputs[0])
@@ -84,17 +81,15 @@ def test_who_waits_for_whom_is_said(crew):
 
 @pytest.mark.slow
 def test_waits_for_other_processes_are_measured(crew):
-    codes, outputs = crew("measure").join()
-    assert codes == [0, 0]
+    outputs = crew("measure").finish()
     waited = [float(re.findall("waited (.*)", output)[0]) for output in outputs]
     assert waited[0] > waited[1]
 
 
 @pytest.mark.slow
 def test_meeting_rarely_is_enough_to_find_it(crew):
-    codes, outputs = crew(
-        "fit", at=(1, 5, tasks.skip), lockstep={"every_n_steps": 4}
-    ).join()
-    assert codes == [1, 1]
+    outputs = crew("fit", at=(1, 5, tasks.skip), lockstep={"every_n_steps": 4}).finish(
+        1
+    )
     for output in outputs:
         assert "about to do different things" in output

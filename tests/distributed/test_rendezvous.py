@@ -19,20 +19,15 @@ STRANGERS = {
     "brackets": b"[" * 3000 + b"]" * 3000 + b"\n",
     "deep in a card": json.dumps(CARD).encode()[:-1] + b',"x":' + b"[" * 3000 + b"\n",
     "more than a message": b"x" * 200_000,
-    "http": b"GET / HTTP/1.1\r\n\r\n",
     "no text": b"\xff\xfe\n",
     "null": b"null\n",
-    "number": b"9" * 4000 + b"\n",
     "nothing at all": b"",
     **{
         f"{wrong}": json.dumps(CARD | wrong).encode() + b"\n"
         for wrong in (
             {"process": 99},
             {"process": 0},
-            {"process": -1},
             {"process": True},
-            {"process": 1.0},
-            {"of": True},
             {"facts": [1]},
         )
     },
@@ -40,10 +35,9 @@ STRANGERS = {
 
 
 def test_a_missing_process_is_named(crew):
-    codes, outputs = crew(
+    outputs = crew(
         "nothing", processes=3, only=[0, 1], start={"initialization_timeout": 2.0}
-    ).join()
-    assert codes == [1, 1]
+    ).finish(1)
     for output in outputs:
         assert "TimeoutError: after 2 s process 2 of 3 not there" in output
 
@@ -78,18 +72,16 @@ def test_a_port_in_use_is_named(crew):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        codes, outputs = crew(
+        outputs = crew(
             "nothing", start={"port": port, "initialization_timeout": 2.0}
-        ).join()
-    assert codes == [1, 1]
+        ).finish(1)
     assert f"process 0 can't listen at 127.0.0.1, port {port}: " in outputs[0]
     assert "Address already in use" in outputs[0]
     assert "another program listens there" in outputs[1]
 
 
 def test_two_processes_of_one_number_are_named(crew):
-    codes, outputs = crew("nothing", only=[0, 1, 1], processes=3).join()
-    assert codes == [1, 1, 1]
+    outputs = crew("nothing", only=[0, 1, 1], processes=3).finish(1)
     for output in outputs[:2]:
         assert "the processes don't belong together: process 1 (" in output
         assert "has the number of " in output
@@ -97,22 +89,19 @@ def test_two_processes_of_one_number_are_named(crew):
 
 def test_other_versions_are_named(crew):
     start = {"versions": {1: {"jax": "0.1.2"}}}
-    codes, outputs = crew("nothing", start=start).join()
-    assert codes == [1, 1]
+    outputs = crew("nothing", start=start).finish(1)
     for output in outputs:
         assert "the version of jax is " in output
         assert ", but 0.1.2 for process 1 (" in output
 
 
 def test_a_device_used_too_early_is_named(crew):
-    codes, outputs = crew("nothing", start={"too_early": True}).join()
-    assert codes == [1, 1]
+    outputs = crew("nothing", start={"too_early": True}).finish(1)
     assert "was called after the first use of a device" in outputs[0]
 
 
 def test_processes_start_with_nothing_but_their_variables(crew):
-    codes, outputs = crew("nothing", start={"devices": 2}).join()
-    assert codes == [0, 0]
+    outputs = crew("nothing", start={"devices": 2}).finish()
     assert "here" in outputs[0] and "here" in outputs[1]
 
 

@@ -115,14 +115,12 @@ def assert_same(found, expected, rtol=1e-5):
     ],
 )
 def test_the_numbers_are_those_of_one_device(crew, alone, processes, devices, names):
-    job = crew(
+    outputs = crew(
         "together.all_numbers",
         processes=processes,
         start={"devices": devices},
         cases={name: {"strategy": name} for name in names},
-    )
-    codes, outputs = job.join()
-    assert codes == [0] * processes, job.all_outputs()
+    ).finish()
     first, *others = told(outputs)
     assert [each["name"] for each in first] == names
     for each in first:
@@ -133,14 +131,12 @@ def test_the_numbers_are_those_of_one_device(crew, alone, processes, devices, na
 @pytest.mark.slow
 def test_blocks_of_a_stack_may_be_split_between_processes(crew):
     names = ["Pipeline", "FSDP", "FSDP in groups"]
-    job = crew(
+    outputs = crew(
         "together.all_numbers",
         processes=2,
         start={"devices": 2},
         cases={n: {"strategy": n, "deep": True, "epochs": 1} for n in names},
-    )
-    codes, outputs = job.join()
-    assert codes == [0, 0], job.all_outputs()
+    ).finish()
     first, other = told(outputs)
     expected = together.numbers("SingleDevice", deep=True, epochs=1)
     for each in first:
@@ -151,9 +147,7 @@ def test_blocks_of_a_stack_may_be_split_between_processes(crew):
 @pytest.mark.slow
 def test_replicas_may_be_in_several_processes(crew):
     cases = {"replicas": {"strategy": "LocalSGD"}}
-    job = crew("together.all_numbers", start={"devices": 2}, cases=cases)
-    codes, outputs = job.join()
-    assert codes == [0, 0], job.all_outputs()
+    outputs = crew("together.all_numbers", start={"devices": 2}, cases=cases).finish()
     first, other = told(outputs)
     assert_same(first[0]["found"], together.numbers("LocalSGD"))
     assert other == first
@@ -164,9 +158,7 @@ def test_bitwise_holds_across_processes(crew):
     expected = together.numbers("Bitwise", epochs=1)
     names = ("Bitwise", "Bitwise Pmap")
     cases = {name: {"strategy": name, "epochs": 1} for name in names}
-    job = crew("together.all_numbers", start={"devices": 2}, cases=cases)
-    codes, outputs = job.join()
-    assert codes == [0, 0], job.all_outputs()
+    outputs = crew("together.all_numbers", start={"devices": 2}, cases=cases).finish()
     for process in told(outputs):
         for each in process:
             for name, values in expected.items():
@@ -177,9 +169,7 @@ def test_bitwise_holds_across_processes(crew):
 def test_every_loader_gives_what_it_gives_one_process(crew, capsys):
     together.loaders()
     (expected,) = told([capsys.readouterr().out])[0]
-    job = crew("together.loaders")
-    codes, outputs = job.join()
-    assert codes == [0, 0], job.all_outputs()
+    outputs = crew("together.loaders").finish()
     found = [each[0] for each in told(outputs)]
     for name, losses in expected["found"].items():
         assert found[0]["found"][name] == found[1]["found"][name]
@@ -196,9 +186,7 @@ def test_every_loader_gives_what_it_gives_one_process(crew, capsys):
 def test_workers_fetch_the_rows_of_their_process(crew, capsys):
     together.workers()
     (expected,) = told([capsys.readouterr().out])[0]
-    job = crew("together.workers")
-    codes, outputs = job.join()
-    assert codes == [0, 0], job.all_outputs()
+    outputs = crew("together.workers").finish()
     for (each,) in told(outputs):
         np.testing.assert_allclose(each["losses"], expected["losses"], rtol=1e-5)
 
@@ -303,16 +291,14 @@ def steps_in(folder):
 )
 def test_a_signal_to_one_stops_all(crew, tmp_path, by, who, hook, code):
     folder = str(tmp_path / "saved")
-    job = crew(
+    outputs = crew(
         "together.stopped",
         strategy="Sharded",
         into=folder,
         by=by,
         who=who,
         hook=hook,
-    )
-    codes, outputs = job.join()
-    assert codes == [code, code], job.all_outputs()
+    ).finish(code)
     ends = [each[0] for each in told(outputs)]
     assert ends[0] == ends[1]
     assert ends[0]["end"] == {143: "Preempted", 130: "KeyboardInterrupt"}[code]
