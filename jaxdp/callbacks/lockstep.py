@@ -37,8 +37,8 @@ class Lockstep(Callback):
     processes, every trainer has this as its first callback; pass one to change it.
 
     When a fit starts, the processes compare versions, arguments, the model and the
-    compiled step. Then they wait for each other before every step, every batch of an
-    evaluation and every end of a pass. If they are about to do different things, all of
+    compiled step. Then they wait for each other before every step and every batch of an
+    evaluation, and at the end. If they are about to do different things, all of
     them raise a RuntimeError that says where each process is. Nothing waits for the
     device.
 
@@ -93,15 +93,6 @@ class Lockstep(Callback):
             facts["rows before it"] = str(trainer.record.examples)
             step, epoch = trainer.global_step + 1, trainer.current_epoch
             self._add_entry(trainer, f"step {step} of epoch {epoch}", facts).sync_step()
-
-    def on_train_epoch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        self._wait(trainer, f"the end of epoch {trainer.current_epoch}")
-
-    def on_validation_start(self, trainer: Trainer) -> None:
-        self._wait(trainer, f"validation after step {trainer.global_step}")
-
-    def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        self._wait(trainer, f"the end of validation after step {trainer.global_step}")
 
     def on_exception(self, trainer: Trainer, exception: BaseException) -> None:
         self._has_failed = True
