@@ -1,6 +1,5 @@
 """Saving and loading the whole trainer."""
 
-import contextlib
 import os
 import signal
 import threading
@@ -16,7 +15,6 @@ from toys import Mlp, Recorder, batches, leaves
 
 import jaxdp
 from jaxdp import FSDP, Callback, Pmap, Sharded, SingleDevice, Trainer
-from jaxdp import checkpoint as checkpoints
 from jaxdp.callbacks import ModelCheckpoint
 
 DATA = batches(16, 16, 5)
@@ -215,20 +213,6 @@ def test_what_a_signal_saves_before_its_validation_is_judged_by_it(tmp_path):
     assert resumed.best_model_score == history["val_loss"][0]
 
 
-def test_checkpoints_of_another_run_at_the_same_steps_are_set_aside(tmp_path):
-    make(callbacks=[ModelCheckpoint(tmp_path / "b", save_top_k=-1)]).fit(
-        DATA, max_epochs=3
-    )
-    make(callbacks=[ModelCheckpoint(tmp_path / "a", save_top_k=-1)]).fit(
-        DATA, max_epochs=3
-    )
-    moved = ModelCheckpoint(tmp_path / "b", save_top_k=1)
-    path = tmp_path / "a" / "9"
-    make(callbacks=[moved]).fit(DATA, max_epochs=4, ckpt_path=path)
-    assert sorted(os.listdir(tmp_path / "b" / "before-1")) == ["3", "6", "9"]
-    assert {"12"} == {name for name in os.listdir(tmp_path / "b") if name.isdecimal()}
-
-
 def test_a_callback_in_a_second_trainer_begins_anew(tmp_path):
     checkpoint = ModelCheckpoint(monitor="loss")
     for root, model in (("one", Mlp(jax.random.key(1))), ("two", None)):
@@ -365,21 +349,3 @@ def test_a_checkpoint_is_there_before_those_that_were_begun_after_it(tmp_path):
     small.save(tmp_path / "second")
     assert (tmp_path / "first").is_dir()
     first.finish()
-
-
-def test_the_wait_for_the_disk_is_inside_of_what_the_caller_gives(tmp_path):
-    trainer, done = make(SingleDevice()), []
-    meta = checkpoints.read_meta(trainer.save(tmp_path / "first"))
-
-    @contextlib.contextmanager
-    def wait_context():
-        done.append(saving.is_done)
-        yield
-        done.append(saving.is_done)
-
-    saving = checkpoints.start_saving(
-        tmp_path / "second", trainer.state, meta, wait_context=wait_context
-    )
-    assert done == []
-    saving.finish()
-    assert len(done) == 2 and done[1]
