@@ -31,9 +31,10 @@ def _sums(leaves: Sequence[Array]) -> UInt32[Array, " leaves"]:
 def _sum(leaf: Array) -> UInt32[Array, ""]:
     if jnp.iscomplexobj(leaf):
         leaf = jnp.stack([leaf.real, leaf.imag], axis=-1)
-    if leaf.dtype == bool:
-        leaf = leaf.astype(jnp.uint8)
-    data = jax.lax.bitcast_convert_type(leaf, jnp.uint8).astype(jnp.uint32)
+    if leaf.dtype.itemsize == 1 and not jnp.issubdtype(leaf.dtype, jnp.floating):
+        leaf = leaf.astype(jnp.uint8)  # a bool and an int4 have no bits to cast
+    kind = {1: jnp.uint8, 2: jnp.uint16}.get(leaf.dtype.itemsize, jnp.uint32)
+    data = jax.lax.bitcast_convert_type(leaf, kind).astype(jnp.uint32)
     # Numbers 0, 1, 2, ... in C order. A reshaped `arange` would not stay split.
     places, stride = jnp.zeros(data.shape, jnp.uint32), 1
     for axis in reversed(range(data.ndim)):
