@@ -271,7 +271,7 @@ class Engine:
         # The steps. Nothing here waits for the device.
         leaves = state.leaves
         if self.starts_epoch:
-            leaves = state.get_reset_leaves(placed=self.prefetches)
+            leaves = state.get_reset_leaves(self.place_ahead(state.layout.zeros))
         placed, results = self.run("train", dispatch, program, leaves)
         leaves, (means, inside) = results
         self.device_state, self.starts_epoch = DeviceState(leaves, state.layout), False
@@ -299,6 +299,14 @@ class Engine:
             _raise_as_equinox(error)
             add_remedies(f"the {KIND_NAMES[kind]} step", error)
             raise
+
+    def place_ahead(self, array: Any) -> Any:
+        """Places a small host array where batches are prefetched; else returns it.
+
+        `jax.transfer_guard("disallow")` forbids a call to move its arguments. On CPUs,
+        placing an array takes as long as a small step.
+        """
+        return self.device_state.replicate(array) if self.prefetches else array
 
     def fetch_epoch_means(self) -> dict[str, float]:
         """Returns the means over the epoch's rows so far. Waits for the device."""

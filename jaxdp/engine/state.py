@@ -108,17 +108,14 @@ class DeviceState:
                 leaves[index] = make_global_array(leaf, leaves[index].sharding)
         return DeviceState(leaves, self.layout)
 
-    def get_reset_leaves(self, *, placed: bool) -> list[Any]:
-        """Returns the leaves with zeros as the epoch's sums.
+    def replicate(self, array: np.ndarray | np.generic) -> Array:
+        """Places a small array on every device, as the epoch's sums are."""
+        return make_global_array(array, self.leaves[self.layout.totals].sharding)
 
-        `placed` zeros are on the devices, as `jax.transfer_guard("disallow")` forbids
-        the call itself to move them. To place them takes as long as a small step.
-        """
+    def get_reset_leaves(self, zeros: Any) -> list[Any]:
+        """Returns the leaves with `zeros` as the epoch's sums."""
         leaves: list[Any] = list(self.leaves)
-        index, zeros = self.layout.totals, self.layout.zeros
-        if placed:
-            zeros = make_global_array(zeros, leaves[index].sharding)
-        leaves[index] = zeros
+        leaves[self.layout.totals] = zeros
         return leaves
 
     @property

@@ -135,13 +135,13 @@ class Evaluator:
         """Returns the sums over a pass; keeps the outputs that a `PassMetric` needs."""
         trainer, engine = self._trainer, self._run.engine
         source, outputs = self._sources[prefix], self._outputs[prefix]
-        first = totals = engine.device_state.layout.zeros
+        first = totals = engine.place_ahead(engine.device_state.layout.zeros)
         ready = _iterate_prepared(
             trainer, "evaluate", source, prefix, self._limits.get(prefix)
         )
         try:
             for number, (batch, dispatch, program) in enumerate(ready):
-                inputs = weights, totals, np.int32(number)
+                inputs = weights, totals, engine.place_ahead(np.int32(number))
                 with NoteOnError(f"in batch {number}"):
                     placed, results = engine.run("evaluate", dispatch, program, *inputs)
                 totals, means, *kept = results
