@@ -5,7 +5,7 @@ from typing import Any, Final
 
 import equinox as eqx
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from ..basics.arguments import checks_arguments, format_call
@@ -46,9 +46,9 @@ class TensorParallel(FSDPUnitStrategy):
     MLPs and attention.
 
     An axis named `"fsdp"` splits rows further. It also splits every parameter, as
-    `FSDP` does, along an axis that the rules leave free; leaves without one, such as
-    biases, are replicated over it. Blocks of a `jaxdp.Stack` are gathered over it one
-    by one, each device its part of a block by the rules.
+    `FSDP` does, along axes that the rules leave free. Blocks of a `jaxdp.Stack` are
+    gathered over it one by one, each device its part of a block by the rules. Leaves
+    without a free axis, such as biases, are gathered before the step.
 
     Args:
         mesh_shape: sizes of the mesh's axes by name, `"data"` among them.
@@ -132,10 +132,14 @@ class TensorParallel(FSDPUnitStrategy):
             return spec
         parts = self.mesh.shape[_FSDP]
         axis = split_axis(leaf, parts, self.min_size, spec, num_block_axes)
+        if axis is None:  # split the shard of one device by the rules once more
+            shape = NamedSharding(self.mesh, spec).shard_shape(leaf.shape)
+            shard = jax.ShapeDtypeStruct(shape, leaf.dtype)
+            axis = split_axis(shard, parts, self.min_size)
         if axis is None:
             return spec
         entries = [*spec, *[None] * (axis + 1 - len(spec))]
-        entries[axis] = _FSDP
+        entries[axis] = (*get_axis_names(entries[axis]), _FSDP)
         return PartitionSpec(*entries)
 
 
