@@ -178,18 +178,18 @@ class Record:
     # Values that come in.
 
     def put(
-        self, kind: RowKind, values: Mapping[str, float], *, ends_epoch: bool = False
+        self,
+        kind: Literal["val", "epoch"],
+        values: Mapping[str, float],
+        *,
+        ends_epoch: bool = False,
     ) -> None:
-        """Adds values of a validation, an epoch or a fit.
+        """Adds values of a validation or an epoch.
 
         A validation at the end of an epoch is written with the row of the epoch, and
         any other has a row of its own. `ends_epoch` says that no more steps follow.
         """
-        if kind == "fit":
-            assert self._target is not None  # in a hook at the end of a fit
-            self._target.values.update(values)
-        else:
-            self.read_queue()  # the device is done with these steps
+        self.read_queue()  # the device is done with these steps
         self._latest_values().update(values)
         progress = self._progress
         if kind == "val":
@@ -198,7 +198,7 @@ class Record:
             self._send(row, [r for r in self._readers if not r.sink])
             if not (ends_epoch or self.is_at_epoch_end):
                 self._write_pending()
-        elif kind == "epoch":
+        else:
             validation = progress.val_metrics
             own = {n: v for n, v in values.items() if n not in validation}
             row, pending = self._make_row(kind, own), self._pending

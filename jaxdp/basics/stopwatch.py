@@ -9,15 +9,15 @@ from typing import Any, Final, Literal
 
 Phase = Literal["data", "device", "callbacks", "checkpoints", "validation", "loop"]
 
-PHASES: Final[dict[Phase, tuple[str, str]]] = {
-    "data": ("waiting for data", "input-bound"),
-    "device": ("waiting for the device", "device-bound"),
-    "callbacks": ("callbacks", "callback-bound"),
-    "checkpoints": ("checkpoints", "checkpoint-bound"),
-    "validation": ("validation", "validating"),
-    "loop": ("the host: packing batches, calling the step", "host-bound"),
+PHASES: Final[dict[Phase, str]] = {
+    "data": "waiting for data",
+    "device": "waiting for the device",
+    "callbacks": "callbacks",
+    "checkpoints": "checkpoints",
+    "validation": "validation",
+    "loop": "the host: packing batches, calling the step",
 }
-"""A description of each phase, and of a fit that spends most of its time there."""
+"""A description of each phase."""
 _COVERING_PHASES: Final = ("validation", "checkpoints")
 
 

@@ -56,7 +56,7 @@ class Callback:
 
     fit_end_order: int = 0
     """The order of `on_fit_end`: smaller numbers run first, equal ones in the order of
-    the list. Measurements of a fit (1) come after the work at its end."""
+    the list."""
 
     only_in_training: bool = False
     """Whether `validate`, `test` and `predict` leave this callback out, unless they are
@@ -156,10 +156,6 @@ class Callback:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what `state_dict` returned."""
-
-    def bar_note(self) -> str:
-        """Returns a text for the progress bar, shown after the numbers; "" for none."""
-        return ""
 
     def __repr__(self) -> str:
         return format_call(self)

@@ -1,9 +1,6 @@
 """Shows how far a fit is, how fast it runs and when it will end."""
 
-import contextlib
-import dataclasses
 import functools
-import os
 import sys
 import time
 import warnings
@@ -13,15 +10,14 @@ from typing import Any, Final
 from ..basics.arguments import check_number, checks_arguments
 from ..basics.console import SafeStream
 from ..basics.units import format_number, format_seconds
-from ..record import LogRow
+from ..record import LogRow, Record
 from .base import Callback, Trainer
 from .monitor import is_fitting, is_in_notebook
 
 # In a file and on a terminal, without and with a known total.
 _FORMATS: Final = {
     (False, False): "{desc}: {n_fmt} batches%s%s",
-    (False, True): "{desc}: {n_fmt}/{total_fmt} batches ({percentage:.0f}%%)%s,"
-    " {remaining} left%s",
+    (False, True): "{desc}: {n_fmt}/{total_fmt} batches%s, {remaining} left%s",
     (True, False): "{desc} {n_fmt} batches%s [{elapsed}%s]",
     (True, True): "{desc} |{bar}| {n_fmt}/{total_fmt}%s [{elapsed}<{remaining}%s]",
 }
@@ -32,9 +28,9 @@ class ProgressBar(Callback):
 
     The bar shows how many batches of the epoch are done, the loss of a few steps ago
     (reading the newest would make the device wait), the time left, and examples per
-    second. With `accumulate_grad_batches` it counts optimizer steps. If the output is
-    not a terminal (the log of a job), or one without a width, it prints lines instead:
-    one per epoch, and more in long epochs. Epochs count from 0.
+    second of the epoch, its validations included. With `accumulate_grad_batches` it
+    counts optimizer steps. If the output is not a terminal (the log of a job), it
+    prints lines instead: one per epoch, and more in long epochs. Epochs count from 0.
 
     Args:
         refresh_per_second: how often the bar is redrawn at most.
@@ -64,21 +60,18 @@ class ProgressBar(Callback):
         self._is_live = False
         self._train: _Pass | None = None  # the pass over an epoch
         self._validation: _Pass | None = None
-        self._validation_seconds = 0.0
 
     def setup(self, trainer: Trainer) -> None:
         # Notebooks show stderr on red ground, as if something had failed.
         file = self.file or (sys.stdout if is_in_notebook() else sys.stderr)
-        self._out = out = SafeStream(file) if trainer.is_global_zero else None
-        self._is_live = is_in_notebook() or out is not None and _can_draw_on(out)
+        self._out = SafeStream(file) if trainer.is_global_zero else None
+        self._is_live = is_in_notebook() or SafeStream(file).isatty()
         trainer.record.read_means(functools.partial(self._end_epoch, trainer))
 
     def on_train_epoch_start(self, trainer: Trainer) -> None:
-        self._validation_seconds = 0.0
         last = "" if trainer.max_epochs is None else f"/{trainer.max_epochs - 1}"
         name = f"epoch {trainer.current_epoch}{last}"
-        total, done = trainer.record.steps_of_epoch, trainer.record.batch_idx
-        self._train = self._begin(name, total, done, trainer)
+        self._train = self._begin(name, trainer.record.steps_of_epoch, trainer.record)
 
     def on_train_batch_end(
         self, trainer: Trainer, metrics: Mapping[str, Any], batch_idx: int
@@ -87,7 +80,6 @@ class ProgressBar(Callback):
             self._train.show(batch_idx + 1)
 
     def on_validation_start(self, trainer: Trainer) -> None:
-        self._validation_seconds -= time.perf_counter()
         total = trainer.record.limits.val_batches if is_fitting(trainer) else None
         self._validation = self._begin("validating", total)
 
@@ -96,7 +88,6 @@ class ProgressBar(Callback):
             self._validation.show(batch_idx + 1)
 
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        self._validation_seconds += time.perf_counter()
         if self._validation is not None:
             self._validation.close()
             self._validation = None
@@ -107,54 +98,61 @@ class ProgressBar(Callback):
         self._train = self._validation = None
 
     def _begin(
-        self, name: str, total: int | None, done: int = 0, trainer: Any = None
+        self, name: str, total: int | None, record: Record | None = None
     ) -> "_Pass | None":
-        is_live, every = self._is_live, self.every_n_seconds
-        interval = 1 / self.refresh_per_second if is_live else every
-        out = self._out
-        return out and _Pass(out, is_live, interval, name, total, done, trainer)
+        if self._out is None:
+            return None
+        interval = (
+            1 / self.refresh_per_second if self._is_live else self.every_n_seconds
+        )
+        return _Pass(self._out, self._is_live, interval, name, total, record)
 
     def _end_epoch(self, trainer: Trainer, row: LogRow) -> None:
         if row.kind != "epoch" or (epoch := self._train) is None:
             return
         self.teardown(trainer)
-        seconds = time.perf_counter() - epoch.start
         means = {**row.values, **trainer.record.validation}
         facts = [f"{n} {mean:.4g}" for n, mean in means.items() if not n.endswith("]")]
-        rates = epoch.rates(max(seconds - self._validation_seconds, 1e-9))
-        text = ", ".join([*facts, format_seconds(seconds), *rates])
+        seconds = time.perf_counter() - epoch.start
+        text = ", ".join([*facts, format_seconds(seconds)]) + epoch.format_speed(
+            seconds
+        )
         _bar_class().write(f"{epoch.name}: {text}", file=epoch.out)
         epoch.out.flush()
 
 
-@dataclasses.dataclass
 class _Pass:
     """A pass over a loader, shown as a bar or as lines, once per interval."""
 
-    out: SafeStream
-    is_live: bool
-    interval: float
-    name: str
-    total: int | None
-    done: int
-    """The batches that an earlier fit has done of it."""
-    trainer: Any
-    """Whose loss and speed are shown, or None."""
-
-    def __post_init__(self) -> None:
-        self.start, self._n, self._bar = time.perf_counter(), self.done, None
-        self._due = self.start + self.interval  # a short pass ends before
+    def __init__(
+        self,
+        out: SafeStream,
+        is_live: bool,
+        interval: float,
+        name: str,
+        total: int | None,
+        record: Record | None,
+    ):
+        self.out, self.name, self.start = out, name, time.perf_counter()
+        self._is_live, self._interval, self._total = is_live, interval, total
+        self._record = record  # has the loss and the rows of an epoch
+        self._first = self._n = 0 if record is None else record.batch_idx
+        self._bar: Any = None
+        self._due = self.start + interval  # a short pass ends before
 
     def show(self, n: int) -> None:
         """Shows that `n` batches are done, if that is due."""
         self._n, now = n, time.perf_counter()
         if now < self._due:
             return
-        self._due = now + self.interval
-        facts = {"total": self.total, "initial": self.done}
-        facts["bar_format"] = form = self._format(now - self.start)
-        if not self.is_live:
-            about = {"elapsed": now - self.start, "prefix": self.name, **facts}
+        self._due, seconds = now + self._interval, now - self.start
+        facts: dict[str, Any] = {"total": self._total, "initial": self._first}
+        loss = None if self._record is None else self._record.latest("loss")
+        metrics = "" if loss is None else f", loss {loss:.3g}"
+        form = _FORMATS[self._is_live, self._total is not None]
+        facts["bar_format"] = form % (metrics, self.format_speed(seconds))
+        if not self._is_live:
+            about = {"elapsed": seconds, "prefix": self.name, **facts}
             self.out.write(_bar_class().format_meter(n, **about) + "\n")
             self.out.flush()
             return
@@ -166,28 +164,20 @@ class _Pass:
                 self._bar = _bar_class()(**facts)
         if (bar := self._bar) is not None:
             bar.start_t, bar.last_print_t, bar.n = self.start, now, n
-            bar.bar_format = form
+            bar.bar_format = facts["bar_format"]
             bar.refresh()
 
-    def rates(self, seconds: float) -> list[str]:
-        """Returns the speed of the steps that took `seconds`, and the notes of other
-        callbacks."""
-        rate, examples = (self._n - self.done) / seconds, self.trainer.record.examples
-        name, value = ("examples", examples / self._n) if examples else ("batches", 1)
-        notes = [callback.bar_note() for callback in self.trainer.callbacks]
-        speed = [f"{format_number(rate * value)} {name}/s"] if rate else []
-        return [*speed, *filter(None, notes)]
+    def format_speed(self, seconds: float) -> str:
+        """Returns ", 8 examples/s"; "" of a validation and before the first step."""
+        steps = self._n - self._first
+        if self._record is None or steps == 0:
+            return ""
+        rows = steps / self._n * self._record.examples  # of the epoch, since its start
+        return f", {format_number(rows / max(seconds, 1e-9))} examples/s"
 
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
-
-    def _format(self, seconds: float) -> str:
-        loss = self.trainer and self.trainer.record.latest("loss")
-        metrics = "" if loss is None else f", loss {loss:.3g}"
-        rates = [f", {text}" for text in self.rates(seconds)] if self.trainer else []
-        texts = metrics, "".join(rates).replace("{", "{{").replace("}", "}}")
-        return _FORMATS[self.is_live, self.total is not None] % texts
 
 
 @functools.cache
@@ -198,10 +188,3 @@ def _bar_class() -> Any:
         from tqdm.auto import tqdm
 
     return type("Bar", (tqdm,), {"monitor_interval": 0})  # no thread
-
-
-def _can_draw_on(out: SafeStream) -> bool:
-    with contextlib.suppress(AttributeError, OSError, ValueError):  # it is unknown
-        if os.get_terminal_size(out.fileno()).columns == 0:
-            return False
-    return out.isatty() and os.environ.get("COLUMNS") != "0"

@@ -70,7 +70,6 @@ class ProcessBarrier:
         num_entered: barriers so far.
         location: the current activity of this process, for messages.
         is_waiting: whether this process is at a barrier.
-        wait_seconds: the total time at barriers.
         timeout: seconds after which a barrier raises.
         warn_after: seconds after which the missing processes are logged.
         every_n_steps: steps of a loop per barrier.
@@ -79,7 +78,6 @@ class ProcessBarrier:
     def __init__(self) -> None:
         self.num_entered = 0
         self.location, self.is_waiting = "", False
-        self.wait_seconds = 0.0
         self.timeout, self.warn_after, self.every_n_steps = 600.0, 30.0, 1
         self._steps_since_barrier = 0
         self._entries: list[tuple[str, Mapping[str, str]]] = []
@@ -120,7 +118,6 @@ class ProcessBarrier:
             message = {"digest": digest, "entries": entries}
             self._wait_for_missing(message, start, max(min_timeout, self.timeout))
         self.is_waiting = False
-        self.wait_seconds += time.monotonic() - start
 
     def report_exit(self, how: str) -> None:
         """Publishes that this process exits, and how; blocks for at most a second."""

@@ -1,5 +1,7 @@
 """Norms by layer, update ratios, and leaves that do not learn."""
 
+import re
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,7 @@ import pytest
 from logs import read
 from toys import batches, cross_entropy, on_one_device
 
-from jaxdp import Callback, LocalSGD, Pmap, Sharded, SingleDevice
+from jaxdp import Callback, Pmap, Sharded, SingleDevice
 from jaxdp.callbacks import CSVLogger, GradientMonitor
 from jaxdp.callbacks.gradient_monitor import group_by_layer
 
@@ -106,9 +108,8 @@ def test_leaves_that_do_not_learn_are_named_once():
     with pytest.warns(UserWarning) as caught:
         trainer.fit(batches(*[8] * 4), max_epochs=3)
     dead, never_updated = [str(w.message) for w in caught]
-    assert "the gradient of unused.weight, unused.bias was exactly zero" in dead
-    assert "in the first 5 steps" in dead
-    assert "fixed.weight, fixed.bias had a gradient and no update" in never_updated
+    assert re.search("first 5 steps the gradient was .*: unused.weight, unused.b", dead)
+    assert re.search("gradient and no update .*: fixed.weight, fixed", never_updated)
     assert monitor.dead == ["unused.weight", "unused.bias"]
     assert monitor.never_updated == ["fixed.weight", "fixed.bias"]
 
@@ -117,13 +118,10 @@ def late_rate(step):
     return jnp.where(step < 3, 0.0, 0.1)
 
 
-@pytest.mark.parametrize("options, num_batches", [
-    ({"optimizer": optax.sgd(late_rate)}, 20),
-    ({"strategy": LocalSGD(every=6)}, 5),  # before the first outer step
-])  # fmt: skip
-def test_a_leaf_that_learns_late_is_not_named(options, num_batches, recwarn):
-    monitor = GradientMonitor(check_steps=4 if num_batches == 5 else 6)
-    make_trainer(monitor, **options).fit(batches(*[8] * num_batches))
+def test_a_leaf_that_learns_late_is_not_named(recwarn):
+    monitor = GradientMonitor(check_steps=6)
+    trainer = make_trainer(monitor, optimizer=optax.sgd(late_rate))
+    trainer.fit(batches(*[8] * 20))
     assert monitor.never_updated == monitor.dead == [] and not recwarn.list
 
 

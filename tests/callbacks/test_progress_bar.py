@@ -76,7 +76,7 @@ def test_a_terminal_shows_where_the_epoch_is(clock):
     assert re.search(r" 12/12, loss [\d.]+ \[00:1\d<00:00, 8 examples/s\]$", last)
     names = "loss", "accuracy", "val_loss", "val_accuracy"
     values = [f"{name} {history[name][1]:.4g}" for name in names]
-    summary = f"epoch 1/1: {', '.join(values)}, 14 s, 8 examples/s"
+    summary = f"epoch 1/1: {', '.join(values)}, 14 s, 6.86 examples/s"
     assert [line for line in lines if line.startswith("epoch 1/1:")] == [summary]
     assert any(line.startswith("validating") for line in lines)
 
@@ -128,10 +128,10 @@ def test_a_file_gets_a_line_per_epoch_and_no_carriage_returns(clock):
     trainer = make_trainer(Ticking(clock), ProgressBar(file=out, every_n_seconds=10.0))
     trainer.fit(batches(*[8] * 25), batches(*[8] * 8), max_epochs=1)
     patterns = (
-        r"epoch 0/0: 10/25 batches \(40%\), loss [\d.]+, 00:15 left, 8 examples/s",
-        r"epoch 0/0: 20/25 batches \(80%\), loss .*",
+        r"epoch 0/0: 10/25 batches, loss [\d.]+, 00:15 left, 8 examples/s",
+        r"epoch 0/0: 20/25 batches, loss .*",
         r"validating: .*",
-        r"epoch 0/0: loss [\d.]+, val_loss [\d.]+, 41 s, 8 examples/s",
+        r"epoch 0/0: loss [\d.]+, val_loss [\d.]+, 41 s, 4.88 examples/s",
     )
     assert "\r" not in out.getvalue()
     for line, pattern in zip(out.getvalue().splitlines(), patterns, strict=True):
@@ -148,14 +148,6 @@ def test_a_message_within_an_epoch_adds_no_line_to_a_file(clock):
     *messages, last = out.getvalue().split("\n")[:-1]
     assert messages == ["a message"] * 3 and last.startswith("epoch 0/0: loss")
     assert "\r" not in out.getvalue()
-
-
-def test_a_terminal_without_columns_gets_lines(clock, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "0")
-    out = Terminal()
-    make_trainer(Ticking(clock), ProgressBar(file=out)).fit(batches(*[8] * 12))
-    (line,) = out.getvalue().splitlines()
-    assert line.startswith("epoch 0/0: loss ")
 
 
 def test_unknown_lengths_and_max_steps_are_shown(clock):

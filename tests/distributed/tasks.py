@@ -232,7 +232,7 @@ def measure():
         enable_progress_bar=False,
     )
     trainer.fit(loader, max_epochs=4)
-    say("waited", monitor.summary["others"])
+    say("waited", monitor.summary["callbacks"])
 
 
 class Failing(torch.utils.data.Dataset):

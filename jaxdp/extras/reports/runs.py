@@ -171,7 +171,7 @@ def compare_runs(runs: Sequence[Run]) -> list[list[str]]:
             shown = format_percent if name == "mfu" else format_number
             is_ranked = name not in ("examples", "seconds")
             add(name, (total.get(name, math.nan) for total in totals), shown, is_ranked)
-    for phase, (label, _) in PHASES.items() if any(totals) else ():
+    for phase, label in PHASES.items() if any(totals) else ():
         shares = (f"{total[phase]:.1%}" if total else "-" for total in totals)
         rows.append([f"time: {label}", *shares])
     return rows
@@ -395,8 +395,8 @@ def _format_throughput(run: Run) -> str:
     return (
         f"<p>{totals['examples']:,.0f} examples in {format_seconds(totals['seconds'])}:"
         f" {format_number(totals['examples_per_s'])} per second. Shares are of the same"
-        " time, which runs from the first step to the end of each fit, without"
-        f" compilation before it.</p>{drawn}"
+        " time, which runs from the first step to the last logged one of each fit,"
+        f" without compilation before it.</p>{drawn}"
     )
 
 
