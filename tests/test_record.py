@@ -17,8 +17,6 @@ NO_ROW = pytest.mark.filterwarnings("ignore:no row of a step was logged")
 class Keeps(Logger):
     """A sink that keeps its rows, and may refuse some."""
 
-    needs_fit = False
-
     def __init__(self, folder, refuses=()):
         super().__init__(folder)
         self.rows, self.calls, self.refuses = [], [], refuses

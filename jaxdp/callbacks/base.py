@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Final
 from jaxtyping import Array, PyTree
 
 from ..basics.arguments import format_call
-from ..basics.console import warn
 from ..basics.tracebacks import note_callback
 from ..engine import StepOptions
 
@@ -15,14 +14,6 @@ if TYPE_CHECKING:
     from jaxdp import Trainer
 else:
     Trainer = Any  # which imports this
-
-_FIT_HOOKS: Final = (
-    "on_fit_start",
-    "on_train_epoch_start",
-    "on_train_epoch_end",
-    "on_fit_end",
-)
-"""Hooks that `trainer.steps` does not call."""
 
 _FINAL_HOOKS: Final = ("on_exception", "on_fit_end", "teardown")
 """Hooks that run for all callbacks, even if one raises."""
@@ -61,10 +52,6 @@ class Callback:
     only_in_training: bool = False
     """Whether `validate`, `test` and `predict` leave this callback out, unless they are
     called while a training runs."""
-
-    needs_fit: bool | None = None
-    """Whether it works in `fit` alone. `trainer.steps`, which has no fits and epochs,
-    warns about such callbacks. None: if it overrides a hook of fits or epochs."""
 
     def setup(self, trainer: Trainer) -> None:
         """Runs first, before a fit, `validate`, `test` and `predict`. Set options here
@@ -280,28 +267,6 @@ class Hooks:
                 " pass only one of them."
             )
         return evaluating[0].evaluated_state if evaluating else None
-
-    def warn_about_steps(self) -> None:
-        """Warns about callbacks that do nothing, or less, in a loop of the caller."""
-        hooks = {
-            callback: [name for name in _FIT_HOOKS if overrides(callback, name)]
-            for callback in self.callbacks
-            if callback.needs_fit is not False
-        }
-        idle = [
-            f"{type(callback).__name__} ({', '.join(names)})"
-            for callback, names in hooks.items()
-            if names or callback.needs_fit
-        ]
-        if idle:
-            warn(
-                "`steps`: these callbacks act at the end of an epoch, or where an epoch"
-                " or a fit begins or a fit ends, which this loop has not. So they do"
-                f" nothing here, or only a part: {', '.join(idle)}. Use `fit`; or do in"
-                " the loop what they would do: `trainer.save(path)`,"
-                " `trainer.validate(loader)`. A"
-                " `ModelCheckpoint(every_n_train_steps=...)` saves here, too."
-            )
 
     def inside_step(self) -> tuple[Callable[..., dict[str, Any]], ...]:
         """Returns the functions of callbacks to trace into the compiled step."""

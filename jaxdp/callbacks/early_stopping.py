@@ -8,6 +8,7 @@ from ..basics.arguments import check_number, checks_arguments
 from ..basics.console import warn
 from ..strategies.placement import fetch
 from .base import Trainer
+from .model_checkpoint import ModelCheckpoint
 from .monitor import MonitorCallback, announce, is_better
 
 
@@ -15,8 +16,8 @@ class EarlyStopping(MonitorCallback):
     """Stops when a monitored value has not improved for `patience` checks in a row.
 
     A check happens after every validation when `monitor` begins with `val_`, and
-    after every training epoch otherwise. A subclass whose `on_validation_end` (or
-    `on_train_epoch_end`) does not call that of `super()` passes one over.
+    after every training epoch otherwise. To skip some, as a warm-up, override
+    `handle_means(trainer, row)`.
 
     Args:
         monitor: name of an epoch's value, such as `"val_loss"` or `"accuracy"`.
@@ -33,9 +34,9 @@ class EarlyStopping(MonitorCallback):
         verbose: whether to print why the fit was stopped.
         restore_best: whether a fit ends with the weights and the optimizer state of
             the best check. A copy is kept on the host, so each improvement waits for
-            the device. Checkpoints do not contain it: those of a check before a resume
-            are taken from a `ModelCheckpoint` of the trainer, with the same `monitor`,
-            say. Where none has them, a warning says so.
+            the device. Checkpoints do not contain it: after a resume, those of an
+            earlier check are taken from a `ModelCheckpoint` with the same `monitor`;
+            a warning says so where none has them.
 
     Attributes:
         wait_count: checks since the last improvement.
@@ -71,7 +72,6 @@ class EarlyStopping(MonitorCallback):
         self.restore_best = restore_best
         self.stopped_epoch: int | None = None
         self.reason: str | None = None
-        self._last: tuple[float, bool] | None = None  # a value, and whether it improved
         self._is_restored = self._has_failed = False
         # The steps that have the best weights (a fit may continue with them), and a
         # copy, if they were seen in this run.
@@ -80,29 +80,27 @@ class EarlyStopping(MonitorCallback):
 
     def on_fit_start(self, trainer: Trainer) -> None:
         super().on_fit_start(trainer)
-        self._has_failed = False
-        if not self._is_restored or self._last is None:
-            return
+        self._has_failed, was_restored = False, self._is_restored
         self._is_restored = False
+        if not was_restored or self.best_score is None:
+            return
         # A run that was killed when it was to stop has nothing more to do, unless its
         # rules have changed.
-        self._stop_if_due(trainer, *self._last)
-        if self.restore_best and self.best_score is not None:
+        self._stop_if_due(trainer)
+        if self.restore_best:
             if trainer.global_step in self._best_steps:
                 self._best = _copy_parts(trainer)
             elif self.reason is None and self._find_best_path(trainer) is None:
-                self._warn_best_is_lost()
+                self._warn_best_is_lost("no `ModelCheckpoint` of this trainer has them")
 
     def check(self, trainer: Trainer, values: Mapping[str, float]) -> None:
         value = values[self.monitor]
-        improved = self.update_best(value)
-        if not improved:
+        if not self.update_best(value):
             self.wait_count += 1
         else:
             self._best_steps = [trainer.global_step]
             self._best = _copy_parts(trainer) if self.restore_best else None
-        self._last = value, improved
-        self._stop_if_due(trainer, value, improved)
+        self._stop_if_due(trainer, value)
         if self.reason is not None and trainer.should_stop:
             self.stopped_epoch = trainer.current_epoch
 
@@ -117,16 +115,15 @@ class EarlyStopping(MonitorCallback):
         source = self._find_best_path(trainer) if self._best is None else self._best
         try:
             if source is None:
-                return self._warn_best_is_lost()
+                raise ValueError("no `ModelCheckpoint` of this trainer has them")
             trainer.run.put_back(_list_parts(trainer), source)
         except (OSError, ValueError) as error:
-            return self._warn_best_is_lost(f" {error}")
+            return self._warn_best_is_lost(str(error))
+        where = f", from {source}" if isinstance(source, str) else ""
         text = (
             f"back to step {self._best_steps[0]}, where {self.monitor} was"
-            f" {self.best_score:.6g}"
+            f" {self.best_score:.6g}{where}"
         )
-        if isinstance(source, str):
-            text += f", from {source}"
         self._best_steps = [self._best_steps[0], trainer.global_step]
         announce(trainer, "EarlyStopping", text)
 
@@ -134,51 +131,49 @@ class EarlyStopping(MonitorCallback):
         """Returns the checkpoint of the best weights, if a callback has one."""
 
         def find() -> str | None:
-            savers = (getattr(c, "find_path", None) for c in trainer.callbacks)
-            steps = self._best_steps[:1]  # a checkpoint of the others is no candidate
-            paths = (path(step) for path in savers if path for step in steps)
+            savers = [c for c in trainer.callbacks if isinstance(c, ModelCheckpoint)]
+            # A checkpoint of the other steps is no candidate.
+            paths = (c.find_path(step) for step in self._best_steps[:1] for c in savers)
             return next(filter(None, paths), None)
 
         processes = trainer.run.processes
         return processes.run_on_rank_zero("where the best weights are", find)
 
-    def _warn_best_is_lost(self, why: str = "") -> None:
+    def _warn_best_is_lost(self, why: str) -> None:
         step = f" of step {self._best_steps[0]}" if self._best_steps else ""
         warn(
             f"`EarlyStopping(restore_best=True)`: the best weights{step} are older than"
-            " the resume, and no callback of this trainer has them in a checkpoint."
-            f" Without a better check the fit ends with its last weights.{why} A"
-            " `ModelCheckpoint` of the same `monitor` keeps them, if all runs have it;"
-            " if you have saved them yourself, `trainer.load(path)` brings them back."
+            f" the resume: {why}. Without a better check the fit ends with its last"
+            " weights. A `ModelCheckpoint` of the same `monitor` keeps them;"
+            " `trainer.load(path)` brings back those that you have saved yourself."
         )
 
     def state_dict(self) -> dict[str, Any]:
-        last = self._last and [str(self._last[0]), self._last[1]]
         of_run = {"stopped_epoch": self.stopped_epoch, "best_steps": self._best_steps}
-        return super().state_dict() | of_run | {"last": last}
+        return super().state_dict() | of_run
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self.stopped_epoch, last = state["stopped_epoch"], state["last"]
-        self._last = None if last is None else (float(last[0]), last[1])
-        self._is_restored = True
+        self.stopped_epoch, self._is_restored = state["stopped_epoch"], True
         self._best_steps = list(state.get("best_steps", []))  # in no older checkpoint
         # They belong to steps that are undone, or to another trainer.
         self.reason = self._best = None
 
-    def _stop_if_due(self, trainer: Trainer, value: float, improved: bool) -> None:
-        self.reason = self._find_reason(value, improved)
+    def _stop_if_due(self, trainer: Trainer, value: float | None = None) -> None:
+        """Stops if the last check says so; `value` is that of a check just now."""
+        self.reason = None if value is None else self._find_limit(value)
+        if self.reason is None and self.wait_count >= max(self.patience, 1):
+            self.reason = f"{self.describe_wait()}."
         # `should_stop` stays set: before the minimum of the fit it would end a run that
         # improves later.
-        epochs, limits = trainer.current_epoch + 1, trainer.record.limits
-        is_early = not limits.may_stop(trainer.global_step, epochs)
-        if self.reason is not None and not is_early:
+        step, epochs = trainer.global_step, trainer.current_epoch + 1
+        if self.reason is not None and trainer.record.limits.may_stop(step, epochs):
             was_said, trainer.should_stop = trainer.should_stop, True
             if self.verbose and not was_said:
                 announce(trainer, "EarlyStopping", self.reason)
 
-    def _find_reason(self, value: float, improved: bool) -> str | None:
-        """Returns the reason to stop now, or None."""
+    def _find_limit(self, value: float) -> str | None:
+        """Returns the reason to stop at this value, or None."""
         got = f"{self.monitor} is {value:.6g}"
         better, worse = self.stopping_threshold, self.divergence_threshold
         if self.check_finite and not math.isfinite(value):
@@ -187,8 +182,6 @@ class EarlyStopping(MonitorCallback):
             return f"{got}, better than the `stopping_threshold` of {better:.6g}."
         if worse is not None and is_better(self.mode, worse, value):
             return f"{got}, worse than the `divergence_threshold` of {worse:.6g}."
-        if not improved and self.wait_count >= self.patience:
-            return f"{self.describe_wait()}."
         return None
 
 

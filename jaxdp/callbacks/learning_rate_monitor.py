@@ -35,7 +35,6 @@ class LearningRateMonitor(Callback):
     """
 
     only_in_training = True
-    needs_fit = False
 
     @checks_arguments
     def __init__(

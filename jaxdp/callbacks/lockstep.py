@@ -49,8 +49,6 @@ class Lockstep(Callback):
         warn_after: after how many seconds it says which one.
     """
 
-    needs_fit = False
-
     @checks_arguments
     def __init__(
         self,

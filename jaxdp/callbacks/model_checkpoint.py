@@ -48,9 +48,7 @@ class ModelCheckpoint(MetricCallback):
     only after the new one is on disk, and `fit` returns only when all are. Ctrl-C and
     SIGTERM save a checkpoint before the fit stops. While a fit runs, it locks the
     folder: a second run that would save there is refused. Checkpoints of another run
-    in the folder are moved to a folder `before-<n>` in it. A subclass whose
-    `on_validation_end` or `on_train_epoch_end` does not call that of `super()` saves
-    nothing there.
+    in the folder are moved to a folder `before-<n>` in it.
 
     Args:
         dirpath: where to save; `trainer.default_root_dir` + "/checkpoints" by default.
@@ -69,8 +67,6 @@ class ModelCheckpoint(MetricCallback):
         every_n_epochs: save at the end of every n-th epoch, or after the validations
             in it; 1 if nothing else is given.
         train_time_interval: save whenever so much time has passed; like `max_time`.
-        keep_every_n_steps: of the checkpoints, keep all whose step is a multiple of
-            this, whatever their score. It makes none due.
         save_on_exception: also save when the fit raises, in a single process. (For
             Ctrl-C and signals that end a fit, this needs no argument.)
         on_save_error: what to do if a checkpoint can't be written, for example to a
@@ -97,7 +93,6 @@ class ModelCheckpoint(MetricCallback):
         every_n_epochs: int | None = None,
         train_time_interval: timedelta | float | str | None = None,
         *,
-        keep_every_n_steps: int | None = None,
         save_on_exception: bool = False,
         on_save_error: Literal["raise", "warn"] = "raise",
     ):
@@ -106,7 +101,6 @@ class ModelCheckpoint(MetricCallback):
         for name, value in (
             ("every_n_train_steps", every_n_train_steps),
             ("every_n_epochs", every_n_epochs),
-            ("keep_every_n_steps", keep_every_n_steps),
         ):
             if value is not None:
                 check_count(name, value, suffix=" or None")
@@ -132,14 +126,12 @@ class ModelCheckpoint(MetricCallback):
         self.train_time_interval = train_time_interval
         # Whether steps and not only epochs make a checkpoint due.
         self._saves_by_step = (every_n_train_steps or train_time_interval) is not None
-        self.needs_fit = not self._saves_by_step
-        self.keep_every_n_steps = keep_every_n_steps
         self.save_on_exception = save_on_exception
         self.on_save_error = on_save_error
 
         self._dir: CheckpointDir | None = None  # during a fit
         self._scores: dict[int, float | None] = {}
-        self._last_step: tuple[int, Any] | None = None  # and its metrics
+        self._metrics: Any = {}  # of the last step
         self._measured: tuple[int, float] | None = None  # a step, and the value there
         self._is_due = False
         # A step that stays, whatever its score, while it is the newest.
@@ -147,7 +139,6 @@ class ModelCheckpoint(MetricCallback):
         self._saving: tuple[int, checkpoint.PendingSave] | None = None
         self._saved_at = time.monotonic()
         self._error: BaseException | None = None  # the one that ended the fit
-        self._has_told_unscored = False
 
     @property
     def best_model_path(self) -> str:
@@ -183,13 +174,11 @@ class ModelCheckpoint(MetricCallback):
         return next(iter(_rank_steps(self._scores, self.mode)), None)
 
     def _select_kept(self, scores: Scores) -> set[int]:
-        """Returns the steps to keep: the best, those that `keep_every_n_steps` names,
-        and the newest if that is pinned, has no score, or `save_last` asks for it."""
+        """Returns the steps to keep: the best, and the newest if that is pinned, has no
+        score, or `save_last` asks for it."""
         if self.save_top_k == -1:
             return set(scores)
         steps = set(_rank_steps(scores, self.mode)[: self.save_top_k])
-        if (every := self.keep_every_n_steps) is not None:
-            steps |= {step for step in scores if step % every == 0}
         newest = max(scores, default=None)
         if newest is not None and (
             self.save_last
@@ -204,9 +193,14 @@ class ModelCheckpoint(MetricCallback):
     def setup(self, trainer: Trainer) -> None:
         """Locks the folder, so that an unwritable one is an error before training."""
         super().setup(trainer)
+        if trainer.run.doing == "a loop of steps" and not self._saves_by_step:
+            warn(
+                "`ModelCheckpoint`: a loop of `steps` ends no epoch, so this saves"
+                " nothing. Pass `every_n_train_steps`, or call `trainer.save(path)`."
+            )
         self._dir, self._processes = self.find_folder(trainer), trainer.run.processes
         self._clock = PeriodicVote(self._processes, "the time of a checkpoint")
-        self._last_step, first = None, self._processes.run_on_rank_zero
+        self._metrics, first = {}, self._processes.run_on_rank_zero
         first("ModelCheckpoint: its folder", self._dir.open)
         claim = functools.partial(self._claim_checkpoints, trainer)
         self._scores = dict(first("ModelCheckpoint: what is there", claim))
@@ -214,7 +208,7 @@ class ModelCheckpoint(MetricCallback):
         step = trainer.global_step
         self._pinned_step = step if step in self._scores else None
         self._remove_others()
-        self._save_if_due(trainer)  # a kill may have come before
+        self.on_boundary(trainer)  # a kill may have come before
 
     def on_fit_start(self, trainer: Trainer) -> None:
         if self.monitor is not None:
@@ -226,9 +220,8 @@ class ModelCheckpoint(MetricCallback):
     ) -> None:
         if not self._saves_by_step:
             return
-        step, every = trainer.global_step, self.every_n_train_steps
-        self._last_step = step, metrics
-        if every is not None and step % every == 0:
+        self._metrics, every = metrics, self.every_n_train_steps
+        if every is not None and trainer.global_step % every == 0:
             self._is_due = True
         if self.train_time_interval is not None:
             interval = self.train_time_interval.total_seconds()
@@ -251,8 +244,11 @@ class ModelCheckpoint(MetricCallback):
         # A step costs few calls where nothing is to be done.
         if self._saving is not None:
             self._finish_save()
-        if self._is_due:
-            self._save_if_due(trainer)
+        # After the last step of an epoch its validation comes first: it gives the
+        # score, and need not be repeated after a resume.
+        if self._is_due and not trainer.record.is_at_epoch_end:
+            self._is_due = False
+            self._save(trainer)
 
     def _is_epoch_due(self, trainer: Trainer) -> bool:
         every = self.every_n_epochs
@@ -260,21 +256,15 @@ class ModelCheckpoint(MetricCallback):
 
     def _monitors_steps(self) -> bool:
         """Returns True if single steps log the monitor, and make checkpoints due."""
-        last = self._last_step
-        return self._saves_by_step and last is not None and self.monitor in (*last[1],)
-
-    def _find_last_measured(self) -> tuple[int, float] | None:
-        """Returns the step at which the monitor was measured last, and its value."""
-        if self._last_step is None or not (self.monitor and self._monitors_steps()):
-            return self._measured
-        step, metrics = self._last_step
-        return step, float(metrics[self.monitor])  # waits for the device
+        return self._saves_by_step and self.monitor in (*self._metrics,)
 
     def _find_score(self, step: int) -> float | None:
         """Returns the value measured on the weights of a step, if there is one."""
         if self.monitor is None:
             return float(step)  # the best is the newest
-        measured_step, value = self._find_last_measured() or (None, None)
+        if self._monitors_steps():
+            return float(self._metrics[self.monitor])  # waits for the device
+        measured_step, value = self._measured or (None, None)
         return value if measured_step == step else None
 
     # The end of a fit, and the state.
@@ -315,7 +305,7 @@ class ModelCheckpoint(MetricCallback):
         return f"{self.find_folder(trainer).path}\n{unit}"
 
     def state_dict(self) -> dict[str, Any]:
-        measured = self._find_last_measured()
+        measured = self._measured
         return {
             "scores": _to_json(self._scores),
             "measured": measured and [measured[0], str(measured[1])],
@@ -328,16 +318,8 @@ class ModelCheckpoint(MetricCallback):
         self._is_due = state["is_due"]
         measured = state.get("measured")  # not in checkpoints of 0.2
         self._measured = measured and (measured[0], float(measured[1]))
-        self._last_step = None
 
     # Saving, one at a time.
-
-    def _save_if_due(self, trainer: Trainer) -> None:
-        # After the last step of an epoch its validation comes first: it gives the
-        # score, and need not be repeated after a resume.
-        if self._is_due and not trainer.record.is_at_epoch_end:
-            self._is_due = False
-            self._save(trainer)
 
     def _save(self, trainer: Trainer) -> None:
         """Starts to save the present step, if it would be kept."""
@@ -346,14 +328,6 @@ class ModelCheckpoint(MetricCallback):
         score = self._find_score(step)
         if step not in self._scores:
             if step in self._select_kept({**self._scores, step: score}):
-                if score is None and not self._has_told_unscored:
-                    self._has_told_unscored = True
-                    text = (
-                        f"step {step} is saved without a score, because"
-                        f" {self.monitor!r} was not measured on these weights. It is no"
-                        " candidate for the best, and kept only while it is the newest."
-                    )
-                    announce(trainer, "ModelCheckpoint", text)
                 self._start_saving(trainer, score)
         elif self._scores[step] is None:  # saved before it was measured
             self._scores[step] = score
@@ -434,13 +408,11 @@ class ModelCheckpoint(MetricCallback):
                 others.append(step)
             # else another callback saved this very step: the fit may resume from it
         if others:
-            path = self._dir.set_aside(others)
-            listed = ", ".join(map(str, others))
+            path, listed = self._dir.set_aside(others), ", ".join(map(str, others))
             text = (
                 f"{self._dir.path} has checkpoints that this run does not resume from,"
                 f" or that this callback has not saved: {listed}. They are now in"
-                f" {path}."
-                ' (To resume from the newest, use `fit(..., ckpt_path="auto")`.)'
+                f' {path}. (To resume from the newest, use `ckpt_path="auto"`.)'
             )
             announce(trainer, "ModelCheckpoint", text)
         return list(scores.items())

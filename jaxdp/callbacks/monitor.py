@@ -8,7 +8,7 @@ from typing import Any
 
 from ..basics.arguments import check_choice, check_count, check_number, checks_arguments
 from ..basics.columns import infer_mode, resolve_mode
-from ..basics.console import log_info, log_info_once, warn
+from ..basics.console import log_info, log_info_once
 from ..record import LogRow
 from .base import Callback, Trainer
 
@@ -18,54 +18,40 @@ def check_monitor(
 ) -> None:
     """Raises if a fit that starts will log no value named `monitor`, or if the `row`
     of an epoch that ends should have had one and has not."""
-    names = trainer.record.names
-    logged = names if row is None else (*row.values, *trainer.record.validation)
-    is_of_validation = monitor.startswith("val_")
+    record, is_of_validation = trainer.record, monitor.startswith("val_")
     if row is None:
+        logged = record.names
         # A callback of the user may log it, and a `PassMetric` may have any values.
-        roots = {type(other).__module__.split(".")[0] for other in trainer.callbacks}
-        is_open = is_of_validation and not trainer.record.names_are_all
-        may_come = is_open or bool(roots - {__name__.split(".")[0]})
+        may_come = (is_of_validation and not record.names_are_all) or any(
+            not type(other).__module__.startswith("jaxdp.")
+            for other in trainer.callbacks
+        )
     else:
-        is_next = is_of_validation and not trainer.record.validation
-        is_later = is_next and any(n.startswith("val_") for n in names)
-        may_come = is_later or monitor in trainer.history
-    if monitor in logged or may_come:
-        return
-
-    hint = ""
-    if is_of_validation and not any(name.startswith("val_") for name in logged):
-        hint = " Names with `val_` need a `val_loader` in `fit`."
-    elif row is not None:  # some callback may have put it into `metrics` itself
-        hint = " A callback logs a value of its own by `trainer.log(name, value)`."
-    raise ValueError(
-        f"`{type(callback).__name__}(monitor={monitor!r})`: nothing of that name is"
-        f" logged; what is logged: {', '.join(map(repr, logged))}.{hint}"
-    )
+        logged = (*row.values, *record.validation)
+        is_later = is_of_validation and not record.validation  # in another epoch
+        may_come = monitor in trainer.history or (
+            is_later and any(name.startswith("val_") for name in record.names)
+        )
+    if monitor not in logged and not may_come:
+        raise ValueError(
+            f"`{type(callback).__name__}(monitor={monitor!r})`: nothing of that name is"
+            f" logged; what is logged: {', '.join(map(repr, logged))}. Names with"
+            " `val_` need a `val_loader` in `fit`; a callback logs a value of its own"
+            " by `trainer.log(name, value)`."
+        )
 
 
 def check_mode(callback: Callback, monitor: Any, mode: Any) -> str:
-    """Returns `"min"` or `"max"`, as `mode` or the name of `monitor` says.
-
-    Warns about a mode that contradicts the name, and says once which mode it takes if
-    the name says nothing.
-    """
+    """Returns `"min"` or `"max"`, as `mode` or the name of `monitor` says; logs once
+    which one it takes if neither does."""
     check_choice("mode", mode, ("auto", "min", "max"))
-    name, better = str(monitor), {"min": "smaller", "max": "larger"}
-    who = f"`{type(callback).__name__}(monitor={name!r})`"
-    inferred, resolved = infer_mode(name), resolve_mode(name, mode)
-    if mode == "auto" and inferred is None:
+    if mode == "auto" and infer_mode(str(monitor)) is None:
         log_info_once(
-            f"{who}: the name does not tell which values are better, so it is the"
-            ' smaller ones; `mode="max"` if larger ones are, or `mode="min"`'
+            f"`{type(callback).__name__}(monitor={monitor!r})`: the name does not tell"
+            ' which values are better, so it is the smaller ones; `mode="max"` if'
+            ' larger ones are, or `mode="min"`'
         )
-    elif inferred not in (None, resolved):
-        warn(
-            f"{who}: `mode`={mode!r} takes {better[resolved]} values for better, and by"
-            f" its name {better[str(inferred)]} ones are. Leave `mode` out, if you mean"
-            " these."
-        )
-    return resolved
+    return resolve_mode(str(monitor), mode)
 
 
 def is_better(
@@ -80,35 +66,17 @@ def is_better(
 
 class MetricCallback(Callback):
     """A callback that gets the means of each validation and epoch of a fit, with all
-    values that callbacks have logged for them.
-
-    A subclass that overrides `on_validation_end` or `on_train_epoch_end`, and does not
-    call the one of `super()`, leaves that validation or epoch out.
-    """
+    values that callbacks have logged for them."""
 
     skip_in_fast_dev_run = True
     only_in_training = True
-
-    _expected_kind = ""  # of the row whose hook was called
 
     def handle_means(self, trainer: Trainer, row: LogRow) -> None:
         """Acts on the values of a validation or an epoch."""
         raise NotImplementedError
 
     def setup(self, trainer: Trainer) -> None:
-        self._expected_kind = ""
-        trainer.record.read_means(functools.partial(self._forward_expected, trainer))
-
-    def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        self._expected_kind = "val"
-
-    def on_train_epoch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        self._expected_kind = "epoch"
-
-    def _forward_expected(self, trainer: Trainer, row: LogRow) -> None:
-        if row.kind == self._expected_kind:
-            self._expected_kind = ""
-            self.handle_means(trainer, row)
+        trainer.record.read_means(functools.partial(self.handle_means, trainer))
 
 
 class MonitorCallback(MetricCallback):
@@ -153,9 +121,8 @@ class MonitorCallback(MetricCallback):
         if is_late and self.monitor.startswith("val_"):
             raise ValueError(
                 f"`{type(self).__name__}(monitor={self.monitor!r})`: this fit validates"
-                " at its end alone, where there is nothing left to decide:"
-                " `check_val_every_n_epoch` is more than its epochs. Pass a smaller"
-                " one, or leave the callback out."
+                " at its end alone, where nothing is left to decide. Pass a smaller"
+                " `check_val_every_n_epoch`, or leave the callback out."
             )
 
     def handle_means(self, trainer: Trainer, row: LogRow) -> None:

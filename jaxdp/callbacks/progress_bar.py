@@ -38,8 +38,6 @@ class ProgressBar(Callback):
         file: an open text file; None means `sys.stderr`, in a notebook `sys.stdout`.
     """
 
-    needs_fit = False
-
     @checks_arguments
     def __init__(
         self,

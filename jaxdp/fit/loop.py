@@ -441,9 +441,6 @@ def _iterate_steps(
 ) -> Iterator[Metrics]:
     run = trainer.run
     run.renew_hooks(trainer.callbacks, to_train=True)
-    if not run.has_looped:
-        run.hooks.warn_about_steps()
-    run.has_looped = True
     source = run.open_source(train_loader, "train_loader", "train")
     with (
         TracebackFilter(),

@@ -193,7 +193,6 @@ class Run:
         hooks: the hooks of the callbacks.
         progress: the completed steps and epochs of the run.
         record: the logged values of the run.
-        has_looped: whether `Trainer.steps` was called before.
         doing: the activity that callbacks are set up for, such as "a fit"; "" for none.
         loaded: facts of a loaded checkpoint for the next fit.
     """
@@ -211,7 +210,6 @@ class Run:
         self.progress = Progress()
         every = config.accumulate_grad_batches
         self.record = Record(new_id, self.processes, self.progress, every)
-        self.has_looped = False
         self.doing = ""
         self.loaded: CheckpointInfo | None = None
         self._engine: Engine | None = None

@@ -76,7 +76,7 @@ def test_a_terminal_shows_where_the_epoch_is(clock):
     assert re.search(r" 12/12, loss [\d.]+ \[00:1\d<00:00, 8 examples/s\]$", last)
     names = "loss", "accuracy", "val_loss", "val_accuracy"
     values = [f"{name} {history[name][1]:.4g}" for name in names]
-    summary = f"epoch 1/1: {', '.join(values)}, 14 s, 6.86 examples/s"
+    summary = f"epoch 1/1: {', '.join(values)}, 14 s, 6.857 examples/s"
     assert [line for line in lines if line.startswith("epoch 1/1:")] == [summary]
     assert any(line.startswith("validating") for line in lines)
 
@@ -131,7 +131,7 @@ def test_a_file_gets_a_line_per_epoch_and_no_carriage_returns(clock):
         r"epoch 0/0: 10/25 batches, loss [\d.]+, 00:15 left, 8 examples/s",
         r"epoch 0/0: 20/25 batches, loss .*",
         r"validating: .*",
-        r"epoch 0/0: loss [\d.]+, val_loss [\d.]+, 41 s, 4.88 examples/s",
+        r"epoch 0/0: loss [\d.]+, val_loss [\d.]+, 41 s, 4.878 examples/s",
     )
     assert "\r" not in out.getvalue()
     for line, pattern in zip(out.getvalue().splitlines(), patterns, strict=True):

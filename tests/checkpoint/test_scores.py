@@ -174,12 +174,11 @@ def test_what_is_kept(tmp_path, values, interval, options, expected):
     assert folders(tmp_path) == sorted(expected)
 
 
-def test_what_has_no_score_is_told_once(tmp_path, caplog):
+def test_a_fit_ends_with_a_score(tmp_path):
     saver = ModelCheckpoint(tmp_path, monitor="val_loss", every_n_train_steps=2)
     trainer = make(saver)
     trainer.fit(DATA, VAL, check_val_every_n_epoch=2)
-    assert caplog.text.count("step 2 is saved without a score, because 'val_loss'") == 1
-    assert folders(tmp_path) == [6] and "step 4 is saved" not in caplog.text
+    assert folders(tmp_path) == [6]
     # A fit ends with a validation.
     assert saver.best_model_score == trainer.callback_metrics["val_loss"]
 
@@ -245,6 +244,8 @@ def test_a_loop_of_ones_own_is_saved_epoch_by_epoch(tmp_path):
         for metrics in trainer.steps(DATA):
             losses[trainer.global_step] = float(metrics["loss"])
     assert folders(tmp_path) == [min((4, 8, 12), key=losses.get)]
+    with pytest.warns(UserWarning, match="ends no epoch, so this saves nothing"):
+        next(make(ModelCheckpoint(tmp_path / "none")).steps(DATA))
 
 
 def test_an_epoch_of_unknown_length_is_judged_once_it_is_over(tmp_path):
@@ -311,17 +312,3 @@ def test_a_folder_may_be_in_the_home(tmp_path, monkeypatch):
     assert saver.best_model_path == str(tmp_path / "runs" / "6")
     make(again).load("~/runs/best")
     make(again).fit(DATA, VAL, max_epochs=2, ckpt_path="~/runs/6")
-
-
-def test_keeps_every_nth_step_whatever_its_score(tmp_path):
-    def saver():
-        options = {"every_n_train_steps": 2, "keep_every_n_steps": 4}
-        return ModelCheckpoint(tmp_path, "val_loss", **options)
-
-    values = Values(dict.fromkeys(range(99), 0.0))
-    make(saver(), values).fit(DATA, VAL, max_epochs=1)
-    assert folders(tmp_path) == [4, 6]
-    make(saver(), values).fit(DATA, VAL, max_epochs=3, ckpt_path="auto")
-    assert {4, 8, 12, 16} < {*folders(tmp_path)} and 10 not in folders(tmp_path)
-    with pytest.raises(ValueError, match="`keep_every_n_steps` must be 1 or more or N"):
-        ModelCheckpoint(tmp_path, keep_every_n_steps=0)

@@ -19,8 +19,6 @@ METHODS = "validate", "test", "predict"
 class Hears(Callback):
     """Writes down which hooks run, but for those of single batches."""
 
-    needs_fit = False
-
     def __init__(self):
         self.heard = []
 

@@ -94,8 +94,6 @@ def test_callback_metrics_are_the_last_values_of_everything_logged():
     seen = {}
 
     class Looks(Callback):
-        needs_fit = False
-
         def on_train_batch_end(self, trainer, metrics, batch_idx):
             assert trainer.callback_metrics["loss"] == float(metrics["loss"])
             trainer.log("own", batch_idx)
