@@ -18,7 +18,6 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
 # They are run for a few steps, which is less often than loggers write.
-pytestmark = pytest.mark.filterwarnings("ignore:no row of a step was logged")
 
 
 @pytest.fixture(autouse=True)

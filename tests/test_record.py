@@ -11,8 +11,6 @@ from jaxdp import Callback
 from jaxdp.callbacks import Logger, NanGuard
 from jaxdp.step import IN_FLIGHT
 
-NO_ROW = pytest.mark.filterwarnings("ignore:no row of a step was logged")
-
 
 class Keeps(Logger):
     """A sink that keeps its rows, and may refuse some."""
@@ -102,7 +100,6 @@ def test_a_sink_that_fails_takes_nothing_from_the_others(tmp_path):
     assert full.calls == other.calls == [("close",)]
 
 
-@NO_ROW
 def test_a_validation_has_its_own_row_or_that_of_its_epoch(tmp_path):
     sink, means = Keeps(tmp_path), []
     # The one that logs comes later in the list than the one that reads.
@@ -147,7 +144,6 @@ class Stops(Callback):
             raise self.error
 
 
-@NO_ROW
 @pytest.mark.parametrize(
     "loader, callback, steps",
     [
@@ -215,7 +211,6 @@ def test_a_fit_logs_no_step_of_a_loop_before_it(tmp_path):
     assert [step for step, _ in watch.read] == [1, 2, 3, 4, 5]
 
 
-@NO_ROW
 def test_a_resumed_run_rewinds_once_and_writes_the_rest(tmp_path):
     data, options = (batches(*[8] * 5), batches(8)), {"val_check_interval": 2}
     first, second = Keeps(tmp_path), Keeps(tmp_path)

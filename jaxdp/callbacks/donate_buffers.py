@@ -53,7 +53,7 @@ class DonateBuffers(Callback):
             return
         self._checked = True
         compiled: Any = trainer.compiled_train_step()
-        if getattr(compiled, "memory_analysis", lambda: None)() is None:
+        if not isinstance(compiled, jax.stages.Compiled):
             return  # a compiled object of a custom strategy, which XLA need not know
 
         # `trainer.state` cannot be read between the steps of one dispatch.

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from ..basics.arguments import check_is_local, checks_arguments
-from ..basics.console import warn
 from ..basics.files import add_path_to_errors, expand_path
 from ..record import LogRow, Number
 from .base import Callback, Trainer
@@ -106,13 +105,6 @@ class Logger(Callback):
         shows_figures = type(self).log_figure is not Logger.log_figure
         if shows_figures and trainer.history.epochs and find_spec("matplotlib"):
             self.log_figure("history", trainer.history.plot())
-        step, every = trainer.global_step, trainer.log_every_n_steps
-        if 0 < step < every and self._error is None:
-            warn(
-                f"no row of a step was logged: `log_every_n_steps`={every}, and"
-                f" {step} steps are done. Use Trainer(log_every_n_steps=1) to see"
-                " single steps."
-            )
 
     def teardown(self, trainer: Trainer) -> None:
         self._trainer = None

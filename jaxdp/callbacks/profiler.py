@@ -127,30 +127,3 @@ class Profiler(Callback):
         trace = max(traces, key=lambda path: path.stat().st_mtime)
         text = f"steps {first + 1} to {trainer.global_step} are traced in {trace}"
         announce(trainer, "Profiler", text)
-        platform = _get_platform(trainer)
-        if platform != "cpu" and not _has_device_events(trace.parent):
-            cause = (
-                " JAX needs CUPTI for that on NVIDIA's." if platform == "gpu" else ""
-            )
-            text = f"that trace has no operations of the {platform.upper()}s.{cause}"
-            announce(trainer, "Profiler", text)
-
-
-def _get_platform(trainer: Trainer) -> str:
-    """Returns the platform of the devices of the state, such as `"gpu"`."""
-    leaf = jax.tree.leaves(trainer.state)[0]
-    return next(iter(leaf.devices())).platform
-
-
-def _has_device_events(folder: Path) -> bool:
-    """Returns whether a trace has events of a device, not of the host alone.
-
-    The operations of CPUs are among the host's events.
-    """
-    planes = [
-        plane
-        for path in folder.glob("*.xplane.pb")
-        for plane in jax.profiler.ProfileData.from_file(str(path)).planes
-        if plane.name.startswith("/device:")
-    ]
-    return any(True for plane in planes for line in plane.lines for _ in line.events)

@@ -2,7 +2,7 @@
 
 import copy
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 from .base import Callback, Trainer, overrides
@@ -15,21 +15,20 @@ def reset_reused(callbacks: Iterable[Callback], trainer_id: str) -> None:
     """Restores the first state of callbacks that another trainer has used."""
     for callback in callbacks:
         user, first = vars(callback).get(_USED_BY, (None, None))
-        if user == trainer_id:
-            continue
         if user is None:
             first = _read_first_state(callback)
-        elif first is not None:
-            try:
-                callback.load_state_dict(copy.deepcopy(first))
-            except Exception as error:
-                name = type(callback).__name__
-                error.add_note(
-                    f"while the callback {name}, which another trainer has used, loaded"
-                    " what its `state_dict()` was before that"
-                )
-                raise
+        elif user != trainer_id and first is not None:
+            callback.load_state_dict(copy.deepcopy(first))
         vars(callback)[_USED_BY] = trainer_id, first
+
+
+def _read_first_state(callback: Callback) -> dict[str, Any] | None:
+    if not overrides(callback, "state_dict"):
+        return None
+    try:
+        return copy.deepcopy(callback.state_dict())
+    except Exception:  # it may get its values when a fit starts
+        return None
 
 
 def name_callbacks(callbacks: Iterable[Callback]) -> Iterator[tuple[str, Callback]]:
@@ -47,71 +46,48 @@ def list_identities(trainer: Trainer) -> dict[str, str]:
 
 
 def match_states(trainer: Trainer, meta: dict[str, Any]) -> dict[str, Any]:
-    """Returns the states in a checkpoint, by the present names of their callbacks."""
-    saved = meta["callbacks"]
-    return {new: saved[old] for new, old in _match_names(trainer, meta).items()}
+    """Returns the states in a checkpoint, by the present names of their callbacks.
 
-
-def find_unmatched(trainer: Trainer, meta: dict[str, Any]) -> tuple[str, str]:
-    """Returns callbacks that find no state in a checkpoint, and those in it of classes
-    that the trainer lacks, as texts; each "" if there are none."""
-    pairs, by_name = _match_names(trainer, meta), list_identities(trainer)
-    without = {
-        name: by_name[name]
-        for name, callback in name_callbacks(trainer.callbacks)
-        if name not in pairs and callback.state_dict()
-    }
-    classes = set(map(_class, without))
-    lacking = {
-        name: meta["identities"].get(name, "")
-        for name, state in meta["callbacks"].items()
-        if state and name not in pairs.values() and _class(name) not in classes
-    }
-    return _format_identities(without), _format_identities(lacking)
-
-
-def _match_names(trainer: Trainer, meta: dict[str, Any]) -> dict[str, str]:
-    """Maps the present name of each callback that has a saved state to its saved name.
-
-    It is the one of its class and identity, else the only one of its class that lies in
-    another folder.
+    A callback has the state of its class and identity, else, in order, one of its class
+    that lies in another folder.
     """
-    present, pairs = list_identities(trainer), dict[str, str]()
-
-    def find(name: str, fits: Callable[[str, str | None], bool]) -> list[str]:
-        return [
-            saved
-            for saved in meta["callbacks"]
-            if saved not in pairs.values()
-            and _class(saved) == _class(name)
-            and fits(present[name], meta["identities"].get(saved))
-        ]
-
-    for name in present:
-        if same := find(name, _is_same):
-            pairs[name] = name if name in same else same[0]
-    moved = {name: find(name, _is_moved) for name in present if name not in pairs}
-    for name, found in moved.items():
-        if len(found) == 1 and list(moved.values()).count(found) == 1:
-            pairs[name] = found[0]
-    return pairs
+    remaining, matched = dict(meta["callbacks"]), dict[str, Any]()
+    for is_moved in (False, True):
+        for name, identity in list_identities(trainer).items():
+            if name in matched:
+                continue
+            fitting = [
+                saved
+                for saved in remaining
+                if saved.partition(":")[0] == name.partition(":")[0]
+                and _fits(identity, meta["identities"][saved], is_moved)
+            ]
+            if fitting:
+                saved = name if name in fitting else fitting[0]
+                matched[name] = remaining.pop(saved)
+    return matched
 
 
-def _is_same(identity: str, saved: str | None) -> bool:
-    # Checkpoints of 0.2 have no second lines.
-    return saved in (None, identity, identity.partition("\n")[0])
+def _fits(identity: str, saved: str, is_moved: bool) -> bool:
+    (folder, *unit), (saved_folder, *saved_unit) = (
+        identity.split("\n"),
+        saved.split("\n"),
+    )
+    is_same = os.path.isabs(folder) if is_moved else folder == saved_folder
+    return is_same and saved_unit in (unit, [])  # checkpoints of 0.2 have no units
 
 
-def _is_moved(identity: str, saved: str | None) -> bool:
-    folder, *unit = identity.split("\n")
-    return os.path.isabs(folder) and str(saved).split("\n")[1:] in (unit, [])
-
-
-def _format_identities(identities: dict[str, str]) -> str:
-    """Returns a list in words, such as "EarlyStopping (val_loss, min) and ..."."""
-    shown = {name: ", ".join(its.split("\n")) for name, its in identities.items()}
+def describe_unmatched(trainer: Trainer, matched: dict[str, Any]) -> str:
+    """Returns the callbacks that have a state and none in a checkpoint, as a text such
+    as "EarlyStopping (val_loss, min) and ..."; "" if there are none."""
+    identities = {
+        name: callback.identity(trainer).replace("\n", ", ")
+        for name, callback in name_callbacks(trainer.callbacks)
+        if name not in matched and callback.state_dict()
+    }
     return " and ".join(
-        f"{_class(name)} ({its})" if its else name for name, its in shown.items()
+        f"{name.partition(':')[0]} ({identity})" if identity else name
+        for name, identity in identities.items()
     )
 
 
@@ -125,16 +101,3 @@ def find_name(trainer: Trainer, callback: Callback) -> str:
     return next(
         name for name, other in name_callbacks(trainer.callbacks) if other is callback
     )
-
-
-def _class(name: str) -> str:
-    return name.partition(":")[0]
-
-
-def _read_first_state(callback: Callback) -> dict[str, Any] | None:
-    if not overrides(callback, "state_dict"):
-        return None
-    try:
-        return copy.deepcopy(callback.state_dict())
-    except Exception:  # it may get its values when a fit starts
-        return None

@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import equinox as eqx
 import jax
@@ -19,7 +19,7 @@ from ..callbacks import Callback
 from ..callbacks.base import overrides
 from ..callbacks.run_metadata import describe_function, describe_optimizer, plain
 from ..callbacks.state_matching import (
-    find_unmatched,
+    describe_unmatched,
     list_identities,
     match_states,
     name_callbacks,
@@ -42,15 +42,6 @@ _RECORDED_ARGUMENTS: Final = (
     "gradient_clip_val",
     "ensemble",
 )
-
-
-class CheckpointInfo(NamedTuple):
-    """The facts of a loaded checkpoint that the next fit needs."""
-
-    padded_rows: Any
-    """The padding of batches: steps per epoch, sizes, micro-batches per step."""
-    unmatched_callbacks: str
-    """The callbacks in the checkpoint that the trainer lacks."""
 
 
 def start_saving(
@@ -113,7 +104,7 @@ def make_metadata(trainer: "Trainer") -> dict[str, Any]:
             for name, callback in name_callbacks(trainer.callbacks)
         },
         "identities": list_identities(trainer),
-        "padded_rows": (run.loaded and run.loaded.padded_rows)
+        "padded_rows": run.loaded_padding
         or [
             run.record.limits and run.record.limits.steps_per_epoch,
             run.engine.padding,
@@ -153,17 +144,16 @@ def load(trainer: "Trainer", path: str | os.PathLike[str]) -> None:
         # Only callbacks may fail to restore their state, so they come first.
         run.renew_hooks(trainer.callbacks, to_train=True)
         with checkpoint.load_together(run.processes, os.fspath(path)):
-            _load_callbacks(trainer, path, meta)
-        without, unmatched_callbacks = find_unmatched(trainer, meta)
+            matched = _load_callbacks(trainer, path, meta)
 
         run.engine.state = state
         run.engine.load_padding({})  # forgets larger batches that came since then
         run.progress.load_state_dict(meta, run.make_partition("train"))
         trainer.history.load_state_dict(meta["history"])
         run.record.rewind(meta["run_id"], meta["global_step"])
-        run.loaded = CheckpointInfo(meta["padded_rows"], unmatched_callbacks)
+        run.loaded_padding = meta["padded_rows"]
         _log_differences(trainer, path, meta)
-        if without:
+        if without := describe_unmatched(trainer, matched):
             warn(
                 f"`load`: {path} has no state for the callback {without}, so nothing is"
                 " loaded there; that of another `monitor`, `mode` or folder is not."
@@ -183,7 +173,8 @@ def read_state(run: "Run", path: str | os.PathLike[str]) -> tuple[Any, dict[str,
 
 def _load_callbacks(
     trainer: "Trainer", path: str | os.PathLike[str], meta: dict[str, Any]
-) -> None:
+) -> dict[str, Any]:
+    """Restores the states of callbacks in a checkpoint, and returns them by name."""
     saved = match_states(trainer, meta)
     for name, callback in name_callbacks(trainer.callbacks):
         if name not in saved:
@@ -196,6 +187,7 @@ def _load_callbacks(
                 f" {os.path.abspath(path)} has of it; the state is as it was"
             )
             raise
+    return saved
 
 
 def _log_differences(

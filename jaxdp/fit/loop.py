@@ -195,20 +195,14 @@ class FitLoop:
                 f" {self.progress.done}, where the last fit stopped"
             )
 
-        loaded, run.loaded = run.loaded, None
-        if loaded and loaded.unmatched_callbacks:  # of no matter for `test`
-            warn(
-                "the checkpoint that this fit goes on from was saved with callbacks"
-                f" that this trainer lacks: {loaded.unmatched_callbacks}. Pass them"
-                " too, to go on as before."
-            )
         trainer.max_epochs, trainer.max_steps = limits.max_epochs, limits.max_steps
         trainer.num_training_batches = limits.batches_per_epoch
         self._record.limits = limits
 
-        if loaded is None or loaded.padded_rows is None:
+        padding, run.loaded_padding = run.loaded_padding, None
+        if padding is None:
             return
-        steps, sizes, *saved = loaded.padded_rows
+        steps, sizes, *saved = padding
         now = limits.count_steps(*saved or [limits.accumulate])
         if steps == now:
             run.engine.load_padding(sizes)  # the same loader, resumed
@@ -450,7 +444,7 @@ def _iterate_steps(
     ):
         run.progress.start_loader(source)
         trainer.num_training_batches = run.record.limits = None
-        run.loaded = run.loaded and run.loaded._replace(padded_rows=None)
+        run.loaded_padding = None
         hooks = run_setup_hooks(trainer, run.hooks)
 
         feed = Feed(trainer, source, hooks)

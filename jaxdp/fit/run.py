@@ -46,7 +46,7 @@ from ..step import (
 )
 from ..strategies import DataParallel
 from . import checks
-from .checkpointing import CheckpointInfo, describe_arguments, read_state
+from .checkpointing import describe_arguments, read_state
 from .pass_metrics import split_metrics
 from .progress import Progress
 
@@ -194,7 +194,8 @@ class Run:
         progress: the completed steps and epochs of the run.
         record: the logged values of the run.
         doing: the activity that callbacks are set up for, such as "a fit"; "" for none.
-        loaded: facts of a loaded checkpoint for the next fit.
+        loaded_padding: the padding of batches in a loaded checkpoint, for the next
+            fit: steps per epoch, sizes, micro-batches per step.
     """
 
     def __init__(self, arguments: Mapping[str, Any], callbacks: Sequence[Callback]):
@@ -211,7 +212,7 @@ class Run:
         every = config.accumulate_grad_batches
         self.record = Record(new_id, self.processes, self.progress, every)
         self.doing = ""
-        self.loaded: CheckpointInfo | None = None
+        self.loaded_padding: Any = None
         self._engine: Engine | None = None
 
     @property

@@ -105,23 +105,6 @@ def test_each_callback_gets_the_state_of_its_own_monitor(tmp_path, quiet):
     assert new.best_score is None
 
 
-@pytest.mark.parametrize("make, shown", [
-    (lambda path: EarlyStopping("val_loss"), r"EarlyStopping \(val_loss, min\)\."),
-    (lambda path: CSVLogger(path), r"CSVLogger \(.*logs\)\."),
-    (lambda path: ModelCheckpoint(path, "val_loss"), r"ModelCheckpoint \(.*logs, val_"),
-])  # fmt: skip
-def test_a_callback_that_a_resumed_run_lacks_is_named(make, shown, tmp_path):
-    path = run(make(tmp_path / "logs"), tmp_path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        other = trainer_with()
-        other.load(path)
-        other.test(batches(8))  # which does not need it
-    with pytest.warns(UserWarning, match=f"that this trainer lacks: {shown}"):
-        fit(other, 2)
-    fit(other, 3)  # and no second warning
-
-
 @pytest.mark.parametrize("name", ["runs", "renamed"])
 def test_a_folder_that_was_moved_keeps_its_scores(name, tmp_path):
     saver = ModelCheckpoint(tmp_path / "runs", "val_loss", save_top_k=2)
@@ -136,14 +119,6 @@ def test_a_folder_that_was_moved_keeps_its_scores(name, tmp_path):
         fit(trainer_with(moved, CSVLogger(there)), 4, ckpt_path="last")
     assert sorted(p.name for p in there.iterdir() if p.name.isdecimal()) == ["6", "8"]
     assert not (there / "before-1").exists()
-
-
-def test_two_renamed_folders_are_not_told_apart_by_guessing(tmp_path):
-    first = trainer_with(*[CSVLogger(tmp_path / name) for name in "ab"])
-    fit(first, 1)
-    path = first.save(tmp_path / "saved")
-    with pytest.warns(UserWarning, match="CSVLogger .*c.* and CSVLogger .*d"):
-        trainer_with(*[CSVLogger(tmp_path / name) for name in "cd"]).load(path)
 
 
 def test_identities_of_version_0_2_are_known(tmp_path):

@@ -47,8 +47,7 @@ def test_a_validation_within_an_epoch_has_its_own_row(tmp_path):
     trainer = linear_trainer(CSVLogger(tmp_path), log_every_n_steps=100)
     trainer.validate(batches(8))  # outside of fits nothing is logged
     assert list(tmp_path.iterdir()) == []
-    with pytest.warns(UserWarning, match="`log_every_n_steps`=100, and 5 steps are do"):
-        trainer.fit(batches(*[8] * 5), batches(8), val_check_interval=2)
+    trainer.fit(batches(*[8] * 5), batches(8), val_check_interval=2)
     rows = read(tmp_path / "metrics.csv")
     places = [(r["step"], r["val_loss"] != "", r["epoch_loss"] != "") for r in rows]
     assert places == [("2", True, False), ("4", True, False), ("5", True, True)]
@@ -133,11 +132,3 @@ def test_trial_runs_and_other_processes_write_nothing(tmp_path):
     trainer.is_global_zero = False
     trainer.fit(batches(8, 8), batches(8))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_fit_that_logs_no_row_of_a_step_warns(tmp_path):
-    trainer = linear_trainer(CSVLogger(tmp_path), log_every_n_steps=4)
-    with pytest.warns(UserWarning, match=r"no row of a step.*log_every_n_steps=1"):
-        trainer.fit(batches(8, 8, 8))
-    trainer.fit(batches(8, 8, 8), max_epochs=2)  # step 4 has one
-    linear_trainer(log_every_n_steps=4).fit(batches(8))  # no logger

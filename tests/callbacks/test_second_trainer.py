@@ -149,19 +149,6 @@ def test_steps_that_another_trainer_skipped_are_forgotten():
     assert guard.skipped_steps == []
 
 
-def test_the_callback_that_cannot_restore_its_state_is_named():
-    class Fails(Counter):
-        def load_state_dict(self, state):
-            raise KeyError("mine")
-
-    reused = Fails()
-    fit(reused, max_epochs=1)
-    with pytest.raises(KeyError) as caught:
-        fit(reused, max_epochs=1)
-    note = "the callback Fails, which another trainer has used"
-    assert note in caught.value.__notes__[0]
-
-
 def test_files_of_a_second_trainer_replace_none(tmp_path):
     pytest.importorskip("tensorboard")
     reused, events = CSVLogger(tmp_path / "a"), TensorBoardLogger(tmp_path / "b")

@@ -72,7 +72,6 @@ def test_the_optimizers_own_rate_plays_no_part():
         assert found.results["loss"] == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore:no row of a step was logged")
 def test_the_trainer_and_the_loader_stay_as_they_are(tmp_path):
     torch = pytest.importorskip("torch")
     x, y = (np.concatenate(parts) for parts in zip(*batches(*[8] * 6), strict=True))

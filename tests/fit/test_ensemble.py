@@ -182,8 +182,6 @@ def test_models_with_state(alone):
     )
 
 
-@pytest.mark.filterwarnings("ignore:.*that this trainer lacks. EarlyStopping")
-@pytest.mark.filterwarnings("ignore:no row of a step was logged")
 def test_a_resume_goes_on_to_the_bit_and_values_of_members_are_monitored(tmp_path):
     optimizer, ensemble = adam(learning_rate=RATES)
     options = {"ensemble": ensemble, "strategy": Members(4)}

@@ -47,7 +47,6 @@ def read(folder):
 AREAS = [0.5, 0.7, 0.6, 0.65, 0.9]
 
 
-@pytest.mark.filterwarnings("ignore:no row of a step was logged")
 def test_a_value_of_a_validation_is_stopped_at_judged_and_written(tmp_path):
     """Also where the callback that logs it comes last in the list."""
     stop = EarlyStopping("val_area", patience=2, mode="max", verbose=False)
@@ -86,7 +85,6 @@ def test_values_of_steps_are_in_their_rows_and_the_last_one_in_the_epoch(tmp_pat
     assert [step["after"] for step in of_steps] == [7, 8, 9]
 
 
-@pytest.mark.filterwarnings("ignore:no row of a step was logged")
 def test_values_of_epochs_and_fits_are_where_their_hooks_are(tmp_path):
     logs = Logs(
         on_fit_start__first=lambda t: 1,

@@ -41,7 +41,6 @@ class Heard(Callback):
         self.ends.append(dict(metrics))
 
 
-@pytest.mark.filterwarnings("ignore:no row of a step was logged")
 def test_each_has_the_means_that_it_has_alone(tmp_path):
     heard = Heard()
     saver = ModelCheckpoint(tmp_path, monitor="val_shifted_loss")
