@@ -80,8 +80,7 @@ def test_values_of_steps_are_in_their_rows_and_the_last_one_in_the_epoch(tmp_pat
     assert [row["epoch_after"] for row in read(tmp_path) if row["epoch_loss"]] == [
         "3.0", "6.0"
     ]  # fmt: skip
-    with pytest.warns(UserWarning, match="CSVLogger .on_fit_start, on_fit_end"):
-        of_steps = [dict(metrics) for metrics in trainer.steps(DATA)]
+    of_steps = [dict(metrics) for metrics in trainer.steps(DATA)]
     assert [step["after"] for step in of_steps] == [7, 8, 9]
 
 
