@@ -74,7 +74,7 @@ def saved(tmp_path_factory):
     ({"optimizer": optax.sgd(0.1, momentum=0.9)},
      "`optimizer` was ScaleByAdamState, EmptyState.*, and is TraceState"),
     ({"optimizer": [Part(["first", "last"], mean_loss, optax.adam(1e-3), name="both")],
-      "loss": None}, "`optimizer` was ScaleByAdamState.*, and is .*ScaleByAdamState.*both, every=1"),
+      "loss": None}, "`optimizer` was ScaleByAdamState.*, and is .*; both, every=1"),
     ({"strategy": LocalSGD(2)}, r"`strategy` was one that .*, and is LocalSGD\("),
 ])  # fmt: skip
 def test_what_does_not_fit_is_named_as_an_argument(saved, changes, names):
