@@ -66,7 +66,7 @@ class DonateBuffers(Callback):
             for leaf in arrays.values()
         ]
         places = find_donated(
-            compiled, parse_aliases(compiled.as_text().partition("\n")[0])
+            compiled, parse_aliases((compiled.as_text() or "").partition("\n")[0])
         )
         missing = {
             path: size

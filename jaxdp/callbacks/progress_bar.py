@@ -1,5 +1,6 @@
 """Shows how far a fit is, how fast it runs and when it will end."""
 
+import contextlib
 import functools
 import sys
 import time
