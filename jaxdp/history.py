@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from .basics.arguments import check_choice
 from .basics.columns import VALIDATION, resolve_mode
 from .basics.console import format_columns
-from .basics.figures import Curve, draw, metric_curves
+from .basics.figures import draw, metric_curves
 from .basics.files import (
     add_path_to_errors,
     expand_path,
@@ -103,7 +103,8 @@ class History(Mapping[str, list[float]]):
         check_choice("mode", mode, ("auto", "min", "max"))
         mode = resolve_mode(name, mode)
         last_values = {}
-        for member in self._members(name):
+        pattern = rf"{re.escape(name)}\[\d+\]"
+        for member in (n for n in self if re.fullmatch(pattern, n)):
             measured = [v for v in self._values[member] if v is not None]
             number = int(member[len(name) + 1 : -1])
             last_values[number] = measured[-1] if measured else math.nan
@@ -115,14 +116,10 @@ class History(Mapping[str, list[float]]):
             )
         return min(sorted(last_values), key=lambda i: rank(last_values[i], mode))
 
-    def _members(self, name: str) -> list[str]:
-        """Returns the names under which members of an ensemble have `name`."""
-        return [n for n in self if re.fullmatch(rf"{re.escape(name)}\[\d+\]", n)]
-
     def plot(self, path: str | os.PathLike[str] | None = None) -> "Figure":
         """Draws every metric, training and validation in the same axes.
 
-        For an ensemble: the mean over members, and each member's validation.
+        For an ensemble: the means over members.
 
         Args:
             path: where to save the picture too, as the suffix says (`curves.png`);
@@ -139,16 +136,10 @@ class History(Mapping[str, list[float]]):
         x = [float(epoch) for epoch in self.epochs]
         points = {name: list(zip(x, self[name], strict=True)) for name in self}
         means = [name for name in self if not _MEMBER.search(name)]
-        charts = {}
-        for name in dict.fromkeys(mean.removeprefix(VALIDATION) for mean in means):
-            validation = VALIDATION + name
-            curves = metric_curves(points.get(name, []), points.get(validation, []))
-            # Pale curves for members; the legend has the first, and none named "_".
-            pale = [
-                Curve("_" if i else "members, validation", points[member], "0.8")
-                for i, member in enumerate(self._members(validation))
-            ]
-            charts[name] = pale + curves
+        charts = {
+            name: metric_curves(points.get(name, []), points.get(VALIDATION + name, []))
+            for name in dict.fromkeys(mean.removeprefix(VALIDATION) for mean in means)
+        }
         figure = draw(charts, "epoch", limits=(x[0], x[-1]) if x else None)
         if path is not None:
             save_figure(figure, path)

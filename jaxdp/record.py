@@ -382,10 +382,7 @@ class Record:
         row, self._pending = self._pending, None
         if row is not None:
             self._written_at = row.step
-            self._send(row, self._sink_readers())
-
-    def _sink_readers(self) -> list[_Reader]:
-        return [reader for reader in self._readers if reader.sink is not None]
+            self._send(row, [reader for reader in self._readers if reader.sink])
 
     def _sinks(self) -> list[Sink]:
         return [reader.sink for reader in self._readers if reader.sink is not None]

@@ -1,45 +1,37 @@
 """Whether small or large values are best: by `mode`, or by the name of the metric."""
 
-import warnings
-
 import pytest
 from toys import batches, linear_trainer
 
 from jaxdp.basics.columns import resolve_mode
 from jaxdp.callbacks import EarlyStopping, ModelCheckpoint, ReduceLROnPlateau
+from jaxdp.history import History
 from jaxdp.losses import METRICS
 
-MIN = """loss val_loss val_mse val_top_5_error val_cross_entropy val_clean_loss[3]
-perplexity""".split()
-MAX = """accuracy val_accuracy val_accuracy[1] val_top_5_accuracy val_auroc
-val_f1""".split()
-
-
-def make(kind, monitor, **options):
-    """Returns a callback, and the warnings when it was made."""
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        callback = kind(monitor=monitor, **options)
-    return callback, [str(warning.message) for warning in told]
+MIN = """loss val_loss val_loss[0] val_mse val_top_5_error val_cross_entropy
+val_clean_loss[3] accuracy_loss val_f1_loss dice_loss mae val_mape rmse perplexity nll
+kl""".split()
+MAX = """acc accuracy val_accuracy val_accuracy[1] val_top_5 val_top_5_accuracy f1
+val_f1_score val_macro_F1 AUC val_auc val_auroc val_precision recall val_Recall mean_iou
+dice val_r2 val_map ssim""".split()
 
 
 @pytest.mark.parametrize("kind", [EarlyStopping, ModelCheckpoint, ReduceLROnPlateau])
 def test_the_name_of_the_monitor_gives_the_mode(kind, caplog):
-    name = kind.__name__
     for monitor in (*MIN, *MAX):
         mode, other = ("min", "max") if monitor in MIN else ("max", "min")
-        for options in ({}, {"mode": mode}):
-            callback, told = make(kind, monitor, **options)
-            assert (callback.mode, told) == (mode, [])
+        assert kind(monitor=monitor).mode == mode
         assert kind(monitor=monitor, mode=other).mode == other
+        history = History()
+        history.append(0, {f"{monitor}[0]": 1.0, f"{monitor}[1]": 2.0})
+        assert history.best(monitor) == (mode == "max")
     assert not caplog.text
     for _ in range(2):
-        callback, told = make(kind, f"val_of_{name}")
-        assert (callback.mode, told) == ("min", [])
+        assert kind(monitor=f"val_of_{kind.__name__}").mode == "min"
     assert caplog.text.count("does not tell which values are better") == 1
     caplog.clear()
     for mode in ("min", "max"):
-        assert make(kind, "val_area", mode=mode)[0].mode == mode
+        assert kind(monitor="val_area", mode=mode).mode == mode
     assert not caplog.text
     with pytest.raises(ValueError, match="`mode`"):
         kind(monitor="loss", mode="least")
@@ -54,8 +46,8 @@ def test_the_name_decides_whatever_metric_has_it(caplog):
 
 
 def test_a_saver_without_a_monitor_has_no_direction(caplog):
-    for options in ({}, {"mode": "min"}, {"mode": "max"}):
-        assert make(ModelCheckpoint, None, **options)[1] == []
+    for mode in ("auto", "min", "max"):
+        ModelCheckpoint(mode=mode)
     assert not caplog.text
 
 

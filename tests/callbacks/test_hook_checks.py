@@ -163,14 +163,6 @@ class Fields(Callback):
         self.kept.append(metrics)
 
 
-@dataclasses.dataclass(frozen=True)
-class Frozen(Callback):
-    kept: list = dataclasses.field(default_factory=list)
-
-    def on_train_epoch_end(self, trainer, metrics):
-        self.kept.append(metrics)
-
-
 class Attribute(Callback):
     def __init__(self, function=None):
         self.kept = []
@@ -178,7 +170,7 @@ class Attribute(Callback):
         self.on_train_epoch_end = function or keep
 
 
-@pytest.mark.parametrize("kind", [Fields, Frozen, Attribute])
+@pytest.mark.parametrize("kind", [Fields, Attribute])
 def test_hooks_of_dataclasses_and_of_instances_are_called(kind):
     callback = kind()
     make_small(None, optax.sgd(0.1), callbacks=[callback]).fit(batches(8))
