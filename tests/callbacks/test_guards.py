@@ -50,7 +50,7 @@ def test_stops_and_keeps_the_last_good_model():
         trainer.fit(poisoned(11, count=40))
     assert trainer.global_step == 12 + IN_FLIGHT  # it is found some steps later
     good = linear_on_one_device(strategy=Sharded())
-    good.fit(poisoned()[:11])
+    good.fit(poisoned(count=40)[:11])
     np.testing.assert_array_equal(trainer.model.weight, good.model.weight)
     np.testing.assert_array_equal(trainer.model.bias, good.model.bias)
 
