@@ -18,17 +18,19 @@ def check_monitor(
 ) -> None:
     """Raises if a fit that starts will log no value named `monitor`, or if the `row`
     of an epoch that ends should have had one and has not."""
-    record, is_of_validation = trainer.record, monitor.startswith("val_")
+    is_of_validation = monitor.startswith("val_")
     if row is None:
-        logged = record.names
+        logged = trainer.record.names
         # A callback of the user may log it, and a `PassMetric` may have any values.
-        may_come = (is_of_validation and not record.names_are_all) or any(
+        may_come = (is_of_validation and not trainer.record.names_are_all) or any(
             not type(other).__module__.startswith("jaxdp.")
             for other in trainer.callbacks
         )
     else:
-        logged = (*row.values, *record.validation)
-        is_later = is_of_validation and not record.validation  # in another epoch
+        logged = (*row.values, *trainer.record.validation)
+        is_later = (
+            is_of_validation and not trainer.record.validation
+        )  # in another epoch
         may_come = monitor in trainer.history or (
             is_later and any(name.startswith("val_") for name in record.names)
         )

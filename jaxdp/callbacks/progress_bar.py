@@ -11,7 +11,7 @@ from typing import Any, Final
 from ..basics.arguments import check_number, checks_arguments
 from ..basics.console import SafeStream
 from ..basics.units import format_number, format_seconds
-from ..record import LogRow, Record
+from ..record import LogRow
 from .base import Callback, Trainer
 from .monitor import is_fitting, is_in_notebook
 
@@ -70,7 +70,7 @@ class ProgressBar(Callback):
     def on_train_epoch_start(self, trainer: Trainer) -> None:
         last = "" if trainer.max_epochs is None else f"/{trainer.max_epochs - 1}"
         name = f"epoch {trainer.current_epoch}{last}"
-        self._train = self._begin(name, trainer.record.steps_of_epoch, trainer.record)
+        self._train = self._begin(name, trainer.record.steps_of_epoch, trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, metrics: Mapping[str, Any], batch_idx: int
@@ -97,14 +97,14 @@ class ProgressBar(Callback):
         self._train = self._validation = None
 
     def _begin(
-        self, name: str, total: int | None, record: Record | None = None
+        self, name: str, total: int | None, trainer: Trainer | None = None
     ) -> "_Pass | None":
         if self._out is None:
             return None
         interval = (
             1 / self.refresh_per_second if self._is_live else self.every_n_seconds
         )
-        return _Pass(self._out, self._is_live, interval, name, total, record)
+        return _Pass(self._out, self._is_live, interval, name, total, trainer)
 
     def _end_epoch(self, trainer: Trainer, row: LogRow) -> None:
         if row.kind != "epoch" or (epoch := self._train) is None:
@@ -130,12 +130,12 @@ class _Pass:
         interval: float,
         name: str,
         total: int | None,
-        record: Record | None,
+        trainer: Trainer | None,
     ):
         self.out, self.name, self.start = out, name, time.perf_counter()
         self._is_live, self._interval, self._total = is_live, interval, total
-        self._record = record  # has the loss and the rows of an epoch
-        self._first = self._n = 0 if record is None else record.batch_idx
+        self._trainer = trainer  # has the loss and the rows of an epoch
+        self._first = self._n = 0 if trainer is None else trainer.record.batch_idx
         self._bar: Any = None
         self._due = self.start + interval  # a short pass ends before
 
@@ -146,7 +146,7 @@ class _Pass:
             return
         self._due, seconds = now + self._interval, now - self.start
         facts: dict[str, Any] = {"total": self._total, "initial": self._first}
-        loss = None if self._record is None else self._record.latest("loss")
+        loss = self._trainer and self._trainer.record.latest("loss")
         metrics = "" if loss is None else f", loss {loss:.3g}"
         form = _FORMATS[self._is_live, self._total is not None]
         facts["bar_format"] = form % (metrics, self.format_speed(seconds))
@@ -169,9 +169,10 @@ class _Pass:
     def format_speed(self, seconds: float) -> str:
         """Returns ", 8 examples/s"; "" of a validation and before the first step."""
         steps = self._n - self._first
-        if self._record is None or steps == 0:
+        if self._trainer is None or steps == 0:
             return ""
-        rows = steps / self._n * self._record.examples  # of the epoch, since its start
+        # Of the epoch, an earlier fit may have done some.
+        rows = steps / self._n * self._trainer.record.examples
         return f", {format_number(rows / max(seconds, 1e-9))} examples/s"
 
     def close(self) -> None:
