@@ -28,11 +28,10 @@ def check_monitor(
         )
     else:
         logged = (*row.values, *trainer.record.validation)
-        is_later = (
-            is_of_validation and not trainer.record.validation
-        )  # in another epoch
         may_come = monitor in trainer.history or (
-            is_later and any(name.startswith("val_") for name in record.names)
+            is_of_validation
+            and not trainer.record.validation  # which comes in another epoch
+            and any(name.startswith("val_") for name in trainer.record.names)
         )
     if monitor not in logged and not may_come:
         raise ValueError(
