@@ -66,13 +66,14 @@ class GradientMonitor(Callback):
     ) -> dict[str, Array]:
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(grads)]
         self._leaves = tuple(map(leaf_path, paths))
-        layers = group_by_layer(paths, self.max_layers)
-        named = {f"/{name}": leaves for name, leaves in layers.items()}
+        grouped = group_by_layer(paths, self.max_layers)
+        named = {f"/{name}": leaves for name, leaves in grouped.items()}
         self._layers = {"": [*range(len(paths))], **named}
         weights = jax.tree.map(lambda new, update: new - update, state.params, updates)
         trees = [jax.tree.leaves(tree) for tree in (grads, updates, weights)]
         squares = jnp.stack([jnp.stack([_square(x) for x in t]) for t in trees])
-        sums = [squares[:, np.array(i)].sum(axis=1) for i in self._layers.values()]
+        layers = map(np.array, self._layers.values())  # on the host
+        sums = [squares[:, leaves].sum(axis=1) for leaves in layers]
         gradient, update, weight = jnp.sqrt(jnp.stack(sums, axis=1))
         ratio = jnp.where(update == 0, 0.0, update / weight)
         values = {_NORMS: jnp.stack([gradient, ratio])}
