@@ -47,12 +47,19 @@ def test_stops_and_keeps_the_last_good_model():
         r" the gradients of all leaves. The update was not applied"
     )
     with pytest.raises(FloatingPointError, match=message):
-        trainer.fit(poisoned(11, count=40))
-    assert trainer.global_step == 12 + IN_FLIGHT  # it is found some steps later
+        trainer.fit(poisoned(11))
     good = linear_on_one_device(strategy=Sharded())
-    good.fit(poisoned(count=40)[:11])
+    good.fit(poisoned()[:11])
     np.testing.assert_array_equal(trainer.model.weight, good.model.weight)
     np.testing.assert_array_equal(trainer.model.bias, good.model.bias)
+
+
+def test_finds_a_bad_step_some_steps_later():
+    trainer = linear_on_one_device(NanGuard())
+    with pytest.raises(FloatingPointError, match=r"step 2 \(batch_idx 1\)"):
+        trainer.fit(poisoned(1, count=40))
+    assert trainer.global_step == 2 + IN_FLIGHT
+    assert np.isfinite(trainer.model.weight).all()
 
 
 def sqrt_loss(model, x, y):
