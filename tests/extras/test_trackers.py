@@ -154,7 +154,7 @@ def test_mlflow_has_the_run(tmp_path, mlflow):
     (run,) = client.search_runs([experiment])
     assert run.info.status == "FINISHED" and run.info.run_name == "first"
     assert run.data.params["width"] == "64"
-    assert run.data.params["optimizer"] == "scale(step_size=-0.1)"
+    assert run.data.params["optimizer"] == "EmptyState, EmptyState"
     assert run.data.tags["versions/jax"] == jax.__version__
     assert run.data.tags["a"] == "b"
     loss = client.get_metric_history(run.info.run_id, "loss")
