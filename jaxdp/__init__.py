@@ -10,6 +10,7 @@ import pkgutil
 from typing import TYPE_CHECKING, Any
 
 from . import callbacks, distributed, losses, strategies
+from .basics.environment import warn_of_namesake
 from .basics.other_libraries import INSTEAD
 from .callbacks import Callback
 from .data import Arrays
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
     from .extras.steps_of import steps_of
 
 __version__ = "0.3.0.dev0"
+
+warn_of_namesake()
 
 __all__ = [
     "FSDP",

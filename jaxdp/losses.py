@@ -209,6 +209,15 @@ def num_classes(
     return 2 if is_yes_no else None
 
 
+_SYNONYMS: Final = {
+    "acc": "accuracy",
+    "mean_squared_error": "mse",
+    "mean_absolute_error": "mae",
+    "huber_loss": "huber",
+}
+"""Names of other libraries' that mean exactly one of ours."""
+
+
 def find_loss(loss: str | Criterion) -> Criterion:
     """Returns the criterion called `loss`, or `loss` itself if it is callable."""
     return _find("`loss`", loss, LOSSES)
@@ -237,8 +246,9 @@ def find_metrics(
 def _find(argument: str, given: Any, known: Mapping[str, Criterion]) -> Any:
     names = ", ".join(sorted(known))
     if isinstance(given, str):
-        if given in known:
-            return known[given]
+        name = _SYNONYMS.get(given, given)
+        if name in known:
+            return known[name]
         if instead := INSTEAD["loss"].get(given) or find_near(given, known):
             names = f"{names}; {instead} may be meant"
     if not callable(given):

@@ -11,6 +11,8 @@ from typing import Any, Final
 
 import jax
 
+from .console import warn
+
 DISTRIBUTION: Final = "jaxdp-trainer"
 
 PACKAGES: Final = (
@@ -66,3 +68,19 @@ def import_extra(module: str, who: str, extra: str) -> Any:
             f"{who} needs {package}, which is not installed; run `pip install"
             f" {package}` (it is in this library's extra `{extra}`)."
         ) from error
+
+
+def warn_of_namesake() -> None:
+    """Warns if the package index's `jaxdp`, which is another library, is installed.
+
+    Both are imported as `jaxdp`, so their files would lie in one folder.
+    """
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        other = importlib.metadata.metadata("jaxdp")
+        if other["Author"] == "The jaxdp authors":  # this one, under its former name
+            return
+        warn(
+            f"the distribution `jaxdp` {other['Version']} is installed beside this"
+            f" library, which is named {DISTRIBUTION!r} and imported as `jaxdp`, too."
+            " Run `pip uninstall jaxdp`, and then install this one again"
+        )

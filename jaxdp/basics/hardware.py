@@ -1,6 +1,7 @@
-"""Properties of the devices of this process: memory, precision of products."""
+"""Properties of the devices of this process: memory, kinds, precision of products."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -38,3 +39,17 @@ def get_product_precision(device: Any) -> str:
     if re.fullmatch(r"\d+\.\d+", capability):
         return "TF32" if float(capability) >= 8 else "float32"
     return "TF32" if "nvidia" in device.device_kind.lower() else "float32"
+
+
+def describe_mixed_kinds(devices: Iterable[Any]) -> str | None:
+    """Returns a message if the devices are not all of one kind."""
+    counts = Counter(device.device_kind for device in devices)
+    if len(counts) < 2:
+        return None
+    listed = ", ".join(f"{count} x {kind}" for kind, count in sorted(counts.items()))
+    return (
+        f"the devices are of several kinds ({listed}): every step waits for the slowest"
+        " of them, the one with the least memory limits the batch, and their kernels"
+        " round differently. To use one kind, pass those devices to the strategy"
+        " (`devices=[...]`), or choose them by CUDA_VISIBLE_DEVICES"
+    )

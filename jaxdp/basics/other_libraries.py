@@ -264,9 +264,9 @@ INSTEAD: Final[dict[str, dict[str, str]]] = {
         "'binary_cross_entropy', which takes logits,": (
             "binary_crossentropy bce bce_loss bce_with_logits sigmoid_cross_entropy"
         ),
-        "'mse'": "l2 l2_loss squared_error mean_squared_error MSE",
-        "'mae'": "l1 l1_loss absolute_error mean_absolute_error MAE",
-        "'huber'": "smooth_l1 smooth_l1_loss huber_loss",
+        "'mse'": "l2 l2_loss squared_error MSE",
+        "'mae'": "l1 l1_loss absolute_error MAE",
+        "'huber'": "smooth_l1 smooth_l1_loss",
         "'accuracy'": (
             "acc sparse_categorical_accuracy categorical_accuracy top1 Accuracy"
         ),

@@ -190,18 +190,31 @@ def _normalize(text: str | None) -> str:
     return re.sub(r"\{([^{}]*)\}", lambda s: str(sorted(s[1].split(", "))), text or "")
 
 
+def _get_model_shapes(leaves: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of a model's arrays, trained or not, of any precision."""
+    named = ((name.partition(": "), text) for name, text in leaves.items())
+    fields = "params", "buffers"
+    return {
+        path: parse_shape(text) for (field, _, path), text in named if field in fields
+    }
+
+
 def check_same_leaves(
     path: str, wanted: dict[str, str], stored: dict[str, str], changed: list[str]
 ) -> None:
     """Raises unless the leaves of a checkpoint have the expected shapes and dtypes.
 
-    It names the arguments that have `changed`, and the leaves.
+    If those of the model have, it names the arguments that have `changed`, else the
+    leaves.
     """
     lines = list_differences(use_public_names(wanted), use_public_names(stored))
     if lines:
-        kind = "with other arguments" if changed else "from another model or optimizer"
+        is_model = _get_model_shapes(wanted) != _get_model_shapes(stored)
+        is_known = bool(changed) and not is_model
+        kind = "with other arguments" if is_known else "from another model or optimizer"
+        shown = join_first_lines(changed if is_known else lines)
         raise ValueError(
-            f"`path`: {path} was saved {kind}:\n{join_first_lines(changed + lines)}\n"
+            f"`path`: {path} was saved {kind}:\n{shown}\n"
             "Pass the same ones to resume; `jaxdp.load_model(path, like=model)` loads"
             " the weights alone."
         )

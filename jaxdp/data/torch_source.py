@@ -10,11 +10,12 @@ generators of torch, NumPy and Python are restored after the epoch.
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from types import FunctionType, ModuleType
 from typing import Any, Final
 
 import numpy as np
 
-from ..basics.console import log_info_once
+from ..basics.console import log_info_once, warn
 from ..step import Batch
 from .batches import take_until_error
 from .conversion import as_numpy, fetch_rows, to_host
@@ -125,6 +126,14 @@ class TorchMapSource(_TorchSource):
         super().start_training()
         from torch import Generator
 
+        dataset = self.loader.dataset
+        copied = _find_copied_generators(dataset) if self.loader.num_workers else ()
+        for name, kind in copied:
+            warn(
+                f"`{self.argument}`: each of its workers has a copy of the dataset's"
+                f" `{name}`, a {kind}, and all draw the same from it. Draw from"
+                " np.random, random or torch instead, which are seeded for each batch."
+            )
         for sampler in self._custom_samplers:
             is_saved = has_state_dict(sampler) or hasattr(sampler, "set_epoch")
             generator = getattr(sampler, "generator", None)
@@ -259,6 +268,19 @@ def _iterates_as_torch(loader: Any) -> bool:
 
     is_torchdatas = type(loader).__module__.startswith("torchdata.stateful_dataloader")
     return type(loader).__iter__ is DataLoader.__iter__ or is_torchdatas
+
+
+def _find_copied_generators(
+    node: Any, levels: int = 2, prefix: str = ""
+) -> Iterator[tuple[str, str]]:
+    """Yields the names and classes of NumPy's generators among the attributes of a
+    dataset, of what it holds (`Subset.dataset`, a transform), and of what that holds.
+    """
+    for name, value in getattr(node, "__dict__", {}).items():
+        if isinstance(value, np.random.Generator | np.random.RandomState):
+            yield prefix + name, type(value).__name__
+        elif levels and not isinstance(value, type | ModuleType | FunctionType):
+            yield from _find_copied_generators(value, levels - 1, f"{prefix}{name}.")
 
 
 def _find_columns(dataset: Any) -> tuple[Sequence[Any], list[np.ndarray]] | None:

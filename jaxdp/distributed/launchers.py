@@ -1,5 +1,6 @@
 """Detects the rank of this process and its GPUs, from torchrun or by JAX."""
 
+import glob
 import os
 import re
 import socket
@@ -13,6 +14,14 @@ _COUNTS: Final = {
     "JAX_NUM_PROCESSES": "JAX_NUM_PROCESSES",
 }
 """The variable in which a launcher passes the number of processes."""
+
+_LOCAL: Final = {
+    "torchrun": ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    "mpirun": ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    "srun": ("SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+}
+"""The variables in which a launcher passes the local rank of a process on its machine,
+and the number of processes there."""
 
 
 class RankInfo(NamedTuple):
@@ -108,16 +117,24 @@ def _detect_torchrun() -> _Launched | None:
     """Reads the variables of torchrun, which a PyTorchJob of Kubeflow sets as well."""
     if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         return None
-    count = _read_int_variable("WORLD_SIZE", 1)
-    is_one_machine = count == _read_int_variable("LOCAL_WORLD_SIZE", 1)
+    count, local_count = (
+        _read_int_variable("WORLD_SIZE", 1),
+        _read_int_variable("LOCAL_WORLD_SIZE", 1),
+    )
+    is_one_machine = count == local_count
     host = "127.0.0.1" if is_one_machine else os.environ.get("MASTER_ADDR")
     # MASTER_PORT itself belongs to torchrun's store. Linux assigns no port of this
     # range by itself, and another job gets another one.
     port = _read_int_variable("MASTER_PORT", 1)
     address = None if host is None or port is None else f"{host}:{61440 + port % 4096}"
     local = _read_int_variable("LOCAL_RANK")
-    devices = None if local is None else _choose_gpus([local], "LOCAL_WORLD_SIZE")
-    return address, count, _read_int_variable("RANK"), devices
+    devices = None if local is None or local_count == 1 else [local]
+    return (
+        address,
+        count,
+        _read_int_variable("RANK"),
+        _choose_local_gpus("torchrun", devices),
+    )
 
 
 def _detect_by_jax(
@@ -132,25 +149,34 @@ def _detect_by_jax(
     detected = ClusterEnv.auto_detect_unset_distributed_params(
         address, count, index, None, None, int(timeout)
     )
-    local_count = "SLURM_STEP_TASKS_PER_NODE"
-    if "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ:
-        local_count = "OMPI_COMM_WORLD_LOCAL_SIZE"
-    devices = _choose_gpus(list(detected[3]), local_count) if detected[3] else None
-    return *detected[:3], devices
+    is_mpi = "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ
+    launcher = "mpirun" if is_mpi else "srun"
+    return *detected[:3], _choose_local_gpus(launcher, list(detected[3] or ()) or None)
 
 
-def _choose_gpus(by_rank: list[int], local_count: str) -> list[int] | None:
-    """Returns the GPUs that this process uses on its machine; None for all it sees.
+def _choose_local_gpus(launcher: str, by_default: list[int] | None) -> list[int] | None:
+    """Divides the GPUs of a machine evenly among its processes.
 
-    Args:
-        by_rank: the one with the number of the process on the machine.
-        local_count: the variable with the number of processes there. SLURM lists those
-            of each machine, `8(x2),4`.
+    Returns:
+        The GPUs of this process, by their indices among those that CUDA shows; None
+        for all.
     """
-    counts = re.sub(r"\(x\d+\)", "", os.environ.get(local_count, ""))
+    local, counts = (os.environ.get(name, "") for name in _LOCAL[launcher])
+    # SLURM lists the processes of each machine, "8(x2),4": usable if all are equal.
+    each = {re.sub(r"\(x\d+\)", "", part) for part in counts.split(",")}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    is_chosen = visible is not None and "," not in visible  # by the launcher
-    return None if is_chosen or {*counts.split(",")} == {"1"} else by_rank
+    shown = glob.glob("/dev/nvidia[0-9]*") if visible is None else visible.split(",")
+    num_gpus = len([gpu for gpu in shown if gpu.strip() not in ("", "-1")])
+    if visible is not None and num_gpus < 2:
+        return None  # the launcher has chosen
+    if len(each) > 1 or not all(map(str.isdecimal, (local, *each))) or num_gpus == 0:
+        return by_default
+    index, count = int(local), int(each.pop())
+    if count == 1:
+        return None
+    # JAX refuses the index of a GPU that does not exist.
+    share = max(num_gpus // count, 1)
+    return list(range(index * share, (index + 1) * share))
 
 
 def _read_int_variable(name: str, least: int = 0) -> int | None:

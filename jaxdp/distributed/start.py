@@ -52,8 +52,8 @@ def initialize(
         num_processes: how many there are; 1 trains alone, whatever the environment
             says.
         process_id: the number of this process, from 0.
-        local_device_ids: which GPUs of its machine this process uses. By default all
-            if it is the only process there, and else the one with its number there.
+        local_device_ids: which GPUs of its machine this process uses. By default, the
+            processes of a machine share its GPUs evenly, and each says which it has.
         initialization_timeout: seconds that processes wait for each other to start.
         heartbeat_timeout: seconds without a sign of life after which JAX takes a
             process for dead, and ends the others.

@@ -9,6 +9,7 @@ from typing import Any, Final
 import jax
 
 from ..basics.console import join_some, log_info, warn
+from ..basics.hardware import describe_mixed_kinds
 from ..data import Dispatch, leaf_name
 from ..step import (
     BY_DEFAULT,
@@ -71,10 +72,15 @@ class CompileLog:
             self._say(note)
         self._reported.add(note)
 
-    def log_program(self, device: Any, program: Any, steps: Steps) -> None:
-        """Reports the precision of products."""
-        if program.products and program.products[BY_DEFAULT] and not self._quiet:
-            if note := note_on_products(steps.precision, device):
+    def log_program(self, devices: list[Any], program: Any, steps: Steps) -> None:
+        """Reports the precision of products, and warns of devices that differ."""
+        if self._quiet:
+            return
+        if (note := describe_mixed_kinds(devices)) and note not in self._reported:
+            self._reported.add(note)
+            warn(note)
+        if program.products and program.products[BY_DEFAULT]:
+            if note := note_on_products(steps.precision, devices[0]):
                 self.log_once(note)
 
     def log_unsplit(self, dispatch: Dispatch, num_shards: int) -> None:

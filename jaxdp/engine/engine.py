@@ -253,7 +253,7 @@ class Engine:
         for note in step.facts.notes:
             self.log_once(note)
         self._compile_log.log_unsplit(dispatch, count_shards(self.strategy))
-        self._compile_log.log_program(self._devices[0], program, self.pure)
+        self._compile_log.log_program(self._devices, program, self.pure)
         return program
 
     # Running.

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..basics.environment import get_versions
+from ..basics.hardware import describe_mixed_kinds
 from ..basics.host_memory import HOST
 
 _TIMEOUT_SECONDS: Final = 120
@@ -89,6 +90,8 @@ def _check_devices() -> Iterator[str]:
     if platform != "cpu":
         version = devices[0].client.platform_version.strip().replace("\n", ", ")
         yield _format("ok", f"driver and libraries: {version}")
+        if mixed := describe_mixed_kinds(devices):
+            yield _format("hint", mixed)
         return
 
     # Devices that the system has, and that JAX does not use.

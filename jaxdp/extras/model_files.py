@@ -392,7 +392,8 @@ def _make_views(content: np.ndarray) -> dict[str, np.ndarray]:
     length = int.from_bytes(content[:8].tobytes(), "little")
     if length > content.size - 8:
         raise ValueError("it is no safetensors file, or only the beginning of one")
-    header = json.loads(content[8 : 8 + length].tobytes())
+    text = content[8 : 8 + length].tobytes()
+    header = json.loads(text, object_pairs_hook=_refuse_repeated_keys)
     check_fields(header, {}, "header")
     header.pop("__metadata__", None)
     numbers, tensors = content[8 + length :], {}
@@ -410,7 +411,18 @@ def _make_views(content: np.ndarray) -> dict[str, np.ndarray]:
                 f"{name} is {described}, and must have a dtype of {', '.join(_DTYPES)},"
                 f" a shape, and its bytes among the file's {numbers.size}"
             )
+
+    # As the format has it, tensors fill the file: other readers would read others.
+    placed = sorted(header[name]["data_offsets"] for name in tensors)
+    if [*(start for start, _ in placed), numbers.size] != [0, *(e for _, e in placed)]:
+        raise ValueError("its tensors overlap, or some of its bytes are no tensor")
     return tensors
+
+
+def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(result := dict(pairs)) < len(pairs):
+        raise ValueError("a key of its header is there twice")
+    return result
 
 
 def _load_eqx(path: str, like: PyTree) -> PyTree:

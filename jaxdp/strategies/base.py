@@ -62,6 +62,20 @@ class DataParallel:
     compiler_options: Mapping[str, Any] | None = None
     """XLA's options that replace those which the trainer selects for speed."""
 
+    def __copy__(self: Strategy) -> Strategy:
+        return replace_attributes(self)
+
+    def __deepcopy__(self: Strategy, memo: dict[int, Any]) -> Strategy:
+        return replace_attributes(self)  # devices are not copied
+
+    def __reduce__(self) -> Any:  # for `pickle`
+        if self.mesh.empty:
+            return super().__reduce__()
+        raise TypeError(
+            f"a strategy such as {self!r} can't be pickled: its devices belong to this"
+            " process. Send the name of its class and its arguments, and make it there."
+        )
+
     def param_spec(self, path: str, leaf: Array) -> PartitionSpec:
         """Returns the split of a leaf of the model; its optimizer state follows.
 

@@ -90,21 +90,22 @@ UUIDS = ",".join(f"MIG-{number}aa-77/3/0" for number in range(4))
 @pytest.mark.parametrize(
     ("environ", "devices"),
     [
-        (TORCHRUN | EIGHT, [1]),
+        (TORCHRUN | EIGHT, [4, 5, 6, 7]),
+        (TORCHRUN | EIGHT | {"LOCAL_RANK": "0"}, [0, 1, 2, 3]),
         (TORCHRUN | EIGHT | {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}, None),
         (TORCHRUN | {"CUDA_VISIBLE_DEVICES": "5,6,7"}, [1]),
         (TORCHRUN | {"CUDA_VISIBLE_DEVICES": ""}, None),
         (TORCHRUN | {"CUDA_VISIBLE_DEVICES": "-1"}, None),
-        (TORCHRUN | {"CUDA_VISIBLE_DEVICES": UUIDS}, [1]),
+        (TORCHRUN | {"CUDA_VISIBLE_DEVICES": UUIDS}, [2, 3]),
         (TORCHRUN | {"CUDA_VISIBLE_DEVICES": "GPU-8f6b-1"}, None),
+        (SLURM | EIGHT | {"SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, [2, 3]),
         (SLURM | EIGHT | {"SLURM_STEP_TASKS_PER_NODE": "4(x2),2"}, [1]),
-        (SLURM | EIGHT | {"SLURM_STEP_TASKS_PER_NODE": "1(x8)"}, None),
         (SLURM | EIGHT, [1]),
-        (OPEN_MPI_4 | EIGHT | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, [0]),
+        (OPEN_MPI_4 | EIGHT | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, [0, 1, 2, 3]),
         (KUBERNETES | EIGHT, None),
     ],
 )
-def test_a_process_takes_the_gpu_of_its_number(variables, environ, devices):
+def test_processes_share_the_gpus_of_their_machine(variables, environ, devices):
     variables(environ)
     assert detect_rank().devices == devices
 

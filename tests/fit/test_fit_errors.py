@@ -227,7 +227,7 @@ WRONG = ValueError, TypeError
 
 @pytest.mark.parametrize("settings, error, message", [
     ({"ckpt_path": "last"}, WRONG, "looks where the ModelCheckpoint callback saves"),
-    ({"max_time": "soon"}, WRONG, "`max_time`='soon' must be 'DD:HH:MM:SS'"),
+    ({"max_time": "soon"}, WRONG, "`max_time` must be .* 'DD:HH:MM:SS'; got 'soon'"),
     ({"val_check_interval": 0.0}, WRONG, "`val_check_interval` must be 1 or more"),
     ({"fast_dev_run": -1}, WRONG, "`fast_dev_run` must be 0 or more"),
     ({"max_epochs": -2}, WRONG, "`max_epochs` must be 0 or more, or -1 for no limit"),

@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from jaxdp.basics.hardware import get_product_precision
+from jaxdp.basics.hardware import describe_mixed_kinds, get_product_precision
 from jaxdp.extras.plan.hardware import (
     HARDWARE,
     find_profile,
@@ -131,3 +131,11 @@ def test_rates_belong_to_what_is_computed_in():
     names = "bfloat16", "float16", "float32 by default", "float32"
     assert [h100.rate(name) for name in names] == [989e12, 989e12, 494e12, 67e12]
     assert [tpu.rate(name) for name in names] == [197e12] * 3 + [197e12 / 6]
+
+
+def test_a_mix_of_kinds_is_told_with_its_remedy():
+    few, many = device("NVIDIA GeForce RTX 2080"), device("NVIDIA GeForce RTX 3090")
+    note = describe_mixed_kinds([many, few, many])
+    assert "1 x NVIDIA GeForce RTX 2080, 2 x NVIDIA GeForce RTX 3090" in note
+    assert "CUDA_VISIBLE_DEVICES" in note
+    assert describe_mixed_kinds([many, many]) is None
