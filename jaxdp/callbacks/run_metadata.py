@@ -1,7 +1,8 @@
 """Collects the metadata of a run: hyperparameters, versions, hardware."""
 
-import re
-from collections.abc import Mapping
+import contextlib
+import inspect
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -28,9 +29,7 @@ def collect_metadata(
     given = {name: plain(value) for name, value in (hyperparameters or {}).items()}
     arguments = dict(trainer.run.arguments)
     settings = {name: plain(value) for name, value in arguments.items()}
-    numbers = [f"{name}={value}" for name, value in trainer.hyperparams.items()]
-    kinds = describe_optimizer(trainer.state.opt_state)
-    settings["optimizer"] = ", ".join([kinds, *numbers])
+    settings["optimizer"] = describe_optimizer(trainer.run.optimizer)
     for name in ("max_epochs", "max_steps", "num_training_batches"):
         if getattr(trainer, name) is not None:
             settings[name] = getattr(trainer, name)
@@ -84,11 +83,64 @@ def markdown(values: Mapping[str, Any]) -> str:
     return "\n".join(["| name | value |", "| --- | --- |", *rows])
 
 
-def describe_optimizer(opt_state: Any) -> str:
-    """Returns the kinds of state that an optimizer keeps, in order, such as
-    `ScaleByAdamState, EmptyState`: its functions do not tell their numbers."""
-    structure = str(jax.tree.structure(opt_state))
-    return ", ".join(re.findall(r"namedtuple\[(\w+)\]", structure))
+def describe_optimizer(optimizer: Any) -> str:
+    """Returns the stages of an optax optimizer with their numbers, as far as its
+    closures show them: `chain(scale_by_adam(b1=0.9, ...), scale(step_size=-0.001))`."""
+    injected = [
+        f"{name}={_text(value)}" for name, value in _find_injected(optimizer.init)
+    ]
+    return ", ".join([describe_function(optimizer.update), *injected])
+
+
+def describe_function(function: Any, depth: int = 0) -> str:
+    """Returns the name of a function, or of the one that has made it, with the values
+    that it closes over."""
+    function = inspect.unwrap(function)
+    name = getattr(function, "__qualname__", type(function).__name__)
+    if depth > 6:  # a function may refer to itself
+        return name
+    inside = {k: _text(v, depth + 1) for k, v in _get_closure(function).items()}
+    stages = [text for text in inside.values() if text.endswith(")")]
+    numbers = [f"{k}={v}" for k, v in inside.items() if v and v not in stages]
+    if len(stages) == 1 and not numbers:  # a mere wrapper
+        return stages[0]
+    parts = ", ".join([*stages, *numbers])
+    return f"{name.split('.<locals>')[0]}({parts})" if parts else name
+
+
+def _text(value: Any, depth: int = 0) -> str:
+    """Returns a value that a function closes over as text; "" for most kinds."""
+    if hasattr(value, "init") and hasattr(value, "update"):
+        value = value.update
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return ", ".join(filter(None, (_text(item, depth) for item in value)))
+    if inspect.isfunction(value):
+        text = describe_function(value, depth)
+        return "" if "<" in text else text
+    if getattr(value, "ndim", None) == 0:
+        return str(np.asarray(value))  # waits for the device, if it is there
+    return str(plain(value)) if isinstance(value, int | float | type) else ""
+
+
+def _get_closure(function: Any) -> Mapping[str, Any]:
+    """Returns the variables that a nested function or a method holds."""
+    if inspect.ismethod(function):
+        return getattr(function.__self__, "__dict__", {})
+    if inspect.isfunction(function):
+        with contextlib.suppress(ValueError):  # of a variable that has no value yet
+            return inspect.getclosurevars(function).nonlocals
+    return {}
+
+
+def _find_injected(init: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the numbers that `optax.inject_hyperparams` was given, which only the
+    `init` of the optimizer knows."""
+    inside = _get_closure(inspect.unwrap(init))
+    yield from inside.get("numeric_hps", {}).items()
+    for stage in inside.get("init_fns", ()):
+        yield from _find_injected(stage)
 
 
 def _is_model(value: Any) -> bool:

@@ -1,10 +1,11 @@
 """Saves a trainer to a checkpoint, and restores it."""
 
 import contextlib
+import inspect
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 import equinox as eqx
@@ -16,7 +17,7 @@ from ..basics.fingerprints import compute_fingerprints
 from ..basics.tree import leaf_path
 from ..callbacks import Callback
 from ..callbacks.base import overrides
-from ..callbacks.run_metadata import describe_optimizer, plain
+from ..callbacks.run_metadata import describe_function, describe_optimizer, plain
 from ..callbacks.state_matching import (
     describe_unmatched,
     list_identities,
@@ -29,7 +30,7 @@ from ..strategies.base import adds_state
 if TYPE_CHECKING:
     from jaxdp import Trainer
 
-    from .run import Run
+    from .run import Run, TrainerConfig
 
 _RECORDED_ARGUMENTS: Final = (
     "seed",
@@ -109,7 +110,7 @@ def make_metadata(trainer: "Trainer") -> dict[str, Any]:
             run.engine.padding,
             config.accumulate_grad_batches,
         ],
-        "arguments": run.description(),
+        "arguments": config.description(run.hooks.callbacks),
     }
 
 
@@ -164,7 +165,7 @@ def read_state(run: "Run", path: str | os.PathLike[str]) -> tuple[Any, dict[str,
 
     The trainer does not change.
     """
-    arguments = run.description()
+    arguments = run.config.description(run.hooks.callbacks)
     state, meta = checkpoint.restore(path, run.engine.state, arguments=arguments)
     _check_frozen(path, meta, run.engine.state)
     return run.engine.place(state), meta
@@ -193,9 +194,15 @@ def _log_differences(
     trainer: "Trainer", path: str | os.PathLike[str], meta: dict[str, Any]
 ) -> None:
     """Logs the arguments that affect numbers, if only in the last bits, and differ."""
-    described = trainer.run.description()
+    config = trainer.run.config
+    described = config.description(trainer.run.hooks.callbacks)
     if changed := checkpoint.list_changed_arguments(meta, described):
         lines = "\n".join(changed)
+        if "inject_hyperparams(" in lines:
+            lines += (
+                "\n  The numbers of `inject_hyperparams` are part of the state, and go"
+                " on as they were saved; `trainer.set_hyperparams` sets them."
+            )
         log_info(f"{path} was saved with other arguments than this trainer's:\n{lines}")
 
 
@@ -211,26 +218,32 @@ def _check_json(callback_name: str, state: Any) -> Any:
     return state
 
 
-def describe_arguments(run: "Run") -> dict[str, str]:
+def describe_arguments(
+    config: "TrainerConfig", callbacks: Iterable[Callback]
+) -> dict[str, str]:
     """Returns the arguments that decide numbers as texts, by name, for comparison with
     those of another process."""
-    config = run.config
     _, buffers, rest = config.parts
     texts = {name: _describe(config.arguments[name]) for name in _RECORDED_ARGUMENTS}
     options = {name: str(value) for name, value in config.compiler_options.items()}
     texts["compiler_options"] = str(options or None)
-    parts = [f"{p.name}, every={p.every}" for p in config.optimizer_parts or ()]
-    kinds = describe_optimizer(run.engine.device_state.tree.opt_state)
-    texts["optimizer"] = "; ".join([kinds, *parts])
+    texts["optimizer"] = _describe_optimizer(config)
     texts["filter_spec"] = _describe_frozen(buffers)
-    changing = filter(_changes_training, run.hooks.callbacks)
-    texts["callbacks"] = (
-        ", ".join(map(_describe_callback, changing)) or "none that adds state"
-    )
+    parts = map(_describe_callback, filter(_changes_training, callbacks))
+    texts["callbacks"] = ", ".join(parts) or "none that adds state"
     adds = adds_state(config.strategy)
     texts["strategy"] = repr(config.strategy) if adds else "one that adds no state"
     texts["model"] = _describe(eqx.tree_pformat(rest))
     return {name: text for name, text in texts.items() if text not in ("", "None")}
+
+
+def _describe_optimizer(config: "TrainerConfig") -> str:
+    parts = config.optimizer_parts or ()
+    if not parts:
+        return describe_optimizer(config.arguments["optimizer"])
+    return "; ".join(
+        f"{p.name}, every={p.every}: {describe_optimizer(p.optimizer)}" for p in parts
+    )
 
 
 def _describe_frozen(buffers: Any) -> str:
@@ -254,4 +267,5 @@ def _describe_callback(callback: Callback) -> str:
 
 def _describe(value: Any) -> str:
     """Describes a value without addresses, which differ in every process."""
-    return re.sub(r" at 0x[0-9a-f]+", "", str(plain(value)))
+    text = describe_function(value) if inspect.isfunction(value) else str(plain(value))
+    return re.sub(r" at 0x[0-9a-f]+", "", text)

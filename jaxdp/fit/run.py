@@ -87,6 +87,7 @@ class TrainerConfig:
         self._objective = several[0].objective if several else choose(arguments)
         self._precision = find_precision(arguments["precision"])
         self._recomputed = checks.find_recomputed_in(self.model, arguments["remat"])
+        self._description: dict[str, str] | None = None
 
     def make_engine(
         self, strategy: DataParallel, hooks: Hooks, *, abstract: bool = False
@@ -152,6 +153,12 @@ class TrainerConfig:
             return [part.objective for part in self.optimizer_parts]
         return [self._objective or CriterionObjective(losses.mse, self._criteria)]
 
+    def description(self, callbacks: Sequence[Callback]) -> dict[str, str]:
+        """Returns the arguments that decide the numbers as texts, to compare later."""
+        if self._description is None:
+            self._description = describe_arguments(self, callbacks)
+        return self._description
+
     def _make_optimizer(self) -> optax.GradientTransformation:
         """Makes the optimizer from the arguments."""
         if self.optimizer_parts:
@@ -207,7 +214,6 @@ class Run:
         self.doing = ""
         self.loaded_padding: Any = None
         self._engine: Engine | None = None
-        self._description: dict[str, str] | None = None
 
     @property
     def optimizer(self) -> optax.GradientTransformationExtraArgs:
@@ -310,12 +316,6 @@ class Run:
         """
         self.interrupts.set_signals(signals)
         self.interrupts.returns = returns
-
-    def description(self) -> dict[str, str]:
-        """Returns the arguments that decide the numbers as texts, to compare later."""
-        if self._description is None:
-            self._description = describe_arguments(self)
-        return self._description
 
     def compiled_facts(self) -> tuple[dict[str, int], tuple[str, ...]]:
         """Returns the rows that batches of each kind are padded to, and, in a job of

@@ -90,7 +90,7 @@ def test_the_page_has_the_curves_and_what_the_run_was_made_of(tmp_path):
     page = Page(path)
     for name in ("loss", "accuracy", "steps, smoothed", "grad norm by layer"):
         assert f" {name} " in page.text
-    assert "ScaleByAdamState" in page.text and jax.__version__ in page.text
+    assert "scale_by_adam(b1=0.9" in page.text and jax.__version__ in page.text
     assert re.search(r" \d{4}-\d\d-\d\d \d\d:\d\d UTC \| finished ", page.text)
     assert "Memory per device" in page.source
     assert page.loaded == [] and "@import" not in page.source
