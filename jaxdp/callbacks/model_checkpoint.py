@@ -67,6 +67,8 @@ class ModelCheckpoint(MetricCallback):
         every_n_epochs: save at the end of every n-th epoch, or after the validations
             in it; 1 if nothing else is given.
         train_time_interval: save whenever so much time has passed; like `max_time`.
+        keep_every_n_steps: of the checkpoints, keep all whose step is a multiple of
+            this, whatever their score. It makes none due.
         save_on_exception: also save when the fit raises, in a single process. (For
             Ctrl-C and signals that end a fit, this needs no argument.)
         on_save_error: what to do if a checkpoint can't be written, for example to a
@@ -93,6 +95,7 @@ class ModelCheckpoint(MetricCallback):
         every_n_epochs: int | None = None,
         train_time_interval: timedelta | float | str | None = None,
         *,
+        keep_every_n_steps: int | None = None,
         save_on_exception: bool = False,
         on_save_error: Literal["raise", "warn"] = "raise",
     ):
@@ -101,6 +104,7 @@ class ModelCheckpoint(MetricCallback):
         for name, value in (
             ("every_n_train_steps", every_n_train_steps),
             ("every_n_epochs", every_n_epochs),
+            ("keep_every_n_steps", keep_every_n_steps),
         ):
             if value is not None:
                 check_count(name, value, suffix=" or None")
@@ -126,6 +130,7 @@ class ModelCheckpoint(MetricCallback):
         self.train_time_interval = train_time_interval
         # Whether steps and not only epochs make a checkpoint due.
         self._saves_by_step = (every_n_train_steps or train_time_interval) is not None
+        self.keep_every_n_steps = keep_every_n_steps
         self.save_on_exception = save_on_exception
         self.on_save_error = on_save_error
 
@@ -174,11 +179,13 @@ class ModelCheckpoint(MetricCallback):
         return next(iter(_rank_steps(self._scores, self.mode)), None)
 
     def _select_kept(self, scores: Scores) -> set[int]:
-        """Returns the steps to keep: the best, and the newest if that is pinned, has no
-        score, or `save_last` asks for it."""
+        """Returns the steps to keep: the best, those that `keep_every_n_steps` names,
+        and the newest if that is pinned, has no score, or `save_last` asks for it."""
         if self.save_top_k == -1:
             return set(scores)
         steps = set(_rank_steps(scores, self.mode)[: self.save_top_k])
+        if (every := self.keep_every_n_steps) is not None:
+            steps |= {step for step in scores if step % every == 0}
         newest = max(scores, default=None)
         if newest is not None and (
             self.save_last

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import os
 import sys
 import time
 import warnings
@@ -30,8 +31,9 @@ class ProgressBar(Callback):
     The bar shows how many batches of the epoch are done, the loss of a few steps ago
     (reading the newest would make the device wait), the time left, and examples per
     second of the epoch, its validations included. With `accumulate_grad_batches` it
-    counts optimizer steps. If the output is not a terminal (the log of a job), it
-    prints lines instead: one per epoch, and more in long epochs. Epochs count from 0.
+    counts optimizer steps. If the output is not a terminal (the log of a job), or one
+    without a width, it prints lines instead: one per epoch, and more in long epochs.
+    Epochs count from 0.
 
     Args:
         refresh_per_second: how often the bar is redrawn at most.
@@ -64,7 +66,7 @@ class ProgressBar(Callback):
         # Notebooks show stderr on red ground, as if something had failed.
         file = self.file or (sys.stdout if is_in_notebook() else sys.stderr)
         self._out = SafeStream(file) if trainer.is_global_zero else None
-        self._is_live = is_in_notebook() or SafeStream(file).isatty()
+        self._is_live = is_in_notebook() or _can_draw_on(SafeStream(file))
         trainer.record.read_means(functools.partial(self._end_epoch, trainer))
 
     def on_train_epoch_start(self, trainer: Trainer) -> None:
@@ -188,3 +190,10 @@ def _bar_class() -> Any:
         from tqdm.auto import tqdm
 
     return type("Bar", (tqdm,), {"monitor_interval": 0})  # no thread
+
+
+def _can_draw_on(out: SafeStream) -> bool:
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # it is unknown
+        if os.get_terminal_size(out.fileno()).columns == 0:
+            return False
+    return out.isatty() and os.environ.get("COLUMNS") != "0"

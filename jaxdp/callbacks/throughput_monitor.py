@@ -29,7 +29,9 @@ class ThroughputMonitor(Callback):
     - `throughput/data`, `.../device`, `.../callbacks`, `.../checkpoints`,
       `.../validation` and `.../loop`: the shares of that time, which add up to 1.
       `loop` is packing batches and calling the step. Of several processes, the wait for
-      others is in `callbacks`.
+      others is in `callbacks`;
+    - `throughput/peak_bytes`, the most memory that a device of this process has had in
+      use since the process started, where devices report it (CPUs do not).
 
     A large share of `data` means that the device waited for batches; of `device`, that
     a faster loader would not help. Nothing here waits for the device.
@@ -139,4 +141,12 @@ class ThroughputMonitor(Callback):
             values["flops_per_s"] = spent["operations"] / total
             if self._peak is not None:
                 values["mfu"] = values["flops_per_s"] / self._peak
-        return values | {phase: spent[phase] / total for phase in PHASES}
+        values |= {phase: spent[phase] / total for phase in PHASES}
+        return values | _read_peak_bytes()
+
+
+def _read_peak_bytes() -> dict[str, float]:
+    """Returns the peak memory of this process's devices; {} if none reports it."""
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    peaks = [each["peak_bytes_in_use"] for each in stats if "peak_bytes_in_use" in each]
+    return {"peak_bytes": float(max(peaks))} if peaks else {}

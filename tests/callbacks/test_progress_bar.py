@@ -240,3 +240,11 @@ def test_a_notebook_without_widgets_gets_a_text_bar_and_no_warning():
     run = [sys.executable, "-c", NOTEBOOK]
     done = subprocess.run(run, capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == ("True True\n", "")
+
+
+def test_a_terminal_without_columns_gets_lines(clock, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "0")
+    out = Terminal()
+    make_trainer(Ticking(clock), ProgressBar(file=out)).fit(batches(*[8] * 12))
+    (line,) = out.getvalue().splitlines()
+    assert line.startswith("epoch 0/0: loss ")

@@ -53,7 +53,7 @@ def test_tensorboard_reads_values_texts_and_figures(tmp_path):
     }
     assert texts["note"] == "4 bytes per device"
     assert "| width | 64 |" in texts["hyperparameters"]
-    assert "ScaleByScheduleState |" in texts["hyperparameters"]
+    assert "polynomial_schedule(" in texts["hyperparameters"]
     assert f"| versions/jax | {jax.__version__} |" in texts["environment"]
     (image,) = found.Images("history")
     assert image.encoded_image_string.startswith(b"\x89PNG") and image.step == 4

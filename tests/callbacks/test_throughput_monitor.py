@@ -195,3 +195,14 @@ def test_measuring_changes_no_number():
         return np.array(seen)
 
     assert np.array_equal(losses(), losses(ThroughputMonitor()))
+
+
+def test_logs_the_peak_memory_of_devices_that_report_it(tmp_path, monkeypatch):
+    monitor = ThroughputMonitor()
+    make_trainer(monitor).fit(batches(8))
+    assert "peak_bytes" not in monitor.summary  # CPUs
+    stats = {"peak_bytes_in_use": 3}
+    monkeypatch.setattr(type(jax.devices()[0]), "memory_stats", lambda device: stats)
+    make_trainer(monitor, CSVLogger(tmp_path)).fit(batches(8, 8))
+    (row, *_) = read(tmp_path / "metrics.csv")
+    assert float(row["throughput/peak_bytes"]) == monitor.summary["peak_bytes"] == 3

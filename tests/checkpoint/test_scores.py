@@ -312,3 +312,17 @@ def test_a_folder_may_be_in_the_home(tmp_path, monkeypatch):
     assert saver.best_model_path == str(tmp_path / "runs" / "6")
     make(again).load("~/runs/best")
     make(again).fit(DATA, VAL, max_epochs=2, ckpt_path="~/runs/6")
+
+
+def test_keeps_every_nth_step_whatever_its_score(tmp_path):
+    def saver():
+        options = {"every_n_train_steps": 2, "keep_every_n_steps": 4}
+        return ModelCheckpoint(tmp_path, "val_loss", **options)
+
+    values = Values(dict.fromkeys(range(99), 0.0))
+    make(saver(), values).fit(DATA, VAL, max_epochs=1)
+    assert folders(tmp_path) == [4, 6]
+    make(saver(), values).fit(DATA, VAL, max_epochs=3, ckpt_path="auto")
+    assert {4, 8, 12, 16} < {*folders(tmp_path)} and 10 not in folders(tmp_path)
+    with pytest.raises(ValueError, match="`keep_every_n_steps` must be 1 or more or N"):
+        ModelCheckpoint(tmp_path, keep_every_n_steps=0)
