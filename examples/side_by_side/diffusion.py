@@ -37,8 +37,8 @@ class Score(eqx.Module):
         return self.mlp(jnp.append(y, t))
 
 
-def loss_of_row(model: Score, point: jax.Array, key: jax.Array) -> jax.Array:
-    for_time, for_noise = jax.random.split(key)
+def loss_of_row(model: Score, point: jax.Array, own: jax.Array) -> jax.Array:
+    for_time, for_noise = jax.random.split(own)  # the key of this row, from the batch
     t = jax.random.uniform(for_time, minval=1e-3, maxval=5.0)
     variance = 1 - jnp.exp(-t)
     noise = jax.random.normal(for_noise, point.shape)

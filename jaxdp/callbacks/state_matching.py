@@ -60,7 +60,7 @@ def match_states(trainer: Trainer, meta: dict[str, Any]) -> dict[str, Any]:
                 saved
                 for saved in remaining
                 if saved.partition(":")[0] == name.partition(":")[0]
-                and _fits(identity, meta["identities"][saved], is_moved)
+                and _fits(identity, meta["identities"].get(saved, ""), is_moved)
             ]
             if fitting:
                 saved = name if name in fitting else fitting[0]

@@ -80,7 +80,12 @@ class ThroughputMonitor(Callback):
         if shapes not in self._flops:
             is_first, flops = not self._flops, self.flops_per_example
             if flops is None:
-                flops = trainer.run.flops_per_example(batch)
+                try:
+                    flops = trainer.run.flops_per_example(batch)
+                except Exception:
+                    if is_first:
+                        raise
+                    return  # the step says what is wrong with another shape
             self._flops[shapes] = flops
             if is_first:  # the run does not include the tracing above
                 num_devices = len(trainer.state.step.sharding.device_set)

@@ -96,6 +96,7 @@ class FitLoop:
             vals = dict(zip(vals, sources, strict=True))
 
         self.limits = Limits(train, vals, arguments, trainer.accumulate_grad_batches)
+        self.limits.check_minimum(self.progress)
         self.limits.check_iterators(train, vals, self.progress)
         self.train, self.vals = train, {} if self.limits.skips_validation else vals
         self.hooks = Hooks(

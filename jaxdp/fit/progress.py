@@ -268,22 +268,33 @@ class Limits:
         self.val_interval = self._resolve_interval(arguments.val_check_interval)
         self.accumulate = accumulate
         self.steps_per_epoch = self.count_steps(accumulate)
-        if self.max_epochs is not None and self.steps_per_epoch is not None:
-            total = self.max_epochs * self.steps_per_epoch
-            if total < self.min_steps:
-                raise ValueError(
-                    f"`min_steps`={min_steps} is more than the {total} steps that"
-                    f" `max_epochs`={max_epochs} allows; raise `max_epochs`, or pass -1"
-                    " for no limit."
-                )
+
+    def check_minimum(self, progress: Progress) -> None:
+        """Raises for a `min_steps` that the remaining epochs can't reach."""
+        batches, epochs = self.batches_per_epoch, self.max_epochs
+        if epochs is None or batches is None or progress.epoch >= epochs:
+            return
+        remaining = -(-max(0, batches - progress.done) // self.accumulate)
+        per_epoch = -(-batches // self.accumulate)
+        maximum = progress.global_step + remaining
+        maximum += (epochs - progress.epoch - 1) * per_epoch
+        if maximum < self.min_steps:
+            raise ValueError(
+                f"`min_steps`={self.min_steps} is more than the {maximum} steps that"
+                f" `max_epochs`={self.max_epochs} allows; raise `max_epochs`, or pass"
+                " -1 for no limit."
+            )
 
     def check_iterators(
         self, train: Source, vals: Mapping[str, Source], progress: Progress
     ) -> None:
         """Raises for validation loaders that may be exhausted before the last
         validation."""
-        epochs, every = self.max_epochs, self.check_val_every_n_epoch
-        is_once = epochs is not None and epochs - progress.epoch <= every
+        epochs = [] if self.max_epochs is None else [self.max_epochs - progress.epoch]
+        if self.max_steps is not None:
+            per_epoch = self.steps_per_epoch or max(1, self.max_steps)
+            epochs.append(-(-(self.max_steps - progress.global_step) // per_epoch))
+        is_once = min(epochs, default=2) <= self.check_val_every_n_epoch
         is_once = is_once and self.val_interval is None
         for name, val in vals.items():
             if val.is_iterator and val.loader is train.loader:

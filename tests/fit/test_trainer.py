@@ -298,7 +298,7 @@ def test_limits_and_dev_runs():
     trainer.fit(batches(8, 8), fast_dev_run=True)
     assert (trainer.global_step, trainer.current_epoch) == (9, 4)
     assert steps_with(max_steps=9) == (9, 1)
-    assert steps_with(max_time={"seconds": 0}) == (0, 0)
+    assert steps_with(max_time=0) == (0, 0)
     assert steps_with(overfit_batches=2, max_epochs=3) == (6, 3)
 
 

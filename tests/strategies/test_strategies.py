@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from toys import Apart, Deep, Mlp, Recorder, batches, cross_entropy
+from toys import Apart, Deep, Mlp, Recorder, batches
 
 import jaxdp
 from jaxdp import (
@@ -219,29 +219,6 @@ def test_pmap_equals_jax_pmap():
         enable_progress_bar=False,
     ).fit(data, max_epochs=3)  # fmt: skip
     np.testing.assert_allclose(recorder.losses, expected, rtol=1e-5)
-
-
-@pytest.mark.slow_but("Sharded")
-@pytest.mark.parametrize("strategy", [SingleDevice, Sharded, Pmap])
-def test_a_loss_with_collectives_runs_where_rows_are_not_split(strategy):
-    """A tail of five rows is worked on whole by each of eight devices."""
-
-    def mean_over_devices(model, x, y):
-        return jax.lax.pmean(cross_entropy(model, x, y), "data")
-
-    def losses_of(loss_fn, strategy):
-        recorder = Recorder()
-        model = eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0))
-        trainer = Trainer(
-            model, optax.sgd(0.1), loss_fn=loss_fn, strategy=strategy,
-            callbacks=[recorder], enable_progress_bar=False,
-        )  # fmt: skip
-        history = trainer.fit(batches(16, 5), batches(5), max_epochs=2)
-        return [*recorder.losses, *history["val_loss"]]
-
-    expected = losses_of(cross_entropy, SingleDevice())
-    found = losses_of(mean_over_devices, strategy())
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 def test_gradients_cross_the_devices_in_one_all_reduce():
