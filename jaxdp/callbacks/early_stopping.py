@@ -72,6 +72,7 @@ class EarlyStopping(MonitorCallback):
         self.restore_best = restore_best
         self.stopped_epoch: int | None = None
         self.reason: str | None = None
+        self._last_value: float | None = None
         self._is_restored = self._has_failed = False
         # The steps that have the best weights (a fit may continue with them), and a
         # copy, if they were seen in this run.
@@ -82,19 +83,19 @@ class EarlyStopping(MonitorCallback):
         super().on_fit_start(trainer)
         self._has_failed, was_restored = False, self._is_restored
         self._is_restored = False
-        if not was_restored or self.best_score is None:
+        if not was_restored or self._last_value is None:
             return
         # A run that was killed when it was to stop has nothing more to do, unless its
         # rules have changed.
-        self._stop_if_due(trainer)
-        if self.restore_best:
+        self._stop_if_due(trainer, self._last_value)
+        if self.restore_best and self.best_score is not None:
             if trainer.global_step in self._best_steps:
                 self._best = _copy_parts(trainer)
             elif self.reason is None and self._find_best_path(trainer) is None:
                 self._warn_best_is_lost("no `ModelCheckpoint` of this trainer has them")
 
     def check(self, trainer: Trainer, values: Mapping[str, float]) -> None:
-        value = values[self.monitor]
+        value = self._last_value = values[self.monitor]
         if not self.update_best(value):
             self.wait_count += 1
         else:
@@ -150,18 +151,21 @@ class EarlyStopping(MonitorCallback):
 
     def state_dict(self) -> dict[str, Any]:
         of_run = {"stopped_epoch": self.stopped_epoch, "best_steps": self._best_steps}
-        return super().state_dict() | of_run
+        last = None if self._last_value is None else [str(self._last_value)]
+        return super().state_dict() | of_run | {"last": last}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.stopped_epoch, self._is_restored = state["stopped_epoch"], True
+        last = state.get("last")
+        self._last_value = float(last[0]) if last else None
         self._best_steps = list(state.get("best_steps", []))  # in no older checkpoint
         # They belong to steps that are undone, or to another trainer.
         self.reason = self._best = None
 
-    def _stop_if_due(self, trainer: Trainer, value: float | None = None) -> None:
-        """Stops if the last check says so; `value` is that of a check just now."""
-        self.reason = None if value is None else self._find_limit(value)
+    def _stop_if_due(self, trainer: Trainer, value: float) -> None:
+        """Stops if the last check, which found `value`, says so."""
+        self.reason = self._find_limit(value)
         if self.reason is None and self.wait_count >= max(self.patience, 1):
             self.reason = f"{self.describe_wait()}."
         # `should_stop` stays set: before the minimum of the fit it would end a run that

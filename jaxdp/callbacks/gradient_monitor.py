@@ -85,6 +85,7 @@ class GradientMonitor(Callback):
 
     def setup(self, trainer: Trainer) -> None:
         if self._checked < self.check_steps:
+            self._checked, self._alive = 0, False  # the model may be another one
             trainer.record.read_steps(self._check)
 
     def on_train_batch_end(

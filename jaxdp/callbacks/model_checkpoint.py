@@ -136,7 +136,7 @@ class ModelCheckpoint(MetricCallback):
 
         self._dir: CheckpointDir | None = None  # during a fit
         self._scores: dict[int, float | None] = {}
-        self._metrics: Any = {}  # of the last step
+        self._last_step: tuple[int, Any] = (0, {})  # and its metrics
         self._measured: tuple[int, float] | None = None  # a step, and the value there
         self._is_due = False
         # A step that stays, whatever its score, while it is the newest.
@@ -207,7 +207,7 @@ class ModelCheckpoint(MetricCallback):
             )
         self._dir, self._processes = self.find_folder(trainer), trainer.run.processes
         self._clock = PeriodicVote(self._processes, "the time of a checkpoint")
-        self._metrics, first = {}, self._processes.run_on_rank_zero
+        self._last_step, first = (0, {}), self._processes.run_on_rank_zero
         first("ModelCheckpoint: its folder", self._dir.open)
         claim = functools.partial(self._claim_checkpoints, trainer)
         self._scores = dict(first("ModelCheckpoint: what is there", claim))
@@ -227,8 +227,9 @@ class ModelCheckpoint(MetricCallback):
     ) -> None:
         if not self._saves_by_step:
             return
-        self._metrics, every = metrics, self.every_n_train_steps
-        if every is not None and trainer.global_step % every == 0:
+        step, every = trainer.global_step, self.every_n_train_steps
+        self._last_step = step, metrics
+        if every is not None and step % every == 0:
             self._is_due = True
         if self.train_time_interval is not None:
             interval = self.train_time_interval.total_seconds()
@@ -263,14 +264,16 @@ class ModelCheckpoint(MetricCallback):
 
     def _monitors_steps(self) -> bool:
         """Returns True if single steps log the monitor, and make checkpoints due."""
-        return self._saves_by_step and self.monitor in (*self._metrics,)
+        return self._saves_by_step and self.monitor in (*self._last_step[1],)
 
     def _find_score(self, step: int) -> float | None:
         """Returns the value measured on the weights of a step, if there is one."""
         if self.monitor is None:
             return float(step)  # the best is the newest
         if self._monitors_steps():
-            return float(self._metrics[self.monitor])  # waits for the device
+            last, metrics = self._last_step
+            # Waits for the device.
+            return float(metrics[self.monitor]) if last == step else None
         measured_step, value = self._measured or (None, None)
         return value if measured_step == step else None
 

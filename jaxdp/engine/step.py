@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..basics.process import pause_gc
+from ..basics.tracebacks import NoteOnError
 from ..data import Dispatch, Packer, check_targets
 from ..distributed import RowBlocks, make_global_array
 from ..step import (
@@ -256,6 +257,8 @@ class Step:
             *function, donate=_DONATED[donate], rows=rows if dispatch.split else "whole"
         )
         if is_debugged:
+            if not is_eager:
+                jitted.trace(*function.arguments)  # finds the names of metrics
             # The functions of users get JAX's arrays, also where jit is disabled.
             run = lambda *args: jitted(*jax.tree.map(jnp.asarray, args))  # noqa: E731
             program = Program(run, dispatch, groups, donate)
@@ -272,9 +275,9 @@ class Step:
             program.trace_seconds, program.may_raise = trace_seconds, may_raise
             if before.names and self.programs:
                 before.merge(self.facts)  # which raises if it can't be
-            is_named = isinstance(steps.objective, CriterionObjective)
-            if is_named and (self.facts.num_classes or self.facts.weighted):
-                self._num_classes[dispatch.specs] = self.facts.num_classes
+        is_named = isinstance(steps.objective, CriterionObjective)
+        if is_named and (self.facts.num_classes or self.facts.weighted):
+            self._num_classes[dispatch.specs] = self.facts.num_classes
         self._steps = steps
         self.programs[dispatch.shape] = program
         return program
@@ -324,6 +327,9 @@ class Step:
     ) -> Program:
         """Returns the program of a traced step."""
         started = time.perf_counter()
+        noted = contextlib.nullcontext()
+        if options:
+            noted = NoteOnError(f"`compiler_options` was {dict(options)}")
         fast = self._strategy.compiler_options
         options = options_for(traced.jaxpr, function.arguments, fast, options)
         with warnings.catch_warnings():
@@ -334,7 +340,8 @@ class Step:
                 warnings.filterwarnings("ignore", unused)
             with pause_gc():
                 lowered = traced.lower()
-            compiled = lowered.compile(dict(options))
+            with noted:
+                compiled = lowered.compile(dict(options))
         if jax.process_count() > 1:
             text = lowered.as_text().encode()
             self.digests += (hashlib.blake2b(text, digest_size=6).hexdigest(),)

@@ -12,7 +12,7 @@ import jax
 from ..basics.console import log_info
 from ..basics.process import refuse_to_train_in_a_worker
 from ..callbacks.base import Hooks
-from ..distributed import Preempted
+from ..distributed import Preempted, log_stop
 from ..step import InferenceModel
 
 if TYPE_CHECKING:
@@ -90,6 +90,8 @@ def run_with_teardown(trainer: "Trainer", what: str, hooks: Hooks) -> Iterator[N
     except BaseException as exception:
         with attach_second_error(exception):
             hooks.teardown(trainer)
+        if what != "a fit":  # which has logged it
+            log_stop(exception)
         raise
     else:
         hooks.teardown(trainer)

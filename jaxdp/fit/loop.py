@@ -289,10 +289,14 @@ class FitLoop:
         try:
             with record.redirect_logs(metrics := dict(means)) as logged:
                 self.hooks.on_train_epoch_end(self.trainer, metrics)
-        finally:  # a checkpoint of an exception says that the epoch is over
-            if logged:
-                record.history.append(progress.epoch, logged)
-            record.put("epoch", means | logged)
+        except BaseException as exception:
+            # A checkpoint of the exception says that the epoch is over.
+            with attach_second_error(exception):
+                record.put("epoch", means | logged)
+            raise
+        if logged:
+            record.history.append(progress.epoch, logged)
+        record.put("epoch", means | logged)
         if progress.is_finished:
             progress.next_epoch()
         progress.is_finished = False

@@ -376,6 +376,8 @@ class Limits:
 
     def _resolve_interval(self, interval: int | float | None) -> int | None:
         available = self.batches_per_epoch
+        if isinstance(interval, float) and available and 0 < interval * available < 1:
+            interval = 1  # a small share is each batch
         every = resolve_limit("val_check_interval", interval, available)
         if every is None:
             return None  # an epoch ends with a validation anyway

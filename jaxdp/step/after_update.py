@@ -8,6 +8,7 @@ import jax
 from jaxtyping import Array, Int, PyTree
 
 from ..basics.arguments import check_call
+from ..basics.tree import describe_difference, leaf_path
 from .loss_output import describe
 from .model_call import find_keywords
 from .state import match_dtypes
@@ -43,11 +44,11 @@ class AfterUpdate:
         offered = {"key": key, "step": step}
         new = self.function(model, **{name: offered[name] for name in self._names})
         old = eqx.filter(model, eqx.is_array)
-        others = eqx.filter(new, eqx.is_array, inverse=True)
-        if not eqx.tree_equal(others, eqx.filter(model, eqx.is_array, inverse=True)):
+        if differing := _find_difference(model, new):
             raise TypeError(
                 f"`after_update` returned {describe(new)}; it must be the model, in"
-                " which nothing but values of arrays is changed, as by eqx.tree_at."
+                " which nothing but values of arrays is changed, as by eqx.tree_at:"
+                f" {differing}."
             )
         new = match_dtypes(
             old, eqx.filter(new, eqx.is_array), "model of `after_update`"
@@ -55,3 +56,17 @@ class AfterUpdate:
         is_none = lambda leaf: leaf is None  # noqa: E731
         trained = jax.tree.map(lambda p: p is not None, params, is_leaf=is_none)
         return eqx.partition(new, trained)
+
+
+def _find_difference(model: PyTree, new: PyTree) -> str:
+    """Returns in a clause what differs but for values of arrays; "" for nothing."""
+    old, other = (eqx.filter(x, eqx.is_array, inverse=True) for x in (model, new))
+    if jax.tree.structure(old) != jax.tree.structure(other):
+        return describe_difference(old, other)
+    leaves = zip(
+        jax.tree_util.tree_leaves_with_path(old), jax.tree.leaves(other), strict=True
+    )
+    for (path, before), after in leaves:
+        if not (before is after or eqx.tree_equal(before, after)):  # NaN is not NaN
+            return f"{leaf_path(path)} is another one"
+    return ""

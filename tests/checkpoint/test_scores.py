@@ -326,3 +326,18 @@ def test_keeps_every_nth_step_whatever_its_score(tmp_path):
     assert {4, 8, 12, 16} < {*folders(tmp_path)} and 10 not in folders(tmp_path)
     with pytest.raises(ValueError, match="`keep_every_n_steps` must be 1 or more or N"):
         ModelCheckpoint(tmp_path, keep_every_n_steps=0)
+
+
+def test_steps_after_the_last_hook_have_no_score(tmp_path):
+    class Raises(Callback):
+        def on_train_batch_end(self, trainer, metrics, batch_idx):
+            if batch_idx == 1:
+                raise RuntimeError("in the middle of a call")
+
+    saver = ModelCheckpoint(
+        tmp_path, "loss", every_n_train_steps=100, save_on_exception=True
+    )
+    trainer = make(saver, Raises(), steps_per_execution=4)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        trainer.fit(batches(*[8] * 4))
+    assert saver.state_dict()["scores"] == [[4, None]]

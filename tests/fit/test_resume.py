@@ -10,7 +10,7 @@ from toys import Mlp, Recorder, batches, leaves, rows
 from toys import on_one_device as make
 
 from jaxdp import Pmap, Sharded, SingleDevice, Trainer
-from jaxdp.callbacks import Callback, CSVLogger, ModelCheckpoint
+from jaxdp.callbacks import Callback, CSVLogger, EarlyStopping, ModelCheckpoint
 
 DATA = batches(16, 16, 5)
 
@@ -84,6 +84,19 @@ def test_no_row_is_lost_where_a_hook_raises(tmp_path, hook, step, steps_per_exec
     resumed, resumed_log = fit("killed")
     assert_same(resumed, whole)
     assert resumed_log == log
+
+
+@pytest.mark.parametrize("rule", [
+    {"stopping_threshold": 100.0}, {"divergence_threshold": 0.01}, {"patience": 1},
+])  # fmt: skip
+def test_a_run_that_was_to_stop_does_so_again(tmp_path, rule):
+    def fit():
+        stopping = EarlyStopping("loss", mode="min", min_delta=1e3, **rule)
+        trainer = make(stopping, ModelCheckpoint(tmp_path))
+        trainer.fit(DATA, max_epochs=5, ckpt_path="auto")
+        return trainer.global_step
+
+    assert fit() == fit() < 15
 
 
 def test_larger_batches_after_a_save_leave_no_trace_in_what_is_resumed(tmp_path):
