@@ -272,8 +272,8 @@ class ModelCheckpoint(MetricCallback):
             return float(step)  # the best is the newest
         if self._monitors_steps():
             last, metrics = self._last_step
-            # Waits for the device.
-            return float(metrics[self.monitor]) if last == step else None
+            value = metrics[self.monitor]
+            return float(value) if last == step else None  # waits for the device
         measured_step, value = self._measured or (None, None)
         return value if measured_step == step else None
 
