@@ -68,6 +68,7 @@ def binary_cross_entropy(prediction: Array, target: Array) -> Array:
 
 def mse(prediction: Array, target: Array) -> Array:
     """Squared error, averaged over everything but the row."""
+    _check_is_real("mse", prediction, target)
     prediction, target = _match_shapes("mse", prediction, target)
     return per_row(optax.squared_error(prediction, _numbers(target, prediction)))
 
@@ -80,6 +81,7 @@ def mae(prediction: Array, target: Array) -> Array:
 
 def huber(prediction: Array, target: Array) -> Array:
     """Huber loss with delta 1, averaged over everything but the row."""
+    _check_is_real("huber", prediction, target)
     prediction, target = _match_shapes("huber", prediction, target)
     return per_row(optax.huber_loss(prediction, _numbers(target, prediction)))
 
@@ -345,6 +347,16 @@ def _is_float(array: Any) -> bool:
 def _numbers(target: Array, prediction: Array) -> Array:
     """Returns bools and integers as numbers of the prediction's dtype."""
     return target if _is_float(target) else target.astype(prediction.dtype)
+
+
+def _check_is_real(name: str, *arrays: Array) -> None:
+    """Raises for complex numbers, whose squares are no distances."""
+    for array in arrays:
+        if jnp.issubdtype(array.dtype, jnp.complexfloating):
+            raise TypeError(
+                f"{name!r} is of real numbers; got {array.dtype}. Pass"
+                " loss=lambda p, y: jnp.abs(p - y) ** 2."
+            )
 
 
 def _match_shapes(name: str, prediction: Array, target: Array) -> tuple[Array, Array]:
