@@ -354,8 +354,8 @@ def _check_is_real(name: str, *arrays: Array) -> None:
     for array in arrays:
         if jnp.issubdtype(array.dtype, jnp.complexfloating):
             raise TypeError(
-                f"{name!r} is of real numbers; got {array.dtype}. Pass"
-                " loss=lambda p, y: jnp.abs(p - y) ** 2."
+                f"{name!r} is of real numbers; got {array.dtype}. Pass a function"
+                " instead, such as lambda p, y: jnp.abs(p - y) ** 2."
             )
 
 

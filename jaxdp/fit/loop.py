@@ -286,17 +286,22 @@ class FitLoop:
         is_finished = self.limits.is_finished(progress.done)
         progress.is_finished = self._is_loader_exhausted or is_finished
         progress.epoch_ended = True
+        logged: dict[str, float] = {}
+
+        def log_row() -> None:
+            if logged:
+                record.history.append(progress.epoch, logged)
+            record.put("epoch", means | logged)
+
         try:
             with record.redirect_logs(metrics := dict(means)) as logged:
                 self.hooks.on_train_epoch_end(self.trainer, metrics)
         except BaseException as exception:
             # A checkpoint of the exception says that the epoch is over.
             with attach_second_error(exception):
-                record.put("epoch", means | logged)
+                log_row()
             raise
-        if logged:
-            record.history.append(progress.epoch, logged)
-        record.put("epoch", means | logged)
+        log_row()
         if progress.is_finished:
             progress.next_epoch()
         progress.is_finished = False

@@ -11,7 +11,7 @@ import pytest
 from logs import read
 from toys import batches, cross_entropy, on_one_device
 
-from jaxdp import Callback, Pmap, Sharded, SingleDevice
+from jaxdp import Callback, Pmap, Sharded, SingleDevice, Trainer
 from jaxdp.callbacks import CSVLogger, GradientMonitor
 from jaxdp.callbacks.gradient_monitor import group_by_layer
 
@@ -133,3 +133,12 @@ def test_a_failing_fit_keeps_its_own_error():
 
     with pytest.raises(RuntimeError, match="the cable"):
         make_trainer(GradientMonitor(), Fails()).fit(batches(*[8] * 5))
+
+
+def test_a_monitor_may_see_another_model_before_its_check():
+    monitor = GradientMonitor(check_steps=10)
+    for depth in (1, 2):
+        model = eqx.nn.MLP(4, 3, 8, depth, key=jax.random.key(0))
+        trainer = Trainer(model, loss="cross_entropy", callbacks=[monitor])
+        trainer.fit(batches(*[8] * 4))
+    assert monitor.dead == []

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import warnings
 
 import equinox as eqx
 import jax
@@ -13,7 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from squares import Squares, assert_same, flat  # noqa: E402
-from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
+from torch.utils.data import DataLoader, Subset, TensorDataset  # noqa: E402
 
 from jaxdp import Arrays, Trainer  # noqa: E402
 from jaxdp.callbacks import ModelCheckpoint  # noqa: E402
@@ -210,3 +211,31 @@ def test_workers_that_end_later_are_explained():
         Trainer(linear(), loss="mse").fit(loader)
     notes = " ".join(raised.value.__notes__)
     assert "a worker of `train_loader` ended" in notes and '"__main__":`' in notes
+
+
+class Drawing(Squares):
+    def __init__(self):
+        self.rng = np.random.default_rng(0)
+
+
+class Transformed(Squares):
+    def __init__(self):
+        self.transform, self.library, self.kind = Drawing(), np, Drawing
+
+
+@pytest.mark.parametrize("workers, dataset, names", [
+    (0, Drawing(), []),
+    (2, Drawing(), ["rng"]),
+    (2, Subset(Drawing(), range(4)), ["dataset.rng"]),
+    (2, Transformed(), ["transform.rng"]),
+    (2, Subset(Transformed(), range(4)), ["dataset.transform.rng"]),
+])  # fmt: skip
+def test_generators_that_workers_copy_are_warned_of(workers, dataset, names):
+    source = open_loader(DataLoader(dataset, 4, num_workers=workers), "loader", 0)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        source.start_training()
+    copies = [str(w.message) for w in seen if "has a copy" in str(w.message)]
+    assert len(copies) == len(names)
+    for message, name in zip(copies, names, strict=True):
+        assert f"the dataset's `{name}`, a Generator" in message

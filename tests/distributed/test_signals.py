@@ -205,3 +205,21 @@ def test_loops_of_two_trainers_hold_signals_back_by_turns():
             pass
     assert (first.global_step, second.global_step) == (2, 2)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("method", ["validate", "predict", "steps"])
+def test_a_signal_outside_of_a_fit_is_logged_once(method, caplog):
+    class Signals(Callback):
+        def on_train_batch_end(self, trainer, metrics, batch_idx):
+            signal.raise_signal(signal.SIGTERM)
+
+    def loader():
+        for number, batch in enumerate(batches(8, 8, 8)):
+            if number == 1 and method != "steps":
+                signal.raise_signal(signal.SIGTERM)
+            yield batch
+
+    with pytest.raises(Preempted):
+        for _ in getattr(make(Signals()), method)(loader()):
+            pass
+    assert caplog.text.count("SIGTERM: stopped between two steps") == 1

@@ -13,7 +13,7 @@ import pytest
 from toys import Mlp, NormNet, batches
 
 from jaxdp import FSDP, Bitwise, Pmap, Sharded, SingleDevice, Trainer, per_example
-from jaxdp.callbacks import Callback, DonateBuffers
+from jaxdp.callbacks import Callback, DonateBuffers, EarlyStopping
 
 DATA = batches(8, 8, 8, 5)
 
@@ -338,3 +338,20 @@ def test_a_fit_passes_other_checks_of_jax(context):
         trainer = make_trainer(model, Sharded(), accumulate_grad_batches=2)
         trainer.fit(DATA, DATA)
     assert np.isfinite(trainer.history["val_loss"]).all()
+
+
+def test_debug_nans_knows_the_names_of_metrics_and_the_classes():
+    with jax.debug_nans(True):
+        trainer = make_trainer(callbacks=[EarlyStopping("loss", patience=3)])
+        assert trainer.fit(DATA).epochs == [0]
+        (x, y), *_ = DATA
+        with pytest.raises(ValueError, match="labels must be 0 to 2, .* from 9 to 9"):
+            make_trainer().fit([(x, np.full_like(y, 9))])
+
+
+def test_options_that_xla_does_not_take_are_named_with_the_argument():
+    trainer = make_trainer(compiler_options={"xla_no_such_option": 1})
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_opt") as caught:
+        trainer.fit(DATA)
+    notes = caught.value.__notes__
+    assert "`compiler_options` was {'xla_no_such_option': 1}" in notes

@@ -167,3 +167,18 @@ def test_who_writes_into_the_metrics_of_an_epoch_is_told_to_log():
 
     with pytest.raises(ValueError, match=r"'area'.*`trainer\.log\(name, value\)`"):
         make(EarlyStopping("area"), Writes()).fit(DATA)
+
+
+def test_a_hook_s_own_error_is_not_replaced_by_that_of_a_missing_value():
+    class Fails(Callback):
+        def on_train_epoch_end(self, trainer, metrics):
+            trainer.log("seen", 1.0)
+            raise KeyError("my own")
+            trainer.log("score", 2.0)
+
+    stopping = EarlyStopping("score", mode="max")
+    trainer = make(Fails(), stopping)
+    with pytest.raises(KeyError, match="my own") as caught:
+        trainer.fit(batches(8))
+    assert any("nothing of that name is logged" in n for n in caught.value.__notes__)
+    assert trainer.history["seen"] == [1.0]  # as in the row of loggers

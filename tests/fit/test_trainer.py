@@ -270,6 +270,7 @@ def test_validation_follows_its_interval_and_its_epochs():
     assert steps_with(max_steps=9, val_check_interval=4) == [4, 6, 9]
     assert steps_with(max_steps=8, val_check_interval=2) == [2, 4, 6, 8]
     assert steps_with(max_epochs=2, val_check_interval=0.5) == [3, 6, 9, 12]
+    assert steps_with(val_check_interval=0.05) == [1, 2, 3, 4, 5, 6]
     assert steps_with(
         max_epochs=2, val_check_interval=3, check_val_every_n_epoch=2
     ) == [9, 12]
