@@ -191,7 +191,7 @@ class History(Mapping[str, list[float]]):
         title = f"History({count} {'epoch' if count == 1 else 'epochs'})"
         shown = range(count) if count <= 4 else sorted({0, best or 0, count - 1})
         cells = {"epoch": list(map(str, self.epochs))}
-        # Of an ensemble the means: there may be hundreds of members.
+        # The means of an ensemble alone: there may be hundreds of members.
         names = [name for name in self if not _MEMBER.search(name)]
         cells |= {name: [f"{v:.4g}" for v in self[name]] for name in names}
         table = [list(cells)]

@@ -331,8 +331,8 @@ def name_of(metric: str | Criterion) -> str:
 def _pick(logits: Array, labels: Array) -> Array:
     """Returns the logit of each label; NaN for a label of no class.
 
-    By comparison, whose gradient XLA fuses with that of the softmax. That of indexing
-    is a scatter into another array as large as the logits.
+    It compares, so that XLA fuses the gradient with that of the softmax. The gradient
+    of indexing would be a scatter into another array as large as the logits.
     """
     labels = labels.astype(jnp.promote_types(labels.dtype, jnp.int32))
     classes = jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1)

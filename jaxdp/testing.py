@@ -40,7 +40,7 @@ def check_strategy(
     """Checks that `strategy` keeps the promises that every strategy makes.
 
     50 steps with dropout, ragged batches and accumulation give the losses of one
-    device, and so do two with a loss that is written for a batch; validation and
+    device, and so do two steps with a loss that is written for a batch; validation and
     prediction count every row once; the user's model stays whole; the step is traced
     once; checkpoints interchange with `SingleDevice`, unless the strategy adds a state.
 

@@ -186,8 +186,10 @@ def _select_lines(text: str | None, other: str | None) -> str:
 
 
 def _normalize(text: str | None) -> str:
-    """Removes differences between equal arguments: optax's cosine schedule turns 50
-    into 50.0 when it runs, and each process orders a set in its own way."""
+    """Removes differences between equal arguments.
+
+    Optax's cosine schedule turns 50 into 50.0 when it runs, and each process orders a
+    set in its own way."""
     text = re.sub(r"(?<=\d)\.0\b", "", text or "")
     return re.sub(r"\{([^{}]*)\}", lambda s: str(sorted(s[1].split(", "))), text)
 
@@ -206,8 +208,8 @@ def check_same_leaves(
 ) -> None:
     """Raises unless the leaves of a checkpoint have the expected shapes and dtypes.
 
-    If those of the model have, it names the arguments that have `changed`, else the
-    leaves.
+    If only the optimizer's leaves differ, the error names the arguments that have
+    `changed`; otherwise it names the leaves.
     """
     lines = list_differences(use_public_names(wanted), use_public_names(stored))
     if lines:

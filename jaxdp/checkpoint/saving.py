@@ -89,8 +89,8 @@ class PendingSave:
         """Waits until the checkpoint is durable, and returns its path.
 
         Args:
-            alone: whether other processes may be at another line. If not, all of them
-                call this, and an error in one of them is raised in all.
+            alone: whether only this process calls it. Otherwise all processes must, and
+                an error in one of them is raised in all.
 
         Raises:
             SaveFailed: if it could not be written; nothing is left of it then.
@@ -194,7 +194,7 @@ def start_saving(
         wait_for_others = ocp.multihost.get_barrier_sync_fn()
 
         def arrive(*, key: str, timeout_ms: int) -> None:
-            """Orbax's barriers; at this one all have written their own arrays."""
+            """Stands in for Orbax's barriers: lists files once all arrays are written."""
             if "async_write_complete" in key:
                 with contextlib.suppress(OSError, ValueError):  # process 0 lists more
                     (unnamed,) = find_unfinished(path)

@@ -144,7 +144,7 @@ def _detect_by_jax(
 
     in_pod = "KUBERNETES_SERVICE_HOST" in os.environ
     if in_pod and "JOB_COMPLETION_INDEX" not in os.environ:
-        # A single pod, which JAX would take for a job.
+        # JAX would take a single pod for a job.
         return address, count, index, None
     detected = ClusterEnv.auto_detect_unset_distributed_params(
         address, count, index, None, None, int(timeout)

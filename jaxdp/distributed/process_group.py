@@ -51,7 +51,7 @@ class PeerLost(RuntimeError):
 
 
 def _make_peer_lost(text: str) -> PeerLost:
-    """Returns the error, and exits this process soon, whatever it then waits for."""
+    """Returns the error, and ends this process some seconds later, whatever it waits for."""
 
     def exit_process() -> None:
         log_info(f"{text}. This process ends.", all_processes=True)
@@ -120,7 +120,7 @@ class ProcessBarrier:
         self.is_waiting = False
 
     def report_exit(self, how: str) -> None:
-        """Publishes that this process exits, and how; blocks for at most a second."""
+        """Publishes how this process exits; blocks for at most a second."""
         text = f"{how}; it was at {self.location or 'no fit'}"
         message = {"number": self.num_entered - self.is_waiting, "text": text}
         args = _EXITED_DIR, message

@@ -209,7 +209,7 @@ def install_exit_hooks() -> None:
         traceback: TracebackType | None,
     ) -> None:
         print_exception(kind, exception, traceback)
-        # A graceful stop ends all processes. A fork is none of them.
+        # A graceful stop ends all processes, and a fork is no process of the job.
         if is_graceful_stop(exception) or os.getpid() != process:
             return
         report_exit(f"has failed: {format_error_line(exception)}")

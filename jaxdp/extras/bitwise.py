@@ -293,7 +293,7 @@ class _RunningSum:
         return jnp.zeros(shape, self.like.dtype)
 
     def add(self, total: Array, found: Array, turn: Array) -> Array:
-        """`total` with what each device `found` in this turn, device by device."""
+        """Adds the values that the devices `found` in this turn, in their order."""
         if self.is_shared:
             missing = self.part * self.devices - self.size
             parts = jnp.pad(found.ravel(), (0, missing)).reshape(self.devices, -1)
@@ -312,7 +312,7 @@ class _RunningSum:
 
 
 class _RowBuffer:
-    """The rows of all shards of a device, of one array, in the place of their sum."""
+    """Keeps the rows of all shards of a device, for an array that is not summed."""
 
     def __init__(self, like: Any, turns: int):
         self.like, self.turns = like, turns
@@ -321,7 +321,7 @@ class _RowBuffer:
         return jnp.zeros((self.turns, *self.like.shape), self.like.dtype)
 
     def add(self, total: Array, found: Array, turn: Array) -> Array:
-        """`total` with what was found in this turn."""
+        """Stores the rows of this turn."""
         return total.at[turn].set(found)
 
     def whole(self, total: Array) -> Array:

@@ -123,9 +123,9 @@ class _PlanDone(BaseException):
 def _plan(options: argparse.Namespace) -> None:
     """Runs SCRIPT up to its first `fit` (or `steps`), and plans instead.
 
-    It prints the memory, communication, operations and time of a train step. The script
-    does all else that it does before that. The options below may stand before or after
-    SCRIPT; all others are handed to it, and so is whatever comes after `--`.
+    It prints the memory, communication, operations and time of a train step. All that the
+    script does before its first `fit` happens. The options below may stand before or
+    after SCRIPT; all others, and all after `--`, are passed to the script.
     """
     script, plans = options.script, []
     if not os.path.isfile(script):
@@ -137,7 +137,7 @@ def _plan(options: argparse.Namespace) -> None:
         plans.append(trainer.plan(train_loader, **chosen))
         raise _PlanDone
 
-    # The script runs as ever, up to its first `fit`.
+    # The script runs as usual, up to its first `fit`.
     argv, path, code = sys.argv, list(sys.path), None
     sys.argv = [script, *options.arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))

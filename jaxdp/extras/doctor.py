@@ -63,7 +63,7 @@ def check() -> None:
 
 
 def run_check(name: str) -> Iterator[str]:
-    """Yields the lines of one of `CHECKS`; an exception of it is a line, too."""
+    """Yields the lines of one of `CHECKS`; an exception becomes a line."""
     try:
         yield from CHECKS[name]()
     except Exception as error:

@@ -153,10 +153,11 @@ class Ensemble:
 
 
 def find_ensemble(arguments: Mapping[str, Any]) -> Ensemble:
-    """Returns what `Trainer(ensemble=...)` means, if the model is one.
+    """Returns the `Ensemble` of `Trainer(ensemble=...)`, once the model fits it.
 
     Raises:
-        TypeError, ValueError: if it isn't, or for a strategy that can't train it.
+        TypeError, ValueError: if the arrays of the model do not count its members,
+            or for a strategy that can't train an ensemble.
     """
     ensemble = arguments["ensemble"]
     if not isinstance(ensemble, Ensemble):
@@ -251,7 +252,7 @@ class EnsembleSteps(Steps):
         return weights._replace(key=self._make_member_keys(weights.key))
 
     def _make_member_keys(self, key_data: Array) -> Array:
-        """Returns the data of a key for each member, of that of the run."""
+        """Derives the data of a key for each member from the key of the run."""
         key, members = jax.random.wrap_key_data(key_data), self.extra.size
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(members))
         return jax.random.key_data(keys)

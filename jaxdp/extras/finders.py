@@ -60,7 +60,7 @@ class LRFinder:
             return None
         slopes = np.gradient(losses, np.log(rates))
         steepest = int(np.argmin(slopes))
-        # A flat line falls, too, by what rounding makes of it.
+        # Rounding makes even a flat line fall somewhere.
         falls = slopes[steepest] < -1e-6 * np.abs(losses).max()
         return float(rates[steepest]) if falls else None
 
@@ -85,7 +85,7 @@ class LRFinder:
         axes.set_xscale("log")
         axes.set_yscale("linear")
         finite = [loss for loss in losses if math.isfinite(loss)]
-        if finite:  # what explodes is left out, or all else would be a flat line
+        if finite:  # a loss that explodes would flatten the rest of the curve
             low, first = min(finite), finite[0]
             margin = max(first - low, abs(first) * 0.05, 1e-12)
             axes.set_ylim(low - 0.15 * margin, first + 1.5 * margin)
@@ -139,7 +139,7 @@ def lr_find(
         num_training: how many steps.
         mode: "exponential" or "linear" growth.
         early_stop_threshold: stops when the smoothed loss (over some 50 steps) is this
-            many times the best one; None does not. A loss that is not finite is the
+            many times the best one; None never stops. A loss that is not finite is the
             last one in any case.
         optimizer: a function from a rate to an optimizer, such as `optax.adam`. By
             default the trainer's own optimizer is used, which must be made by

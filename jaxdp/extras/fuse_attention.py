@@ -317,8 +317,8 @@ def _explain_refusal(
 def _is_safe_for_cudnn(heads: tuple[Array, Array, Array]) -> bool:
     """Returns True if cuDNN takes these lengths and heads on these devices.
 
-    Its call can't be asked. It raises while it is traced, or only when XLA compiles, if
-    XLA is to split it over devices.
+    JAX can't be asked beforehand: the call raises while it is traced, or only when XLA
+    compiles, if XLA is to split it over devices.
     """
     query, key, _ = heads
     mesh = jax.typeof(query).sharding.mesh

@@ -65,8 +65,9 @@ def load_weights(
         }
         model = load_weights("gpt2/model.safetensors", model, names)
 
-    Every array of the model and every tensor of the file must have its place; else an
-    error lists what fits and what does not, and nothing is loaded. The table is shown.
+    Every array of the model and every tensor of the file must have its place. If one
+    has none, an error lists those that fit and those that do not, and nothing is
+    loaded. The table is shown.
 
     Args:
         path: a file; an index of several, `*.safetensors.index.json`; or a folder.

@@ -57,7 +57,7 @@ class LocalSGDState(NamedTuple):
     def evaluated_params(self, params: PyTree) -> PyTree:
         """Returns the means over all replicas, in the dtypes of `params`.
 
-        Of a schedule-free optimizer these are the means of what each one evaluates.
+        For a schedule-free optimizer it averages the weights that each replica evaluates.
         """
         replicas = evaluated_params(self.replicas, self.inner)
         return jax.tree.map(
@@ -275,8 +275,8 @@ class _ReplicaAxisCollectives(AxisCollectives):
 def _init_replicas(inner: Any, replicas: PyTree) -> PyTree:
     """Returns the state of the optimizer `inner` for each replica.
 
-    Scalars that are like no parameter are taken to be the same for all, which learning
-    rates must be to be set; unless an update makes them of gradients.
+    Scalars that match no parameter, such as learning rates, are shared by all replicas,
+    so that they can be set; unless an update computes them from gradients.
     """
     states = jax.vmap(inner.init)(replicas)
     shared = _share_scalars(inner, states)
@@ -291,7 +291,7 @@ def _init_replicas(inner: Any, replicas: PyTree) -> PyTree:
 
 
 def _share_scalars(inner: Any, each: PyTree) -> PyTree:
-    """Returns the states of all replicas, with one of each scalar of no parameter."""
+    """Returns the states of all replicas, in which scalars of no parameter are shared."""
 
     def one(leaf: Any) -> Any:
         return leaf[0] if leaf.ndim == 1 else leaf
@@ -326,7 +326,7 @@ class _NeedsLosses(ValueError):
 
 
 def _refuse(*_: Any) -> Any:
-    """Raises in the place of the loss, which is one of all replicas."""
+    """Raises when an optimizer asks for the loss, which belongs to all replicas."""
     raise _NeedsLosses(
         "`optimizer` evaluates the loss, as optax.lbfgs does, but under LocalSGD there"
         " are several models with a loss each. Use an optimizer that only needs"

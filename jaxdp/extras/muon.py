@@ -178,13 +178,13 @@ def _distribute_over_devices(
     shape, names, count = stacks[0].shape, mesh.axis_names, mesh.size
 
     def concatenate(*stacks: Array) -> Array:
-        """Concatenates all matrices, and zeros up to a multiple of the devices."""
+        """Concatenates all matrices, padded by zeros to a multiple of the devices."""
         return jnp.pad(
             jnp.concatenate(stacks), [(0, -int(ends[-1]) % count), (0, 0), (0, 0)]
         )
 
     def apply_to_parts(*stacks: Array) -> list[Array]:
-        """On one device, which has a part of each matrix."""
+        """Runs on one device, which has a part of each matrix."""
         exchange = functools.partial(jax.lax.all_to_all, axis_name=names, tiled=True)
         own = exchange(concatenate(*stacks), split_axis=0, concat_axis=axis)
         parts = exchange(function(own), split_axis=axis, concat_axis=0)

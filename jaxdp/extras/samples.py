@@ -63,7 +63,7 @@ class Samples(Callback):
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         if not is_fitting(trainer):
             return
-        # In all processes: what belongs to a model may be split between them.
+        # In all processes: the arrays of the model may be split between them.
         outputs = self.make(trainer.inference_model())
         if not isinstance(outputs, Mapping):
             raise TypeError(

@@ -147,7 +147,7 @@ def find_hardware(hardware: str | Hardware) -> Hardware:
 def hardware_of(device: Any) -> Hardware | None:
     """Returns the profile of a local device, or None if its kind is unknown.
 
-    With the memory that the device itself says it has, where it does.
+    Its memory is the one that the device reports, where it reports any.
     """
     profile = find_profile(device.device_kind)
     limit = get_memory_limit(device)
@@ -161,8 +161,8 @@ def hardware_of(device: Any) -> Hardware | None:
 def find_profile(kind: str) -> Hardware | None:
     """Finds the profile of a `device.device_kind`, by its words.
 
-    That of all known names whose words are among them, the longest; None for cards that
-    only look alike, such as those of laptops, and for slices of a GPU.
+    Of all known names whose words are in `kind`, it takes the longest. Returns None for
+    cards that only look alike, such as those of laptops, and for slices of a GPU.
     """
     words = _split_words(kind)
     if any(re.fullmatch(r"mig|\d+[abcq]", word) for word in words):

@@ -242,7 +242,7 @@ def _list_in_loop(
     if not in_body + in_test:
         return
     iterations = count_iterations(module, computation, loop, arguments)
-    # The condition is asked once more than the body runs.
+    # The condition runs once more than the body.
     for collectives, more in (in_body, 0), (in_test, 1):
         for collective in collectives:
             times = collective.times
@@ -401,7 +401,7 @@ def _make_collective(
     groups = find_groups(start.attributes, module.num_devices)
     size = max(map(len, groups), default=1)
 
-    # The result of a start has the operands in it too, and so is no measure.
+    # The result of a start contains the operands, too, so its size says nothing.
     operand_bytes = result_bytes = sum(operand.array.bytes for operand in operands)
     if kind == "all-gather":
         result_bytes = operand_bytes * size
@@ -433,7 +433,7 @@ def _make_collective(
 def _is_hidden(module: HloModule, computation: str, start: Instruction) -> bool:
     """Returns True if matrix products are between a collective's start and its end."""
     if not start.opcode.endswith("-start"):
-        # Of a TPU, which fuses the links of a chain with the products they run beside.
+        # A TPU fuses the links of a chain with the products that they run beside.
         return "chain_id=" in start.attributes
     has_started = False
     for instruction in module[computation].values():

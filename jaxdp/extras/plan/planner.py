@@ -97,7 +97,7 @@ class Planner:
         return count_shards(self._strategy_on(self._devices(num_devices)))
 
     def limit(self, memory: int | float | None) -> int:
-        """Returns the bytes that a program may take."""
+        """Returns the bytes of memory that a program may use."""
         if memory is None:
             devices = self._devices(None)
             profile = self.hardware or devices.hardware
@@ -238,7 +238,7 @@ def _name_products(
 
 
 def _find_memory(devices: TargetDevices, profile: Hardware | None) -> int:
-    """Returns the bytes that JAX has of each device; 0 if that is not known."""
+    """Returns the bytes of each device that JAX may use; 0 if that is not known."""
     if devices.are_here:
         if memory := get_memory_limit(devices.devices[0]):
             return memory
@@ -246,7 +246,7 @@ def _find_memory(devices: TargetDevices, profile: Hardware | None) -> int:
 
 
 def _number_hosts(devices: Sequence[Any], each: int | None = None) -> list[int]:
-    """Returns the host of each device: its process, or by the number per host."""
+    """Returns the host of each device: its process, or its index divided by `each`."""
     if each is not None:
         return [place // each for place in range(len(devices))]
     indices = [device.process_index for device in devices]
@@ -267,10 +267,10 @@ def _make_zeros(batch: Batch, rows: int | None = None) -> Batch:
 
 
 # Devices that are not here. A program is compiled for stand-ins, which are devices of
-# compilers in this process: a second CPU client with as many as wanted (3 ms), or the
+# compilers in this process: a second CPU client with any number of devices (3 ms), or the
 # topology of a TPU slice or a GPU cluster, which the real compiler, of the extra
-# `plan`, takes instead of hardware. Neither what JAX computes on nor the environment is
-# other afterwards. A strategy is put on them with `on`, and compiles there as it does
+# `plan`, takes instead of hardware. JAX's own devices and
+# the environment stay as they were. A strategy is put on them with `on`, and compiles there as it does
 # at home. So what is planned is the very program, and models, losses and optimizers,
 # often closures that no pickle takes, stay where they are.
 
@@ -308,7 +308,7 @@ def make_topology_devices(name: str, count: int | None = None) -> TargetDevices:
         name: `"h100x1024"`: so many GPUs, in nodes of 8. `"v5p-2048"`, `"v5e-256"`: a
             TPU slice as Google names it (v5p counts cores, two per chip and device; the
             others chips). `"v5e:4x8"`: its shape in chips.
-        count: so many devices instead.
+        count: the number of devices, in place of the one in the name.
 
     Raises:
         ValueError: for other names.

@@ -46,7 +46,7 @@ class StepAnalysis:
         self.hosts = hosts
         self.branch_every = strategy.every if isinstance(strategy, LocalSGD) else 1
 
-        # What it was compiled for.
+        # Its inputs.
         self.steps: int = runs.steps
         self.rows = runs.rows // runs.steps
         self.micro_batches = runs.micro_batches // runs.steps
@@ -56,7 +56,7 @@ class StepAnalysis:
         if counted is not None:
             self.products = {name: n / runs.steps for name, n in counted.items()}
 
-        # What the compiler made of it.
+        # The compiled program.
         self.program = hlo.read(runs.compiled.as_text())
         self.analysis = runs.compiled.memory_analysis()
         self.results = runs.compiled.out_info
@@ -120,7 +120,7 @@ class StepAnalysis:
 
     @functools.cached_property
     def traffic(self) -> tuple[Traffic, ...]:
-        """Collectives alike in everything but their bytes, together."""
+        """The collectives, grouped where they differ by their bytes alone."""
         by_kind: dict[Traffic, list[hlo.Collective]] = {}
         for collective in self.program.collectives:
             if collective.group_size > 1:
@@ -159,7 +159,7 @@ class StepAnalysis:
 
     @property
     def not_overwritten(self) -> tuple[str, ...]:
-        """Leaves that were donated and are copied all the same."""
+        """Leaves that were donated, but that XLA copies."""
         return tuple(
             f"{leaf.group}: {leaf.path}"
             for leaf in self.state
@@ -167,7 +167,7 @@ class StepAnalysis:
         )
 
     def bounds(self) -> tuple[Bound, ...]:
-        """Lower bounds of this layout, beside what the program does."""
+        """Lower bounds of this layout, beside the values of the program."""
         shards = self.num_shards
         gradients = sum(map(self._count_gathered_bytes, self.params))
         state, batch = (
@@ -203,9 +203,8 @@ class StepAnalysis:
     def _find_gathered_in_calls(self, state: Any, strategy: Any) -> frozenset[str]:
         """Finds the parameters that modules gather when they are called.
 
-        Of a strategy that has such modules a step may gather all at once nevertheless,
-        where it works on rows one by one say. Then nothing is gathered in a pass of the
-        model.
+        A step may gather all parameters at once all the same, for instance where it works
+        on rows one by one. Then no module gathers in a pass of the model.
         """
         places = [_describe_path(moved.path) for moved in self.program.collectives]
         in_calls = any(
@@ -302,7 +301,7 @@ def _describe_path(path: str) -> str:
 def _join_scopes(path: str) -> str:
     """Joins the named scopes around an operation, from the outermost in."""
     if ":" in path:
-        return ""  # Several operations that the compiler has joined.
+        return ""  # A fusion of several operations has several paths.
     path = re.sub(r"\bp?jit\([^()]*\)", "", path)
     *around, _ = path.split("/")
     names = re.split(r"[/()]+", "/".join(around))
@@ -339,7 +338,7 @@ def list_plan_leaves(
         for path, leaf in paths
     ]
 
-    # Of a leaf that nothing depends on JAX does not say how it is split: as others.
+    # JAX does not say how a leaf is split that nothing depends on: as the others are.
     (_, split), _ = compiled.input_shardings
     usual = [*jax.tree.leaves(split), named[0][2].sharding][0]
     of_batch = [

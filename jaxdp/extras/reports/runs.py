@@ -70,7 +70,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     """Reads the run that `CSVLogger` wrote, from its folder or its table.
 
     Raises:
-        FileNotFoundError: if there is no table; it says which there are nearby.
+        FileNotFoundError: if there is no table; it names the tables nearby.
     """
     path = Path(path)
     table = path / "metrics.csv" if path.is_dir() else path
@@ -110,7 +110,7 @@ def _read_columns(table: Path) -> dict[str, Points]:
 
 
 def make_run(name: str, history: Any, record: dict[str, Any]) -> Run:
-    """Makes a run of which only the means of epochs are known."""
+    """Makes a run from the means of its epochs alone."""
     columns = {
         key if key.startswith(VALIDATION) else EPOCH + key: [
             (float(epoch), value)
@@ -216,8 +216,8 @@ def shorten_names(runs: Sequence[Run]) -> list[str]:
 def summarize_throughput(run: Run) -> dict[str, float]:
     """Summarizes the measurements of `ThroughputMonitor` over a run, by name.
 
-    All examples over all seconds, and shares of the same seconds; of a run that was
-    resumed, over its fits. Empty where nothing was measured.
+    The rate is all examples over all seconds, of all fits of a resumed run; shares are
+    of the same seconds. The result is empty where nothing was measured.
     """
     logged = {
         name.removeprefix(THROUGHPUT): [value for _, value in points]
@@ -349,7 +349,7 @@ def make_metric_charts(runs: Sequence[Run]) -> dict[str, list[Curve]]:
             curves_of_run = (runs[0].columns.get(name, []) for name in columns)
             charts[metric] = metric_curves(*curves_of_run)
             continue
-        # Of several runs one curve each: of the validation, where there is one.
+        # Several runs have one curve each: that of the validation, where there is one.
         charts[metric] = curves = []
         for index, (name, run) in enumerate(
             zip(shorten_names(runs), runs, strict=True)

@@ -184,9 +184,9 @@ def _list_by_path(trees: Any) -> dict[str, Any]:
 
 
 def _find_owner_depth(model: PyTree, path: Sequence[Any]) -> int:
-    """Returns the length of the part of a leaf's path that leads to its module.
+    """Returns the number of steps of a leaf's path that lead to its module.
 
-    In trees without modules, to what holds the leaf.
+    In trees without modules, they lead to the container of the leaf.
     """
     for depth in range(len(path) - 1, -1, -1):
         if isinstance(get_node(model, path[:depth]), eqx.Module):
