@@ -51,7 +51,7 @@ class PeerLost(RuntimeError):
 
 
 def _make_peer_lost(text: str) -> PeerLost:
-    """Returns the error, and ends this process some seconds later, whatever it waits for."""
+    """Returns the error; ends this process some seconds later, even if it waits."""
 
     def exit_process() -> None:
         log_info(f"{text}. This process ends.", all_processes=True)

@@ -123,7 +123,7 @@ class _PlanDone(BaseException):
 def _plan(options: argparse.Namespace) -> None:
     """Runs SCRIPT up to its first `fit` (or `steps`), and plans instead.
 
-    It prints the memory, communication, operations and time of a train step. All that the
+    It prints the memory, communication, operations and time of a train step. What the
     script does before its first `fit` happens. The options below may stand before or
     after SCRIPT; all others, and all after `--`, are passed to the script.
     """

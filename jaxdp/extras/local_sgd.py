@@ -57,7 +57,7 @@ class LocalSGDState(NamedTuple):
     def evaluated_params(self, params: PyTree) -> PyTree:
         """Returns the means over all replicas, in the dtypes of `params`.
 
-        For a schedule-free optimizer it averages the weights that each replica evaluates.
+        For a schedule-free optimizer, it averages what each replica evaluates.
         """
         replicas = evaluated_params(self.replicas, self.inner)
         return jax.tree.map(
@@ -291,7 +291,7 @@ def _init_replicas(inner: Any, replicas: PyTree) -> PyTree:
 
 
 def _share_scalars(inner: Any, each: PyTree) -> PyTree:
-    """Returns the states of all replicas, in which scalars of no parameter are shared."""
+    """Returns the states of all replicas, which share scalars of no parameter."""
 
     def one(leaf: Any) -> Any:
         return leaf[0] if leaf.ndim == 1 else leaf

@@ -79,7 +79,7 @@ def token_cross_entropy(
     def split_into_chunks(array: Array) -> Array:
         padding = [(0, 0), (0, -tokens % count)] + [(0, 0)] * (array.ndim - 2)
         array = jnp.pad(array, padding) if tokens % count else array
-        # Each chunk takes every n-th token, so that the axis may stay split over devices.
+        # A chunk takes every n-th token, so that the axis may stay split over devices.
         split = array.reshape(batch, -1, count, *array.shape[2:])
         return jnp.moveaxis(split, 2, 0)
 

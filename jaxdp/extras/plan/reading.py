@@ -203,7 +203,7 @@ class StepAnalysis:
     def _find_gathered_in_calls(self, state: Any, strategy: Any) -> frozenset[str]:
         """Finds the parameters that modules gather when they are called.
 
-        A step may gather all parameters at once all the same, for instance where it works
+        Yet a step may gather all parameters at once, for instance where it works
         on rows one by one. Then no module gathers in a pass of the model.
         """
         places = [_describe_path(moved.path) for moved in self.program.collectives]
