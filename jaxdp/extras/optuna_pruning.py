@@ -24,9 +24,9 @@ class OptunaPruning(MonitorCallback):
     raises `optuna.TrialPruned`, in all processes alike.
 
     Args:
-        trial: an `optuna.Trial`. With several processes, only process 0
-            asks its trial, and the others may pass None. With `Trainer(ensemble=n)` the value is the
-            mean over the members.
+        trial: an `optuna.Trial`. With several processes, only process 0 asks its
+            trial, and the others may pass None. With `Trainer(ensemble=n)` the value
+            is the mean over the members.
         monitor: name of an epoch's value, such as `"val_loss"`; the study knows in
             which direction it gets better.
     """

@@ -268,11 +268,11 @@ def _make_zeros(batch: Batch, rows: int | None = None) -> Batch:
 
 # Devices that are not here. A program is compiled for stand-ins, which are devices of
 # compilers in this process. They are either a second CPU client with any number of
-# devices (3 ms), or the topology of a TPU slice or a GPU cluster, which the real compiler
-# of the extra `plan` takes instead of hardware. JAX's own devices and the environment
-# stay as they were. `DataParallel.on` puts the strategy on the stand-ins, and it compiles
-# there as it does here, so the plan is of the very program that would run. Models, losses
-# and optimizers, often closures that can't be pickled, stay in this process.
+# devices (3 ms), or the topology of a TPU slice or a GPU cluster, which the real
+# compiler of the extra `plan` takes instead of hardware. JAX's own devices and the
+# environment stay as they were. `DataParallel.on` puts the strategy on the stand-ins.
+# It compiles there as it does here, so the plan is of the very program that would run.
+# Models, losses and optimizers, often closures that can't be pickled, stay here.
 
 
 def make_local_devices(devices: Sequence[Any]) -> TargetDevices:
