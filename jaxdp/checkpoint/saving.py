@@ -194,7 +194,7 @@ def start_saving(
         wait_for_others = ocp.multihost.get_barrier_sync_fn()
 
         def arrive(*, key: str, timeout_ms: int) -> None:
-            """Waits at a barrier of Orbax, and lists files at the one after the writes."""
+            """Waits at Orbax's barriers; lists files at the one after all writes."""
             if "async_write_complete" in key:
                 with contextlib.suppress(OSError, ValueError):  # process 0 lists more
                     (unnamed,) = find_unfinished(path)
