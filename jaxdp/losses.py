@@ -245,33 +245,33 @@ def find_metrics(
     return {n: _find(f"`metrics`: {n!r}", m, METRICS) for n, m in named.items()}
 
 
-def _find(argument: str, given: Any, known: Mapping[str, Criterion]) -> Any:
+def _find(argument: str, value: Any, known: Mapping[str, Criterion]) -> Any:
     names = ", ".join(sorted(known))
-    if isinstance(given, str):
-        name = _SYNONYMS.get(given, given)
+    if isinstance(value, str):
+        name = _SYNONYMS.get(value, value)
         if name in known:
             return known[name]
-        if instead := INSTEAD["loss"].get(given) or find_near(given, known):
+        if instead := INSTEAD["loss"].get(value) or find_near(value, known):
             names = f"{names}; {instead} may be meant"
-    if not callable(given):
-        error = ValueError if isinstance(given, str) else TypeError
+    if not callable(value):
+        error = ValueError if isinstance(value, str) else TypeError
         raise error(
-            f"{argument}: got {given!r} of type {type(given).__name__}; pass a known"
+            f"{argument}: got {value!r} of type {type(value).__name__}; pass a known"
             f" name ({names}) or a callable (prediction, target) -> (batch,)."
         )
-    check_package(argument, given, "torch", "sklearn")
+    check_package(argument, value, "torch", "sklearn")
 
     hint = "as (prediction, target); for a function of (model, *batch) use `loss_fn`"
-    check_call(argument, given, hint, None, None)
-    return given
+    check_call(argument, value, hint, None, None)
+    return value
 
 
-def check_package(argument: str, given: Any, *packages: str) -> None:
+def check_package(argument: str, value: Any, *packages: str) -> None:
     """Raises for a function or an object of packages that can't compute here."""
-    module = getattr(given, "__module__", None) or type(given).__module__
+    module = getattr(value, "__module__", None) or type(value).__module__
     if not str(module).startswith(packages):
         return
-    name = getattr(given, "__name__", type(given).__name__)
+    name = getattr(value, "__name__", type(value).__name__)
     package = module.partition(".")[0]
     raise TypeError(
         f"{argument} is {package}'s {name}, which can't compute on JAX arrays inside a"
@@ -287,8 +287,8 @@ def check_metric_name(argument: str, name: Any) -> None:
             f"{argument}: metric names must be str; got {name!r} of type"
             f" {type(name).__name__}."
         )
-    taken = "loss", "epoch", "step"
-    if name in taken or name.startswith(("val_", "test_")):
+    reserved = "loss", "epoch", "step"
+    if name in reserved or name.startswith(("val_", "test_")):
         raise ValueError(
             f"{argument}: the metric name {name!r} is taken: 'loss' is the loss itself,"
             " 'epoch' and 'step' are columns of every log, and 'val_' and 'test_' are"

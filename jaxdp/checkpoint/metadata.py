@@ -126,23 +126,24 @@ def read_sealed(path: str) -> tuple[dict[str, Any], str]:
     return meta, digest
 
 
-def check_files(path: str, process: int = 0, of: int = 1) -> None:
+def check_files(path: str, process: int = 0, num_processes: int = 1) -> None:
     """Raises if files differ from those that were saved, and names these files.
 
     Args:
         path: the checkpoint.
-        process: the index of this process, which reads every `of`-th file.
-        of: the number of processes.
+        process: the index of this process, which reads a part of the files.
+        num_processes: how many processes share the files.
     """
     try:
         listed, _ = _read_file_list(path)
-        found = set(_list_files(path))
-        own = sorted(found & listed.keys())[process::of]  # unlisted files are not read
+        files = set(_list_files(path))
+        # Unlisted files are not read.
+        own = sorted(files & listed.keys())[process::num_processes]
         sums = _hash_files(path, own)
         changed = {name for name in own if sums[name] != listed[name]}
     except (OSError, ValueError) as error:
         raise _make_corrupt(path, str(error)) from error
-    if changed := changed | (found ^ listed.keys()):
+    if changed := changed | (files ^ listed.keys()):
         names = join_some(sorted(changed))
         raise _make_corrupt(path, f"changed since it was saved, or missing: {names}")
 

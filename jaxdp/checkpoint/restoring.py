@@ -118,10 +118,12 @@ def restore_leaves(
 ) -> dict[str, Any]:
     """Reads some arrays, by their names in `meta["leaves"]`, onto one device."""
     path = expand_path(path)
-    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     texts = {name: meta["leaves"][name] for name in names}
     leaves = {
-        name: jax.ShapeDtypeStruct(parse_shape(text), parse_dtype(text), sharding=here)
+        name: jax.ShapeDtypeStruct(
+            parse_shape(text), parse_dtype(text), sharding=sharding
+        )
         for name, text in texts.items()
     }
     if leaves:

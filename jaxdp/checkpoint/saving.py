@@ -259,8 +259,8 @@ def _save_failed(path: str, error: BaseException) -> SaveFailed:
         time.sleep(0.05)  # others of Orbax's threads may be writing yet
     free = ""
     with contextlib.suppress(OSError):
-        left = shutil.disk_usage(os.path.dirname(path)).free
-        free = f" ({left / 2**20:,.0f} MiB are free there now)"
+        free_bytes = shutil.disk_usage(os.path.dirname(path)).free
+        free = f" ({free_bytes / 2**20:,.0f} MiB are free there now)"
     return SaveFailed(
         f"the checkpoint {path} could not be written: {format_error_line(error)}{free}."
         " Earlier checkpoints are unchanged."

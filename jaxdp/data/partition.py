@@ -122,18 +122,18 @@ class LocalPartition(RowPartition):
         count, filler = 1, None
         while True:
             # The batches of this process.
-            present = list(itertools.islice(batches, count))
-            missing = count - len(present)
-            sizes = [count_rows(batch) for batch in present] + [0] * missing
-            if present:
-                filler = _copy_first_row(present[0])
+            window = list(itertools.islice(batches, count))
+            missing = count - len(window)
+            sizes = [count_rows(batch) for batch in window] + [0] * missing
+            if window:
+                filler = _copy_first_row(window[0])
             elif filler is None and peek is not None:
                 with contextlib.suppress(ValueError):  # its loader has no batches
                     filler = _copy_first_row(peek())
-            local = present + [filler] * missing
+            local = window + [filler] * missing
 
             # The sizes and shapes of all processes.
-            shapes = [_get_shapes(batch) for batch in present]
+            shapes = [_get_shapes(batch) for batch in window]
             checksums = [_checksum_unbatched(batch) for batch in local]
             message = [sizes, shapes, filler is not None, checksums]
             messages = self._processes.all_gather("the next batches", message)
@@ -217,11 +217,11 @@ def _get_shapes(batch: Batch) -> list[list[int]]:
 def _check_equal_shapes(shapes: dict[int, Any]) -> list[list[int]]:
     """Returns the shapes of a batch, which all processes that have it must share."""
     (first, expected), *others = shapes.items()
-    for process, found in others:
-        if found != expected:
+    for process, actual in others:
+        if actual != expected:
             raise ValueError(
                 "`data`='local': the processes have batches of different shapes for the"
-                f" same step: rows of {expected} in process {first}, of {found}"
+                f" same step: rows of {expected} in process {first}, of {actual}"
                 f" in process {process}. A step is compiled for one shape. Have each"
                 " process draw from the same bucket at each step, by a generator that"
                 " has the same seed in all, and pad to the bucket's length."

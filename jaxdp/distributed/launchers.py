@@ -67,13 +67,13 @@ def detect_rank(
 
     devices = None
     if None in (address, num_processes, process_id):
-        found = _detect_torchrun() or _detect_by_jax(
+        detected = _detect_torchrun() or _detect_by_jax(
             address, num_processes, process_id, timeout
         )
-        address = address or found[0]
-        num_processes = num_processes or found[1]
+        address = address or detected[0]
+        num_processes = num_processes or detected[1]
         if process_id is None:
-            process_id, devices = found[2:]
+            process_id, devices = detected[2:]
 
     if num_processes == 1:
         return None

@@ -195,10 +195,12 @@ def _describe_mismatch(messages: Mapping[int, Mapping[str, Any]]) -> str:
     for entries in itertools.zip_longest(*columns, fillvalue=("nothing", {})):
         by_location = _group(processes, [location for location, _ in entries])
         if len(by_location) > 1:
-            found = "; ".join(f"{who}: {where}" for where, who in by_location.items())
+            locations = "; ".join(
+                f"{who}: {where}" for where, who in by_location.items()
+            )
             return (
                 "the processes of this job are about to do different things, and their"
-                f" numbers would be wrong: {found}."
+                f" numbers would be wrong: {locations}."
             )
         differences = []
         for name in dict.fromkeys(name for _, facts in entries for name in facts):

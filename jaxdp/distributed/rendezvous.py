@@ -30,9 +30,9 @@ _ANSWER_FIELDS: Final = {"wrong": str, "missing": str}
 
 def get_comparable_versions() -> dict[str, str]:
     """Returns the versions that must be equal for processes to work together."""
-    found = get_versions()
-    versions = {n: found.get(n, "unknown") for n in ("jax", "jaxlib", "jaxdp")}
-    versions["Python"] = found["python"].rpartition(".")[0]
+    installed = get_versions()
+    versions = {n: installed.get(n, "unknown") for n in ("jax", "jaxlib", "jaxdp")}
+    versions["Python"] = installed["python"].rpartition(".")[0]
     return {f"the version of {name}": versions[name] for name in versions}
 
 

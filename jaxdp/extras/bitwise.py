@@ -216,11 +216,11 @@ class VirtualShards(Collectives):
 
         def one_shard(turn: Array) -> Any:
             picked = jax.tree.map(lambda x: x[turn], stacks)
-            mine = [
+            shard_groups = [
                 group._replace(batch=batch)
                 for batch, group in zip(picked, groups, strict=True)
             ]
-            return function(_VirtualShard(shards[turn]), inputs, mine)
+            return function(_VirtualShard(shards[turn]), inputs, shard_groups)
 
         traced, shapes = jax.make_jaxpr(one_shard, return_shape=True)(jnp.int32(0))
         leaves, treedef = jax.tree.flatten(shapes)
@@ -292,14 +292,14 @@ class _RunningSum:
         shape = (self.part,) if self.is_shared else self.like.shape
         return jnp.zeros(shape, self.like.dtype)
 
-    def add(self, total: Array, found: Array, turn: Array) -> Array:
-        """Adds the values that the devices `found` in this turn, in their order."""
+    def add(self, total: Array, value: Array, turn: Array) -> Array:
+        """Adds the value of each device in this turn, in their order."""
         if self.is_shared:
             missing = self.part * self.devices - self.size
-            parts = jnp.pad(found.ravel(), (0, missing)).reshape(self.devices, -1)
+            parts = jnp.pad(value.ravel(), (0, missing)).reshape(self.devices, -1)
             by_device = jax.lax.all_to_all(parts, _AXIS, 0, 0)
         else:
-            by_device = jax.lax.all_gather(found, _AXIS)  # of one device: itself
+            by_device = jax.lax.all_gather(value, _AXIS)  # of one device: itself
         for device in range(self.devices):
             total = total + by_device[device]
         return total
@@ -320,16 +320,16 @@ class _RowBuffer:
     def zero(self) -> Array:
         return jnp.zeros((self.turns, *self.like.shape), self.like.dtype)
 
-    def add(self, total: Array, found: Array, turn: Array) -> Array:
+    def add(self, total: Array, value: Array, turn: Array) -> Array:
         """Stores the rows of this turn."""
-        return total.at[turn].set(found)
+        return total.at[turn].set(value)
 
     def whole(self, total: Array) -> Array:
         return total
 
 
 def _map_row_results(
-    function: Callable[[Any], Any], found: Any, results: Any, others: Any = None
+    function: Callable[[Any], Any], values: Any, results: Any, others: Any = None
 ) -> Any:
     """Applies a function to those results that are values of rows.
 
@@ -342,8 +342,8 @@ def _map_row_results(
         return part if others is None else jax.tree.map(lambda _: others, part)
 
     if isinstance(results, str):
-        return one(found, results)
-    return tuple(map(one, found, results))
+        return one(values, results)
+    return tuple(map(one, values, results))
 
 
 def _compiler_options_for(device: Any) -> dict[str, Any]:

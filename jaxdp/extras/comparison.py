@@ -248,11 +248,11 @@ def compare(reference: Trace, others: Sequence[Trace]) -> Comparison:
 
 
 def _describe_difference(
-    found: Sequence[np.ndarray], expected: Sequence[np.ndarray]
+    actual: Sequence[np.ndarray], expected: Sequence[np.ndarray]
 ) -> Difference:
     """Returns the largest difference of two sequences of arrays, one per step."""
     first, largest = None, 0.0
-    for step, (ours, theirs) in enumerate(zip(found, expected, strict=True), 1):
+    for step, (ours, theirs) in enumerate(zip(actual, expected, strict=True), 1):
         if ours.tobytes() == theirs.tobytes():
             continue
         first = step if first is None else first

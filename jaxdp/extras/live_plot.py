@@ -73,7 +73,10 @@ class LivePlot(Logger):
         names = [n.removeprefix(EPOCH).removeprefix(VALIDATION) for n in self._columns]
         charts = {
             name: metric_curves(
-                *(self._columns.get(of + name, []) for of in (EPOCH, VALIDATION, ""))
+                *(
+                    self._columns.get(prefix + name, [])
+                    for prefix in (EPOCH, VALIDATION, "")
+                )
             )
             for name in dict.fromkeys(names)
         }

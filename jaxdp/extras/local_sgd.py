@@ -191,13 +191,13 @@ class LocalSGD(Sharded):
         return super().layouts(state) | replicas
 
     def collectives(self, groups: Sequence[Group], rows: Rows) -> Collectives:
-        given = (
+        arguments = (
             self.mesh,
             self.row_axes,
             self._get_param_spec,
             self._get_update_spec,
         )
-        return _ReplicaCollectives(self.every, *given, rows=rows)
+        return _ReplicaCollectives(self.every, *arguments, rows=rows)
 
     def __repr__(self) -> str:
         return f"LocalSGD(every={self.every}, devices={self.mesh.size})"
@@ -209,8 +209,8 @@ class _ReplicaCollectives(ShardMapCollectives):
     Validation and prediction are those of `ShardMapCollectives`.
     """
 
-    def __init__(self, every: int, *given: Any, rows: Rows):
-        super().__init__(*given, is_apart=rows == "apart")
+    def __init__(self, every: int, *arguments: Any, rows: Rows):
+        super().__init__(*arguments, is_apart=rows == "apart")
         self.every, self._is_split = every, rows != "whole"
 
     def weights(self, state: TrainState) -> Weights:

@@ -214,9 +214,9 @@ class _PipelineStack(eqx.Module):
         def turn(arrived: PyTree, number: Array) -> tuple[PyTree, PyTree]:
             part = jnp.clip(number - stage, 0, parts - 1)
             choose = functools.partial(jnp.where, stage == 0)
-            mine = jax.tree.map(lambda x, sent: choose(x[part], sent), micro, arrived)
+            inputs = jax.tree.map(lambda x, sent: choose(x[part], sent), micro, arrived)
             block_keys = jax.tree.map(lambda leaf: leaf[part], micro_keys)
-            values = jax.vmap(functools.partial(blocks, arrays))(mine, block_keys)
+            values = jax.vmap(functools.partial(blocks, arrays))(inputs, block_keys)
             # No stage sends to the first one, whose zeros are not used.
             return jax.lax.ppermute(values, _STAGE, forwards), values
 

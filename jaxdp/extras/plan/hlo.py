@@ -370,25 +370,25 @@ def _evaluate(
     """Evaluates a number, or an element of a tuple; None if it is not known."""
     maker = module[computation][name]
     opcode, operands = maker.opcode, maker.operands
-    of = functools.partial(_evaluate, module, computation, arguments=arguments)
+    evaluate = functools.partial(_evaluate, module, computation, arguments=arguments)
     if opcode == "parameter":
         return arguments(int(maker.literal), element)
     if opcode == "constant":
         is_integer = re.match(r"[su]\d+\[\]", maker.shape)
         return int(maker.literal) if is_integer else None
     if opcode in _AS_IT_WAS:
-        return of(operands[0], element=element)
+        return evaluate(operands[0], element=element)
     if opcode == "get-tuple-element" and element is None:
-        return of(operands[0], element=maker.index)
+        return evaluate(operands[0], element=maker.index)
     if opcode == "tuple" and element is not None:
-        return of(operands[element])
+        return evaluate(operands[element])
     if opcode in ("fusion", "call", "while"):
         inputs = _find_inputs(module, computation, maker, arguments)
         if opcode == "while":
             return _run_loop(module, maker, inputs)[1](0, element)
         return _evaluate_root(module, maker.called[0], inputs, element)
     if function := _ARITHMETIC.get(maker.direction or opcode):
-        terms = [of(operand) for operand in operands]
+        terms = [evaluate(operand) for operand in operands]
         return None if None in terms else function(*terms)
     return None
 

@@ -126,14 +126,14 @@ class HloModule:
         self.texts: dict[str, str] = {}
         self._parsed: dict[str, dict[str, Instruction]] = {}
 
-        here, lines = None, []
+        computation, lines = None, []
         for line in text.split("\n"):
-            if here is None:
+            if computation is None:
                 if match := _COMPUTATION.match(line):
-                    here, lines = match[2], []
-                    self.entry = here if match[1] else self.entry
+                    computation, lines = match[2], []
+                    self.entry = computation if match[1] else self.entry
             elif line.startswith("}"):
-                self.texts[here], here = "\n".join(lines), None
+                self.texts[computation], computation = "\n".join(lines), None
             else:
                 lines.append(line)
         if not self.entry:

@@ -188,7 +188,7 @@ def _format_duration(record: Mapping[str, Any]) -> str:
 
 def tabulate_differences(runs: Sequence[Run]) -> list[list[str]]:
     """Returns a table of the settings in which the runs differ: a row per name."""
-    made = [
+    settings = [
         {
             name: str(value)
             for part in _PARTS
@@ -197,8 +197,8 @@ def tabulate_differences(runs: Sequence[Run]) -> list[list[str]]:
         for run in runs
     ]
     rows = [["", *shorten_names(runs)]]
-    for name in dict.fromkeys(name for values in made for name in values):
-        values = [facts.get(name, "-") for facts in made]
+    for name in dict.fromkeys(name for values in settings for name in values):
+        values = [facts.get(name, "-") for facts in settings]
         if len(set(values)) > 1:
             rows.append([name, *values])
     return rows
@@ -330,8 +330,8 @@ def write_comparison(runs: Sequence[Run], path: str | os.PathLike[str]) -> Path:
 
 def _make_subtitle(run: Run) -> str:
     record = run.record
-    made, hardware = record.get("hyperparameters", {}), record.get("hardware", {})
-    facts = [made.get("model"), made.get("strategy")]
+    settings, hardware = record.get("hyperparameters", {}), record.get("hardware", {})
+    facts = [settings.get("model"), settings.get("strategy")]
     if {"num_devices", "device_kind"} <= hardware.keys():
         facts.append(f"{hardware['num_devices']} x {hardware['device_kind']}")
     if started := record.get("started"):

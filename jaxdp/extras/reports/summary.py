@@ -146,16 +146,16 @@ def summarize(trainer: "Trainer") -> Summary:
         if name not in shapes:
             continue
         leaf, owner = shapes[name], path[: _find_owner_depth(model, path)]
-        here = leaf_path(owner)
-        if here not in layers:
+        layer_name = leaf_path(owner)
+        if layer_name not in layers:
             kind = type(get_node(model, owner)).__name__
-            layers[here] = Layer(here, kind, {}, 0, 0, 0, 0)
+            layers[layer_name] = Layer(layer_name, kind, {}, 0, 0, 0, 0)
 
         sharding = getattr(leaf, "sharding", None)
         shard = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
-        layer = layers[here]
+        layer = layers[layer_name]
         by = dict.fromkeys(filter(None, (*layer.by.split(", "), trained.get(name))))
-        layers[here] = layer._replace(
+        layers[layer_name] = layer._replace(
             arrays=layer.arrays | {_format_name(path[len(owner) :], leaf): leaf.shape},
             parameters=layer.parameters + math.prod(leaf.shape),
             trained=layer.trained + (name in trained) * math.prod(leaf.shape),
