@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from . import testing
     from .extras import comparison as comparison
     from .extras import ensembles as ensembles
+    from .extras import figures as figures
     from .extras import finders
     from .extras import plan as plan
     from .extras import reports as reports
@@ -109,6 +110,7 @@ _EXTRAS = {
     "jaxdp.comparison": "extras.comparison",
     "jaxdp.decay_mask": "extras.decay_mask:decay_mask",
     "jaxdp.ensembles": "extras.ensembles",
+    "jaxdp.figures": "extras.figures",
     "jaxdp.finders": "extras.finders",
     "jaxdp.fuse_attention": "extras.fuse_attention:fuse_attention",
     "jaxdp.load_model": "extras.model_files:load_model",

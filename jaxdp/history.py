@@ -4,26 +4,18 @@ import csv
 import io
 import math
 import os
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-from .basics.arguments import check_choice
-from .basics.columns import VALIDATION, resolve_mode
+import jaxdp
+
+from .basics.columns import MEMBER, VALIDATION
 from .basics.console import format_columns
-from .basics.figures import draw, metric_curves
-from .basics.files import (
-    add_path_to_errors,
-    expand_path,
-    save_figure,
-    write_text_atomically,
-)
+from .basics.files import add_path_to_errors, expand_path, write_text_atomically
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-_MEMBER: Final = re.compile(r"\[\d+\]$")
 
 
 def rank(value: float, mode: str) -> tuple[bool, float]:
@@ -88,34 +80,6 @@ class History(Mapping[str, list[float]]):
                 self._values[name] = [None] * len(self.epochs)
             self._values[name][-1] = float(value)
 
-    def best(self, name: str, mode: str = "auto") -> int:
-        """Returns the member of an ensemble whose last value of `name` is best.
-
-        Args:
-            name: the name of the mean over members, such as `"val_loss"`.
-            mode: `"min"` if the smallest value is best, `"max"` if the largest is;
-                `"auto"` takes `"max"` for names like `accuracy`, `auroc` and `f1`. Of
-                equal members it is the first.
-
-        Raises:
-            KeyError: if no values of members have that name.
-        """
-        check_choice("mode", mode, ("auto", "min", "max"))
-        mode = resolve_mode(name, mode)
-        last_values = {}
-        pattern = rf"{re.escape(name)}\[\d+\]"
-        for member in (n for n in self if re.fullmatch(pattern, n)):
-            measured = [v for v in self._values[member] if v is not None]
-            number = int(member[len(name) + 1 : -1])
-            last_values[number] = measured[-1] if measured else math.nan
-        if not last_values:
-            self[name]  # which may be unknown altogether
-            raise KeyError(
-                f"`history.best({name!r})`: there are no values of members; those of an"
-                f" ensemble are named {name!r} with a number: {name}[0]."
-            )
-        return min(sorted(last_values), key=lambda i: rank(last_values[i], mode))
-
     def plot(self, path: str | os.PathLike[str] | None = None) -> "Figure":
         """Draws every metric, training and validation in the same axes.
 
@@ -128,22 +92,7 @@ class History(Mapping[str, list[float]]):
         Returns:
             A `matplotlib.figure.Figure` that belongs to no window.
         """
-        if isinstance(path, str) and path in self:
-            raise ValueError(
-                f"`path`={path!r} is the name of a metric; plot() draws all of them."
-                " (A path ends with the format, such as 'curves.png'.)"
-            )
-        x = [float(epoch) for epoch in self.epochs]
-        points = {name: list(zip(x, self[name], strict=True)) for name in self}
-        means = [name for name in self if not _MEMBER.search(name)]
-        charts = {
-            name: metric_curves(points.get(name, []), points.get(VALIDATION + name, []))
-            for name in dict.fromkeys(mean.removeprefix(VALIDATION) for mean in means)
-        }
-        figure = draw(charts, "epoch", limits=(x[0], x[-1]) if x else None)
-        if path is not None:
-            save_figure(figure, path)
-        return figure
+        return jaxdp.figures.plot_history(self, path)
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Writes one row per epoch: `epoch` (from 0), then every name.
@@ -192,7 +141,7 @@ class History(Mapping[str, list[float]]):
         shown = range(count) if count <= 4 else sorted({0, best or 0, count - 1})
         cells = {"epoch": list(map(str, self.epochs))}
         # The means of an ensemble alone: there may be hundreds of members.
-        names = [name for name in self if not _MEMBER.search(name)]
+        names = [name for name in self if not MEMBER.search(name)]
         cells |= {name: [f"{v:.4g}" for v in self[name]] for name in names}
         table = [list(cells)]
         table += [[values[i] for values in cells.values()] for i in shown]

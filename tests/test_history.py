@@ -116,19 +116,6 @@ def test_plot_shows_few_epochs_other_formats_and_notebooks(tmp_path, monkeypatch
     assert "matplotlib.pyplot" not in sys.modules
 
 
-def test_the_best_member_is_the_first_with_the_best_last_value():
-    history = History()
-    rows = {"val_auroc": (0.2, 0.9), "val_acc_loss": (0.2, 0.9), "val_mse": (0.2, 0.9)}
-    members = {f"{n}[{i}]": v for n, each in rows.items() for i, v in enumerate(each)}
-    equal = {"acc[1]": 0.5, "acc[0]": 0.5, "mse[1]": 2.0, "mse[0]": 2.0}
-    history.append(0, {name: 0.5 for name in (*rows, "loss")} | members | equal)
-    assert [history.best(name) for name in rows] == [1, 0, 0]
-    assert history.best("val_mse", mode="max") == 1
-    assert history.best("acc") == history.best("mse") == 0
-    with pytest.raises(KeyError, match="there are no values of members"):
-        history.best("loss")
-
-
 def test_of_equal_epochs_the_older_is_the_best():
     history = History()
     for epoch in (0, 1):

@@ -12,6 +12,8 @@ from .files import append_atomically, write_text_atomically
 EPOCH: Final = "epoch_"
 VALIDATION: Final = "val_"
 THROUGHPUT: Final = "throughput/"
+MEMBER: Final = re.compile(r"\[\d+\]$")
+"""The end of a name of a member of an ensemble: `val_loss[2]`."""
 
 
 def read_table(path: Path) -> tuple[list[str], list[dict[str, str]]]:

@@ -56,16 +56,6 @@ def write_text_atomically(path: str | os.PathLike[str], text: str) -> None:
         temporary.write_bytes(text.encode())
 
 
-def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
-    """Saves a figure of matplotlib atomically, in the format of its suffix."""
-    path = Path(expand_path(path))
-    kind = path.suffix.removeprefix(".") or "png"
-    with add_path_to_errors(path, "plot"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with write_atomically(path) as temporary:
-            figure.savefig(temporary, format=kind)
-
-
 def sync_to_disk(path: str | os.PathLike[str]) -> None:
     """Waits until a file or folder is on the disk, and survives a power failure."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -4,8 +4,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jaxdp
+
 from ..basics.environment import import_extra
-from ..basics.figures import to_png
 from ..record import Number
 from .base import Trainer
 from .logger import Logger
@@ -66,8 +67,9 @@ class TensorBoardLogger(Logger):
     def log_figure(self, name: str, figure: Any) -> None:
         """Shows a `matplotlib.figure.Figure` under `name`; during a fit."""
         width, height = map(int, figure.get_size_inches() * figure.dpi)
+        png = jaxdp.figures.to_png(figure)
         size = {"width": width, "height": height, "colorspace": 4}
-        self._show(tag=name, image={"encoded_image_string": to_png(figure), **size})
+        self._show(tag=name, image={"encoded_image_string": png, **size})
 
     def flush(self) -> None:
         self._writer.flush()

@@ -23,9 +23,8 @@ class ThroughputMonitor(Callback):
 
     - `throughput/seconds`, its length, and `throughput/examples`, the rows trained on;
     - `throughput/examples_per_s` and `throughput/steps_per_s`;
-    - `throughput/flops_per_s`: matrix operations (products and convolutions) of the
-      model's forward and backward pass, counted in the traced step, without those that
-      `remat` repeats; and `throughput/mfu`, their share of the hardware's peak;
+    - `throughput/flops_per_s`, if you pass `flops_per_example`, and `throughput/mfu`,
+      its share of the hardware's peak, if you pass that too;
     - `throughput/data`, `.../device`, `.../callbacks`, `.../checkpoints`,
       `.../validation` and `.../loop`: the shares of that time, which add up to 1.
       `loop` is packing batches and calling the step. Of several processes, the wait for
@@ -37,12 +36,12 @@ class ThroughputMonitor(Callback):
     a faster loader would not help. Nothing here waits for the device.
 
     Args:
-        flops_per_example: matrix operations of the training step per row, if you know
-            them; otherwise they are counted by tracing the step once more. 0 leaves
-            them out.
-        peak_flops_per_device: the peak of one device per second, for `mfu`, which is
-            left out without it. `jaxdp.plan.hardware_of(jax.devices()[0]).flops` knows
-            those of common GPUs and TPUs.
+        flops_per_example: the operations of the training step per row. A plan of the
+            step counts its products and convolutions: `trainer.plan(loader).flops`,
+            divided by the rows of a batch.
+        peak_flops_per_device: the peak of one device per second.
+            `jaxdp.plan.hardware_of(jax.devices()[0]).flops` knows those of common GPUs
+            and TPUs.
 
     Attributes:
         summary: the same values for the whole fit, without the prefix, and `steps`.
@@ -58,50 +57,40 @@ class ThroughputMonitor(Callback):
     ):
         flops, peak, none = flops_per_example, peak_flops_per_device, ", or None"
         if flops is not None:
-            check_number("flops_per_example", flops, minimum=0, suffix=none)
+            check_number("flops_per_example", flops, above=0, suffix=none)
         if peak is not None:
             check_number("peak_flops_per_device", peak, above=0, suffix=none)
+            if flops is None:
+                raise ValueError(
+                    "`peak_flops_per_device` needs `flops_per_example`: for `mfu`, pass"
+                    " the operations of a step per row too, as"
+                    " trainer.plan(loader).flops / batch_size."
+                )
         self.flops_per_example = flops_per_example
         self.peak_flops_per_device = peak_flops_per_device
         self.summary: dict[str, float] = {}
-        self._flops: dict[Any, float] = {}  # per row, by the shapes of the batch
-        self._peak: float | None = None
         self._stopwatch = NO_STOPWATCH
-        self._reset()
+        self._counts = {"steps": 0, "examples": 0}
+        self._start: dict[str, float] = {}  # the totals when the first step began
+        self._last: dict[str, float] = {}  # and when the last row was logged
 
     def setup(self, trainer: Trainer) -> None:
-        self._stopwatch, self._flops = trainer.record.measure_phases(), {}
-        self._reset()
+        self._stopwatch = trainer.record.measure_phases()
+        self._counts, self._start = {"steps": 0, "examples": 0}, {}
 
     def on_train_batch_start(
         self, trainer: Trainer, batch: Any, batch_idx: int
     ) -> None:
-        shapes = frozenset([leaf.shape[1:] for leaf in jax.tree.leaves(batch)])
-        if shapes not in self._flops:
-            is_first, flops = not self._flops, self.flops_per_example
-            if flops is None:
-                try:
-                    flops = trainer.run.flops_per_example(batch)
-                except Exception:
-                    if is_first:
-                        raise
-                    return  # the step says what is wrong with another shape
-            self._flops[shapes] = flops
-            if is_first:  # the run does not include the tracing above
-                num_devices = len(trainer.state.step.sharding.device_set)
-                peak = self.peak_flops_per_device
-                self._peak = None if peak is None else peak * num_devices
-                self._reset()
-        self._flops_of_row = self._flops[shapes]
+        if not self._start:
+            self._num_devices = len(trainer.state.step.sharding.device_set)
+            self._start = self._last = self._read_totals()
         self._examples_before = trainer.record.examples
 
     def on_train_batch_end(
         self, trainer: Trainer, metrics: Any, batch_idx: int
     ) -> None:
-        rows = trainer.record.examples - self._examples_before
         self._counts["steps"] += 1
-        self._counts["examples"] += rows
-        self._counts["operations"] += rows * self._flops_of_row
+        self._counts["examples"] += trainer.record.examples - self._examples_before
         if trainer.global_step % trainer.log_every_n_steps == 0:
             start, self._last = self._last, self._read_totals()
             values = self._compute_rates(start, self._last)
@@ -123,12 +112,8 @@ class ThroughputMonitor(Callback):
         text += [f"{name} {values[name]:.0%}" for name in shares if values[name] > 5e-3]
         announce(trainer, "ThroughputMonitor", ", ".join(text))
 
-    def _reset(self) -> None:
-        self._counts = {"steps": 0, "examples": 0, "operations": 0.0}
-        self._start = self._last = self._read_totals()
-
     def _read_totals(self) -> dict[str, float]:
-        """Returns the work done since `_reset`, and the seconds by phase."""
+        """Returns the work done so far, and the seconds by phase."""
         return {**self._counts, **self._stopwatch.read()}
 
     def _compute_rates(
@@ -142,10 +127,11 @@ class ThroughputMonitor(Callback):
             "examples_per_s": spent["examples"] / total,
             "steps_per_s": spent["steps"] / total,
         }
-        if any(self._flops.values()):
-            values["flops_per_s"] = spent["operations"] / total
-            if self._peak is not None:
-                values["mfu"] = values["flops_per_s"] / self._peak
+        if self.flops_per_example is not None:
+            values["flops_per_s"] = values["examples_per_s"] * self.flops_per_example
+            if self.peak_flops_per_device is not None:
+                peak = self.peak_flops_per_device * self._num_devices
+                values["mfu"] = values["flops_per_s"] / peak
         values |= {phase: spent[phase] / total for phase in PHASES}
         return values | _read_peak_bytes()
 

@@ -1,6 +1,6 @@
 """Compiled steps on the train state of a trainer."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -10,20 +10,17 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ..basics.hardware import get_smallest_memory
-from ..basics.host_memory import clear_mesh, move_to_device
+from ..basics.host_memory import clear_mesh
 from ..basics.process import pause_gc
-from ..data import Dispatch, Packer, Window
+from ..data import Dispatch, Window
 from ..distributed import RowBlocks
 from ..step import (
     LONG_IN_FLIGHT,
     Batch,
-    Collectives,
     Metrics,
     Objective,
-    RematSpec,
     Steps,
     TrainState,
-    products,
 )
 from ..strategies import DataParallel
 from ..strategies.base import count_shards, make_row_blocks
@@ -45,7 +42,6 @@ from .step import (
     Step,
     StepKind,
     StepOptions,
-    count_padded_rows,
     get_debug_settings,
 )
 
@@ -312,21 +308,6 @@ class Engine:
         """Returns the means over the epoch's rows so far. Waits for the device."""
         facts = self.steps["train"].facts
         return self.pure.compute_means(self.device_state.fetch_totals(), facts)
-
-    def count_flops_per_row(self, window: Sequence[Batch]) -> float:
-        """Returns the operations of a train step per row that it computes."""
-        packer = self.steps["train"].packer
-        if self._blocks.count > 1:
-            packer = Packer(1, packer.kind)  # for the rows of this process
-        dispatch = packer.pack([list(window)], self.micro_batches)
-        pure = self.pure._replace(inside=(), remat=RematSpec())
-
-        def train(*arguments: Any) -> Any:
-            return pure.train(Collectives(), *move_to_device(arguments))
-
-        with clear_mesh(), pause_gc():
-            jaxpr = jax.make_jaxpr(train)(self.state, dispatch.groups)
-        return products(jaxpr).total() / count_padded_rows(dispatch.groups)
 
 
 def _raise_as_equinox(error: Exception) -> None:

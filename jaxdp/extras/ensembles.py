@@ -90,8 +90,7 @@ class Ensemble:
         """Returns one member, an ordinary model."""
         if isinstance(index, bool) or not isinstance(index, int | np.integer):
             raise TypeError(
-                f"`index` must be the number of a member; got {index!r}. That of the"
-                " best is history.best('val_loss')."
+                f"`index` must be the number of a member; got {index!r}."
             )
         if not -self.size <= index < self.size:
             raise IndexError(f"`index`={index}: there are {self.size} members.")

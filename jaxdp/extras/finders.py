@@ -16,13 +16,12 @@ import optax
 
 from ..basics.arguments import check_count, checks_arguments
 from ..basics.console import log_info
-from ..basics.figures import Curve, draw
-from ..basics.files import save_figure
 from ..callbacks.learning_rate_monitor import is_rate
 from ..data.random_states import find_torch_generators, get_states, set_states
 from ..engine.hyperparams import find_hyperparams
 from ..fit import checks
 from ..trainer import Trainer
+from .figures import Curve, draw, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -7,12 +7,11 @@ from typing import Any, Final
 
 from ..basics.arguments import check_number, checks_arguments
 from ..basics.columns import EPOCH, VALIDATION
-from ..basics.figures import draw, metric_curves, to_png
-from ..basics.files import save_figure
 from ..callbacks.base import Trainer
 from ..callbacks.logger import Logger, check_is_no_folder
 from ..callbacks.monitor import is_in_notebook
 from ..record import Number
+from .figures import draw, metric_curves, save_figure, to_png
 
 _MAX_SHARE: Final = 0.05
 """The maximum share of the time that drawing may take."""

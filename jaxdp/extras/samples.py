@@ -10,10 +10,11 @@ import numpy as np
 
 from ..basics.arguments import check_is_local, checks_arguments
 from ..basics.environment import import_extra
-from ..basics.files import expand_path, save_figure, write_text_atomically
+from ..basics.files import expand_path, write_text_atomically
 from ..callbacks.base import Callback, Trainer
 from ..callbacks.logger import Logger, check_writable
 from ..callbacks.monitor import is_fitting
+from .figures import save_figure
 
 
 class Samples(Callback):

@@ -9,11 +9,11 @@ from typing import Any
 
 from ..basics.arguments import checks_arguments
 from ..basics.environment import import_extra
-from ..basics.figures import to_png
 from ..callbacks.base import Trainer
 from ..callbacks.logger import Logger
 from ..callbacks.run_metadata import Facts, flat
 from ..record import Number
+from .figures import to_png
 
 
 class WandbLogger(Logger):

@@ -25,7 +25,6 @@ from ..data import (
     Source,
     get_local,
     open_loader,
-    to_host,
 )
 from ..distributed import SignalHandler, find_missing_initialize, get_process_group
 from ..engine import Engine, StepKind
@@ -325,21 +324,6 @@ class Run:
         steps = self._engine.steps.items()
         sizes = {kind: step.packer.size for kind, step in steps}
         return sizes, tuple(digest for _, step in steps for digest in step.digests)
-
-    def flops_per_example(self, batch: Batch) -> float:
-        """Counts the matrix operations (products, convolutions) of a step per row.
-
-        Includes the forward and backward pass; excludes recomputation by `remat` and
-        elementwise operations. Traces the step again.
-
-        Args:
-            batch: as `on_train_batch_start` gets it.
-        """
-        batches = [batch] if self.config.accumulate_grad_batches == 1 else batch
-        window = [to_host(batch) for batch in batches]
-        return self.config.decide_loss(self.engine, window[0]).count_flops_per_row(
-            window
-        )
 
     def model_of(self, state: Any) -> Any:
         """Returns the model with the weights of a placed `state`, like `trainer.model`.

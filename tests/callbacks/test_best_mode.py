@@ -5,7 +5,6 @@ from toys import batches, linear_trainer
 
 from jaxdp.basics.columns import resolve_mode
 from jaxdp.callbacks import EarlyStopping, ModelCheckpoint, ReduceLROnPlateau
-from jaxdp.history import History
 from jaxdp.losses import METRICS
 
 MIN = """loss val_loss val_loss[0] val_mse val_top_5_error val_cross_entropy
@@ -22,9 +21,6 @@ def test_the_name_of_the_monitor_gives_the_mode(kind, caplog):
         mode, other = ("min", "max") if monitor in MIN else ("max", "min")
         assert kind(monitor=monitor).mode == mode
         assert kind(monitor=monitor, mode=other).mode == other
-        history = History()
-        history.append(0, {f"{monitor}[0]": 1.0, f"{monitor}[1]": 2.0})
-        assert history.best(monitor) == (mode == "max")
     assert not caplog.text
     for _ in range(2):
         assert kind(monitor=f"val_of_{kind.__name__}").mode == "min"

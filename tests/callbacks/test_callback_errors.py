@@ -66,8 +66,8 @@ from jaxdp.callbacks import (
     (ReduceLROnPlateau, {"factor": 1.0}, ValueError, "`factor` must be .* less than"),
     (StallWatch, {"timeout": np.inf}, ValueError, "more than 0 and less than inf; got"),
     (StallWatch, {"timeout": "60"}, TypeError, "`timeout` must be a number; got '60'"),
-    (ThroughputMonitor, {"flops_per_example": -1}, ValueError, "must be 0 or more"),
-    (ThroughputMonitor, {"peak_flops_per_device": 0}, ValueError, "more than 0"),
+    (ThroughputMonitor, {"flops_per_example": 0}, ValueError, "must be more than 0"),
+    (ThroughputMonitor, {"peak_flops_per_device": 1}, ValueError, "needs `flops_per_e"),
     (WeightAveraging, {"decay": 1.0}, ValueError, "0 or more and less than 1, or None"),
     (WeightAveraging, {"every_n_steps": 0}, ValueError, "`every_n_steps` must be 1 or"),
 ])  # fmt: skip

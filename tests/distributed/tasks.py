@@ -224,7 +224,7 @@ class Slow(jaxdp.Callback):
 
 def measure():
     loader = torch.utils.data.DataLoader(rows(), 8)
-    monitor = callbacks.ThroughputMonitor(flops_per_example=0)
+    monitor = callbacks.ThroughputMonitor()
     trainer = jaxdp.Trainer(
         Net(),
         loss="cross_entropy",

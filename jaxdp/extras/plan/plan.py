@@ -12,8 +12,8 @@ import jax
 from ...basics.arguments import check_choice
 from ...basics.console import format_columns, log_info
 from ...basics.environment import import_extra
-from ...basics.files import save_figure
 from ...basics.units import format_bytes, format_seconds, format_short
+from ..figures import save_figure
 from .parts import (
     GROUPS,
     Bound,

@@ -19,12 +19,12 @@ from ...basics.columns import (
     read_table,
     resolve_mode,
 )
-from ...basics.figures import Curve, draw, metric_curves
 from ...basics.files import check_fields, read_json, write_text_atomically
 from ...basics.stopwatch import PHASES
 from ...basics.units import format_number, format_percent, format_seconds
 from ...callbacks import CSVLogger
 from ...callbacks.run_metadata import collect_metadata
+from ..figures import Curve, draw, metric_curves
 
 if TYPE_CHECKING:
     from jaxdp import Trainer

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from jaxdp.basics.figures import Curve, draw, metric_curves
+from jaxdp.extras.figures import Curve, draw, metric_curves
 from jaxdp.extras.reports.runs import to_svg
 
 

@@ -98,7 +98,7 @@ def test_the_page_has_the_curves_and_what_the_run_was_made_of(tmp_path):
 
 
 def test_page_and_comparison_count_throughput_in_one_way(tmp_path, capsys):
-    monitor = ThroughputMonitor(peak_flops_per_device=1e9)
+    monitor = ThroughputMonitor(1e3, peak_flops_per_device=1e9)
     saver = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=3)
     trainer = mlp_trainer(CSVLogger(tmp_path), saver, monitor)
     trainer.log_every_n_steps = 4

@@ -3,12 +3,17 @@
 import functools
 import io
 import math
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
+from ..basics.columns import MEMBER, VALIDATION
 from ..basics.environment import import_extra
+from ..basics.files import add_path_to_errors, expand_path, write_atomically
+from ..history import History
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -94,6 +99,36 @@ def draw(
             low, high = limits
             margin = 0.03 * (high - low) or 0.6
             axes.set_xlim(low - margin, high + margin)
+    return figure
+
+
+def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
+    """Saves a figure of matplotlib atomically, in the format of its suffix."""
+    path = Path(expand_path(path))
+    kind = path.suffix.removeprefix(".") or "png"
+    with add_path_to_errors(path, "plot"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with write_atomically(path) as temporary:
+            figure.savefig(temporary, format=kind)
+
+
+def plot_history(history: History, path: Any) -> "Figure":
+    """Implements `History.plot`."""
+    if isinstance(path, str) and path in history:
+        raise ValueError(
+            f"`path`={path!r} is the name of a metric; plot() draws all of them. (A"
+            " path ends with the format, such as 'curves.png'.)"
+        )
+    x = [float(epoch) for epoch in history.epochs]
+    points = {name: list(zip(x, history[name], strict=True)) for name in history}
+    means = [name for name in history if not MEMBER.search(name)]
+    charts = {
+        name: metric_curves(points.get(name, []), points.get(VALIDATION + name, []))
+        for name in dict.fromkeys(mean.removeprefix(VALIDATION) for mean in means)
+    }
+    figure = draw(charts, "epoch", limits=(x[0], x[-1]) if x else None)
+    if path is not None:
+        save_figure(figure, path)
     return figure
 
 
