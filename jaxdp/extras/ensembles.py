@@ -89,9 +89,7 @@ class Ensemble:
     def select_member(self, model: PyTree, index: int) -> PyTree:
         """Returns one member, an ordinary model."""
         if isinstance(index, bool) or not isinstance(index, int | np.integer):
-            raise TypeError(
-                f"`index` must be the number of a member; got {index!r}."
-            )
+            raise TypeError(f"`index` must be the number of a member; got {index!r}.")
         if not -self.size <= index < self.size:
             raise IndexError(f"`index`={index}: there are {self.size} members.")
         arrays, static = eqx.partition(model, eqx.is_array)
