@@ -1,5 +1,7 @@
 """Tiny models, data and hand-written loops that the tests share."""
 
+import os
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -7,6 +9,15 @@ import numpy as np
 import optax
 
 from jaxdp import Callback, Pmap, SingleDevice, Stack, Trainer
+
+
+def linear(inputs=4, outputs=3, key=0):
+    return eqx.nn.Linear(inputs, outputs, key=jax.random.key(key))
+
+
+def mlp(key=0):
+    """4 -> 8 -> 3."""
+    return eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(key))
 
 
 class Mlp(eqx.Module):
@@ -124,6 +135,43 @@ def batches(*sizes, seed=0):
     return [(x[b - n : b], y[b - n : b]) for n, b in zip(sizes, stops, strict=True)]
 
 
+class On(Callback):
+    """Calls functions in the hooks of their names."""
+
+    def __init__(self, **hooks):
+        for hook, function in hooks.items():
+            setattr(self, hook, function)
+
+
+class At(On):
+    """Calls a function with the trainer in a hook after a step."""
+
+    def __init__(self, step, function, hook="on_train_batch_end"):
+        def call(trainer, *_):
+            if trainer.global_step == step:
+                function(trainer)
+
+        super().__init__(**{hook: call})
+
+
+def fail_with(error):
+    """Returns a function that raises an error, whatever it is called with."""
+
+    def fail(*_):
+        raise error
+
+    return fail
+
+
+def scores(values, name="val_loss"):
+    """Returns a callback that replaces a value of validations by one of each epoch."""
+
+    def replace(trainer, metrics):
+        metrics[name] = float(values[trainer.current_epoch])
+
+    return On(on_validation_end=replace)
+
+
 class Recorder(Callback):
     """Keeps every step's loss."""
 
@@ -132,19 +180,6 @@ class Recorder(Callback):
 
     def on_train_batch_end(self, trainer, metrics, batch_idx):
         self.losses.append(float(metrics["loss"]))
-
-
-class Watching(Callback):
-    """Keeps how a fit ends."""
-
-    def __init__(self):
-        self.seen = []
-
-    def on_exception(self, trainer, exception):
-        self.seen.append(type(exception))
-
-    def on_fit_end(self, trainer):
-        self.seen.append("end")
 
 
 def counting(kind):
@@ -166,6 +201,16 @@ def bits(tree):
 
 def leaves(trainer):
     return [np.asarray(leaf) for leaf in jax.tree.leaves(trainer.state)]
+
+
+def assert_equal_leaves(one, other):
+    for ours, theirs in zip(*map(jax.tree.leaves, (one, other)), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def steps_in(folder):
+    """The steps of the checkpoints in a folder, in order."""
+    return sorted(int(name) for name in os.listdir(folder) if name.isdecimal())
 
 
 def hand_written(
@@ -202,10 +247,9 @@ def cross_entropy(model, x, y):
 
 def linear_trainer(*callbacks, **options):
     """One layer, on one device, with a learning rate that falls."""
-    model = eqx.nn.Linear(4, 3, key=jax.random.key(0))
     options = {"log_every_n_steps": 2, "metrics": ["accuracy"]} | options
     return Trainer(
-        model,
+        linear(),
         optax.sgd(optax.linear_schedule(0.1, 0.0, 100)),
         loss="cross_entropy",
         strategy=SingleDevice(),
@@ -242,9 +286,8 @@ def on_one_device(*callbacks, model=None, optimizer=None, **options):
 
 def linear_on_one_device(*callbacks, optimizer=None, **options):
     """A trainer of one layer; quiet."""
-    model = eqx.nn.Linear(4, 3, key=jax.random.key(0))
     optimizer = optax.sgd(0.1) if optimizer is None else optimizer
-    return on_one_device(*callbacks, model=model, optimizer=optimizer, **options)
+    return on_one_device(*callbacks, model=linear(), optimizer=optimizer, **options)
 
 
 RAGGED = (16, 16, 16, 16, 5)
@@ -273,5 +316,4 @@ def run(strategy, model=None, epochs=10, data=None, **kwargs):
 def make_small(model=None, *args, **kwargs):
     """A trainer of a perceptron of eight hidden units, or of another model; quiet."""
     kwargs = {"enable_progress_bar": False, "strategy": SingleDevice()} | kwargs
-    small = eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0))
-    return Trainer(small if model is None else model, *args, **kwargs)
+    return Trainer(mlp() if model is None else model, *args, **kwargs)
