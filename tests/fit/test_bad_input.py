@@ -8,16 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toys import Mlp, Watching, batches, counting
+from toys import At, Mlp, On, batches, counting, linear, mlp
 from toys import make_small as make
 
-from jaxdp import Callback, Sharded
+from jaxdp import Sharded
 from jaxdp.callbacks import ModelCheckpoint, NanGuard
-
-
-def mlp():
-    return eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0))
-
 
 X = np.ones((8, 4), np.float32)
 Y = np.zeros(8, np.int32)
@@ -79,8 +74,7 @@ def loss_of_dicts(model, b):
 def test_broadcasting_of_predictions_against_targets_is_not_silent(
     criterion, reduces, caplog
 ):
-    model = eqx.nn.Linear(4, 1, key=jax.random.key(0))
-    target = X[:, 0]
+    model, target = linear(4, 1), X[:, 0]
     with jax.numpy_rank_promotion("allow"):
         if reduces:
             make(model, loss=criterion).fit([(X, target)])
@@ -108,9 +102,6 @@ def test_what_is_no_list_of_batches_to_validate_on_is_named_before_compiling():
     (note,) = caught.value.__notes__
     assert "first batch of `val_loader`" in note and "{'clean': a" in note
     assert strategy.count == 0
-
-
-def test_so_are_loaders_in_a_list_beside_a_loss_fn():
     trainer, data = make(loss_fn=loss_of_dicts, metrics=()), batches(8, 8, 5)
     with pytest.raises(ValueError, match="must share a leading axis") as caught:
         trainer.fit(data, [data, data])
@@ -144,13 +135,10 @@ def test_an_optimizer_with_parameters_of_its_own_kind_is_explained():
 
 @pytest.mark.parametrize("method", ["fit", "steps"])
 def test_a_fit_inside_a_fit_is_refused_and_changes_nothing(method):
-    class Again(Callback):
-        def on_train_batch_end(self, trainer, metrics, batch_idx):
-            if trainer.global_step == 2:
-                again = getattr(trainer, method)(batches(16, 16))
-                list(again)
+    def again(trainer):
+        list(getattr(trainer, method)(batches(16, 16)))
 
-    trainer = make(callbacks=[Again()])
+    trainer = make(callbacks=[At(2, again)])
     with pytest.raises(RuntimeError, match=f"`{method}` was called while a fit of the"):
         trainer.fit(batches(8, 8, 8), max_epochs=2)
     assert (trainer.global_step, trainer.num_training_batches) == (2, 3)
@@ -185,31 +173,15 @@ def test_a_state_that_a_failing_step_took_along_is_told_to_be_lost(tmp_path):
 
 
 def test_names_of_values_from_two_callbacks_must_differ():
-    class Inside(Callback):
-        def inside_step(self, grads, updates, state):
-            return {"norm": optax.tree.norm(grads)}
+    def inside(name):
+        return On(inside_step=lambda grads, updates, state: {name: jnp.float32(0)})
 
-    class Skipping(Callback):
-        def inside_step(self, grads, updates, state):
-            return {"skipped": jnp.bool_(False)}
-
-    class Loss(Callback):
-        def inside_step(self, grads, updates, state):
-            return {"loss": jnp.float32(0)}
-
-    class Step(Callback):
-        def inside_step(self, grads, updates, state):
-            return {"step": jnp.float32(0)}
-
-    for name, callbacks in {
-        "norm": [Inside(), Inside()],
-        "skipped": [Skipping(), NanGuard()],
-        "loss": [Loss()],
-        "step": [Step()],
-    }.items():
+    for name, other in {
+        "norm": [inside("norm")], "skipped": [NanGuard()], "loss": [], "step": [],
+    }.items():  # fmt: skip
         with pytest.raises(ValueError, match=rf"two values named \['{name}'\]"):
-            make(callbacks=callbacks).fit(batches(8))
-    make(callbacks=[Inside(), Skipping()]).fit(batches(8))
+            make(callbacks=[inside(name), *other]).fit(batches(8))
+    make(callbacks=[inside("norm"), inside("skipped")]).fit(batches(8))
 
 
 def test_a_share_of_less_than_a_batch_is_refused():
@@ -252,11 +224,10 @@ def test_nothing_to_do_is_said():
 
 
 def test_an_epoch_that_a_hook_stops_before_its_first_batch_is_no_empty_loader(recwarn):
-    class Stops(Callback):
-        def on_train_epoch_start(self, trainer):
-            trainer.should_stop = trainer.current_epoch == 1
+    def stop(trainer):
+        trainer.should_stop = True
 
-    trainer = make(callbacks=[Stops()])
+    trainer = make(callbacks=[At(1, stop, "on_train_epoch_start")])
     trainer.fit(batches(8), max_epochs=3)
     assert (trainer.global_step, [str(w.message) for w in recwarn]) == (1, [])
 
@@ -279,16 +250,3 @@ def test_the_inferred_loss_is_said_once(caplog):
 def test_beliefs_about_dropout_models_hold_without_a_key():
     """A model whose __call__ has no `key` is called without one."""
     make(Mlp(jax.random.key(0)).first, loss="mse").fit([(X, np.ones((8, 16)))])
-
-
-def test_callbacks_that_are_no_list_are_named():
-    with pytest.raises(TypeError, match="`callbacks` must be a list of callbacks"):
-        make(callbacks=5)
-    trainer = make(callbacks=(each for each in [Watching()]))
-    assert isinstance(trainer.callbacks[0], Watching)
-
-
-def test_a_callback_is_passed_once():
-    guard = NanGuard()
-    with pytest.raises(ValueError, match="the same NanGuard twice"):
-        make(callbacks=[guard, guard])
