@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from toys import Mlp, batches
+from toys import Mlp, batches, cross_entropy
 
 from jaxdp import LocalSGD, Part, Sharded, SingleDevice, Trainer
 from jaxdp.callbacks import LearningRateMonitor, WeightAveraging
@@ -40,8 +40,7 @@ def make(**changes):
 
 
 def mean_loss(model, x, y):
-    logits = jax.vmap(model)(x)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+    return cross_entropy(model, x, y)
 
 
 def clipped(model):
@@ -140,16 +139,13 @@ def test_a_schedule_that_has_run_is_no_other_one(schedule):
 
 
 @pytest.mark.parametrize("then, now, is_same", [
-    ("frozenset({'a', 'b', 'c'})", "frozenset({'c', 'a', 'b'})", True),
     ("Config(names={'a', 'b'}, p=0.5)", "Config(names={'b', 'a'}, p=0.5)", True),
     ("Config(names={'a', 'b'}, p=0.5)", "Config(names={'a', 'b'}, p=0.2)", False),
     ("{'ab', 'c'}", "{'ba', 'c'}", False),
 ])  # fmt: skip
 def test_a_set_has_no_order(then, now, is_same):
-    changed = list_changed_arguments(
-        {"arguments": {"Net.kind": then}}, {"Net.kind": now}
-    )
-    assert (not changed) == is_same
+    saved = {"arguments": {"Net.kind": then}}
+    assert (not list_changed_arguments(saved, {"Net.kind": now})) == is_same
 
 
 @pytest.mark.parametrize("before, after, names", [
