@@ -9,10 +9,10 @@ import jax
 import numpy as np
 import optax
 import pytest
-from toys import Mlp, batches, quiet
+from toys import Mlp, On, assert_equal_leaves, batches, quiet
 
 import jaxdp
-from jaxdp import FSDP, Callback, LocalSGD, SingleDevice
+from jaxdp import FSDP, LocalSGD, SingleDevice
 from jaxdp.callbacks import ModelCheckpoint, WeightAveraging
 from jaxdp.extras.cli import main
 
@@ -40,17 +40,20 @@ def downhill_then_up():
     return optax.sgd(optax.join_schedules(rates, [6]))
 
 
+def make(*callbacks, key=0, optimizer=None, **options):
+    options = {"loss": "cross_entropy", "metrics": ["accuracy"]} | options
+    return quiet(
+        Mlp(jax.random.key(key), rate=0.0),
+        optimizer or downhill_then_up(),
+        callbacks=callbacks,
+        **options,
+    )
+
+
 def trained(folder, *others, strategy=None):
     """A trainer whose best epoch is not its last."""
     weights = saver(folder)
-    trainer = quiet(
-        Mlp(jax.random.key(0), rate=0.0),
-        downhill_then_up(),
-        loss="cross_entropy",
-        metrics=["accuracy"],
-        strategy=strategy or SingleDevice(),
-        callbacks=[weights, *others],
-    )
+    trainer = make(weights, *others, strategy=strategy or SingleDevice())
     trainer.fit(TRAIN, VAL, max_epochs=4)
     return trainer, weights
 
@@ -94,45 +97,20 @@ def test_it_tests_the_weights_of_a_checkpoint_and_keeps_its_own(tmp_path, strate
     assert found["best"] != found["last"] == list(now.values())
 
     # Nothing else has changed, and nothing was compiled again.
-    assert dict(program) == programs
-    assert (
-        trainer.global_step == 12
-        and progress(trainer.run.make_partition("train")) == counted
-    )
-    for one, other in zip(before, arrays(trainer.model), strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert dict(program) == programs and trainer.global_step == 12
+    assert progress(trainer.run.make_partition("train")) == counted
+    assert_equal_leaves(arrays(trainer.model), before)
     assert trainer.test(TEST) == now
-
-
-def test_the_run_goes_on_as_if_it_had_not_been_tested(tmp_path):
-    one, _ = trained(tmp_path / "one")
-    other, _ = trained(tmp_path / "other")
-    one.test(TEST, ckpt_path="best")
-    for trainer in (one, other):
-        trainer.fit(TRAIN, VAL, max_epochs=5)
-    assert one.history["loss"] == other.history["loss"]
-    for a, b in zip(arrays(one.model), arrays(other.model), strict=True):
-        np.testing.assert_array_equal(a, b)
 
 
 def test_a_fresh_trainer_tests_what_another_has_saved(tmp_path):
     trainer, weights = trained(tmp_path, WeightAveraging(0.5))
     average = weights.models[3]
-    again = quiet(
-        Mlp(jax.random.key(1), rate=0.0),
-        downhill_then_up(),
-        loss="cross_entropy",
-        metrics=["accuracy"],
-        callbacks=[saver(tmp_path), WeightAveraging(0.5)],
-    )
+    again = make(saver(tmp_path), WeightAveraging(0.5), key=1)
     found = again.test(TEST, ckpt_path=tmp_path / "3")  # of the average, on 8 devices
     np.testing.assert_allclose(list(found.values()), by_hand(average), rtol=1e-5)
     assert again.global_step == 0
     assert again.test(TEST, "last") == pytest.approx(trainer.test(TEST), rel=1e-5)
-
-
-def averaging(average):
-    return [WeightAveraging(average)] if average else []
 
 
 @pytest.mark.slow_but("FSDP(8)-'32-true'-0.5", "SingleDevice()-'bf16-true'-0.5")
@@ -144,26 +122,17 @@ def averaging(average):
 def test_the_weights_of_a_checkpoint_are_those_scored(
     tmp_path, strategy, precision, average, capsys
 ):
-    def make(*callbacks, optimizer):
-        return quiet(
-            Mlp(jax.random.key(0), rate=0.0),
-            optimizer,
-            loss="cross_entropy",
-            strategy=strategy,
-            precision=precision,
-            callbacks=callbacks,
-        )
+    raw_weights, scored = {}, {}
 
-    class Seen(Callback):
-        raw, scored = {}, {}
+    def see(trainer, metrics):
+        scored[trainer.global_step] = arrays(trainer.model)
+        params = jax.tree.map(np.array, trainer.state.params)
+        raw_weights[trainer.global_step] = arrays(params)
 
-        def on_validation_end(self, trainer, metrics):
-            self.scored[trainer.global_step] = arrays(trainer.model)
-            params = jax.tree.map(np.array, trainer.state.params)
-            self.raw[trainer.global_step] = arrays(params)
-
-    saver, seen = ModelCheckpoint(tmp_path / "run", "val_loss"), Seen()
-    trainer = make(saver, seen, *averaging(average), optimizer=downhill_then_up())
+    saver = ModelCheckpoint(tmp_path / "run", "val_loss")
+    averaging = [WeightAveraging(average)] if average else []
+    options = {"strategy": strategy, "precision": precision}
+    trainer = make(saver, On(on_validation_end=see), *averaging, **options)
     trainer.fit(TRAIN, VAL, max_epochs=4)
     score, step = saver.best_model_score, int(os.path.basename(saver.best_model_path))
 
@@ -173,20 +142,16 @@ def test_the_weights_of_a_checkpoint_are_those_scored(
     def loaded(**options):
         return arrays(load(**options))
 
-    for one, other in zip(loaded(), seen.scored[step], strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_equal_leaves(loaded(), scored[step])
     floats = [leaf for leaf in loaded(which="raw") if leaf.dtype == np.float32]
-    assert len(floats) == len(seen.raw[step])
-    for one, other in zip(floats, seen.raw[step], strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_equal_leaves(floats, raw_weights[step])
     pairs = zip(loaded(), loaded(which="raw"), strict=True)
     is_apart = average is not None or isinstance(strategy, LocalSGD)
     assert any((a != b).any() for a, b in pairs) == is_apart
 
     # Also where another trainer, whose optimizer is another one, tests them.
-    other = make(
-        ModelCheckpoint(tmp_path / "run", "val_loss"), optimizer=optax.adam(1.0)
-    )
+    again = ModelCheckpoint(tmp_path / "run", "val_loss")
+    other = make(again, optimizer=optax.adam(1.0), **options)
     for each in trainer, other:
         assert each.test(VAL, "best")["test_loss"] == score
 
@@ -226,8 +191,7 @@ def test_load_model_takes_the_best_of_a_folder_by_its_record(tmp_path, caplog):
     def loaded():
         return arrays(jaxdp.load_model(folder, like=Mlp(jax.random.key(1))))
 
-    for one, other in zip(loaded(), arrays(weights.models[step]), strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_equal_leaves(loaded(), arrays(weights.models[step]))
     assert f"{step}, the best by val_loss (min) of 4 checkpoints" in caplog.text
 
     # The one that its saver has kept is the best, and not just the last.
@@ -241,24 +205,18 @@ def test_load_model_takes_the_best_of_a_folder_by_its_record(tmp_path, caplog):
     shutil.rmtree(folder / str(step))
     order = np.argsort(trainer.history["val_loss"])
     second = sorted(weights.models)[order[1]]
-    for one, other in zip(loaded(), arrays(weights.models[second]), strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_equal_leaves(loaded(), arrays(weights.models[second]))
 
 
 def test_load_model_takes_the_last_where_nothing_says_which_is_best(tmp_path, caplog):
-    trainer = quiet(
-        Mlp(jax.random.key(0)),
-        loss="cross_entropy",
-        callbacks=[ModelCheckpoint(tmp_path / "run", save_top_k=-1)],
-    )
+    trainer = make(ModelCheckpoint(tmp_path / "run", save_top_k=-1))
     trainer.fit(TRAIN, max_epochs=3)
     for folder in (tmp_path / "run", tmp_path / "by hand"):
         if not folder.exists():
             trainer.callbacks = ()
             trainer.save(folder / "9")
         model = jaxdp.load_model(folder, like=Mlp(jax.random.key(1)))
-        for one, other in zip(arrays(model), arrays(trainer.model), strict=True):
-            np.testing.assert_array_equal(one, other)
+        assert_equal_leaves(arrays(model), arrays(trainer.model))
         assert re.search(r"9, the last of \d checkpoints", caplog.text)
 
     empty = tmp_path / "empty"
