@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 from test_logged import Logs
-from toys import NormNet, batches, mlp_trainer
+from toys import NormNet, batches, linear, mlp, mlp_trainer
 from toys import make_small as make
 
 from jaxdp import (
@@ -20,14 +20,7 @@ from jaxdp import (
     Sharded,
     Whole,
 )
-
-
-def mlp():
-    return eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0))
-
-
-class Unknown:
-    pass
+from jaxdp.callbacks import NanGuard
 
 
 class OfTokens(eqx.Module):
@@ -81,6 +74,7 @@ FOUR = jax.tree.map(
     lambda leaf: jnp.stack([leaf] * 4) if eqx.is_array(leaf) else leaf, mlp()
 )
 RATES = Ensemble(4, learning_rate=[1e-3, 3e-3, 1e-2, 3e-2])
+GUARD = NanGuard()
 INJECTED = optax.inject_hyperparams(optax.adam)(1e-3)
 
 
@@ -95,6 +89,16 @@ INJECTED = optax.inject_hyperparams(optax.adam)(1e-3)
     ({"optimizer": optax.adam}, TypeError, "`optimizer` must be an optax.Gradient"),
     ({"optimizer": optax.MultiSteps(optax.sgd(1), 2)}, TypeError, "an optax Multi"),
     ({"optimizer": "adam"}, TypeError, "`optimizer` must be an optax.Gradient"),
+    ({"model": of_other_library("Linear", "torch.nn")}, TypeError,
+     r"`model` is a torch module \(Linear\)"),
+    ({"optimizer": type(of_other_library("Adam", "torch.optim"))}, TypeError,
+     "`optimizer` is torch's Adam"),
+    ({"optimizer": of_other_library("SGD", "torch.optim")}, TypeError,
+     "`optimizer` is torch's SGD"),
+    ({"loss": of_other_library("CrossEntropyLoss", "torch.nn", __call__=x_y)},
+     TypeError, "`loss` is torch's CrossEntropyLoss"),
+    ({"metrics": {"f1": of_other_library("f1_score", "sklearn.m", __call__=x_y)}},
+     TypeError, r"sklearn's f1_score.*PassMetric\(fn\)"),
     ({"strategy": Sharded}, TypeError, r"`strategy` is the class Sharded; pass an"),
     ({"strategy": "ddp"}, TypeError, "`strategy` must be an instance of.*is Sharded"),
     ({"strategy": "FSDP"}, TypeError, r"For 'FSDP' that is FSDP\(\)"),
@@ -114,7 +118,9 @@ INJECTED = optax.inject_hyperparams(optax.adam)(1e-3)
     ({"metrics": {"val_x": "mse"}}, ValueError, "metric name 'val_x' is taken"),
     ({"gradient_clip_val": "1"}, TypeError, "`gradient_clip_val` must be a number"),
     ({"callbacks": [Callback]}, TypeError, "has the class Callback; pass an insta"),
-    ({"callbacks": [Unknown()]}, TypeError, "must be an instance of a jaxdp.callb"),
+    ({"callbacks": [object()]}, TypeError, "must be an instance of a jaxdp.callb"),
+    ({"callbacks": 5}, TypeError, "`callbacks` must be a list of callbacks"),
+    ({"callbacks": [GUARD, GUARD]}, ValueError, "the same NanGuard twice"),
     ({"accumulate_grad_batches": 0}, ValueError, "must be 1 or more; got 0"),
     ({"accumulate_grad_batches": 1.5}, TypeError, "must be an int; got 1.5"),
     ({"gradient_clip_val": 0}, ValueError, "`gradient_clip_val` must be more th"),
@@ -142,6 +148,8 @@ INJECTED = optax.inject_hyperparams(optax.adam)(1e-3)
     ({"model": [mlp(), mlp()], "ensemble": 2}, TypeError,
      "a list of 2 models.*docs/ensembles.md"),
     ({"strategy": Members()}, ValueError, "`ensemble` was not given"),
+    ({"model": FOUR, "ensemble": 4, "strategy": "sharded"}, TypeError,
+     "`strategy` must be an instance"),
     *(({"model": FOUR, "ensemble": 4, **options}, ValueError, message)
       for options, message in [
         ({"strategy": Pipeline(2, 2)}, "Pipeline splits the first axis"),
@@ -162,7 +170,7 @@ def test_constructor_refuses(arguments, error, message):
     ({}, [], ValueError, "`train_loader` gave no batches. Is the dataset empty"),
     ({"loss": optax.softmax_cross_entropy_with_integer_labels}, x_y(X, Y + 3),
      ValueError, "labels must be 0 to 2, .* from 3 to 3"),
-    ({"model": eqx.nn.Linear(4, 1, key=jax.random.key(0)),
+    ({"model": linear(4, 1),
       "loss": optax.softmax_cross_entropy_with_integer_labels}, x_y(X, Y + 1),
      ValueError, "For yes/no targets use loss='binary_cross_entropy'"),
     ({}, x_y(X, Y[:7]), ValueError, "must share a leading axis"),
@@ -305,22 +313,6 @@ def test_limits_that_can_not_be_are_errors(method, loader, limit, match):
         getattr(mlp_trainer(), method)(loader, limit_batches=limit)
 
 
-@pytest.mark.parametrize("made, error, match", [
-    (lambda torch: make(loss=torch.nn.CrossEntropyLoss()), TypeError,
-     "`loss` is torch's CrossEntropyLoss"),
-    (lambda torch: make(None, torch.optim.Adam), TypeError,
-     "`optimizer` is torch's Adam"),
-    (lambda torch: make(torch.nn.Linear(2, 2)), TypeError,
-     r"`model` is a torch module \(Linear\)"),
-    (lambda torch: make(None, torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), 0.1)),
-     TypeError, "`optimizer` is torch's SGD"),
-])  # fmt: skip
-def test_torchs_things_are_named(made, error, match):
-    torch = pytest.importorskip("torch")
-    with pytest.raises(error, match=match):
-        made(torch)
-
-
 class Tells(Callback):
     """Gives a checkpoint, or a step, what can't be kept of it."""
 
@@ -344,9 +336,3 @@ def test_what_can_not_be_kept_is_refused(tells, metrics, error, match, tmp_path)
     with pytest.raises(error, match=match):
         trainer.fit([(X, np.ones((8, 3), np.float32))])
         trainer.save(tmp_path / "saved")
-
-
-def test_scikit_learns_metrics_are_named_with_the_remedy():
-    metrics = pytest.importorskip("sklearn.metrics")
-    with pytest.raises(TypeError, match=r"sklearn's f1_score.*PassMetric\(fn\)"):
-        make(metrics={"f1": metrics.f1_score})
