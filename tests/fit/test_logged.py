@@ -2,15 +2,14 @@
 
 import csv
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from toys import batches
+from toys import On, batches
+from toys import linear_on_one_device as make
 
-from jaxdp import Callback, Trainer
+from jaxdp import Callback
 from jaxdp.callbacks import CSVLogger, EarlyStopping, ModelCheckpoint
 
 DATA = batches(8, 8, 8)
@@ -29,14 +28,6 @@ class Logs(Callback):
             where, _, name = key.rpartition("__")
             if where == hook:
                 trainer.log(name, value(trainer))
-
-
-def make(*callbacks, **options):
-    model = eqx.nn.Linear(4, 3, key=jax.random.key(0))
-    return Trainer(
-        model, optax.sgd(0.1), loss="cross_entropy", callbacks=callbacks,
-        enable_progress_bar=False, **options,
-    )  # fmt: skip
 
 
 def read(folder):
@@ -116,25 +107,21 @@ def test_a_monitor_is_looked_up_when_it_is_first_needed(watcher, val_loader, tmp
 
 
 def test_a_monitor_may_be_missing_in_an_epoch_later_on():
-    logs = Logs()
+    def log(trainer, metrics):
+        if trainer.current_epoch not in (1, 2):
+            trainer.log("area", trainer.current_epoch)
+
     stop = EarlyStopping("area", patience=1, verbose=False)
-    logs.on_train_epoch_end = lambda t, metrics: (
-        None if t.current_epoch in (1, 2) else t.log("area", t.current_epoch)
-    )
-    trainer = make(stop, logs)
-    trainer.fit(DATA, max_epochs=9)
+    make(stop, On(on_train_epoch_end=log)).fit(DATA, max_epochs=9)
     assert stop.stopped_epoch == 3
 
 
 def test_what_was_logged_before_a_resume_is_in_the_history(tmp_path):
-    def new():
-        logs = Logs()
-        logs.on_train_batch_end = lambda t, metrics, batch_idx: (
-            t.log("early", float(metrics["loss"])) if batch_idx == 0 else None
-        )
-        return make(logs)
+    def log(trainer, metrics, batch_idx):
+        if batch_idx == 0:
+            trainer.log("early", float(metrics["loss"]))
 
-    whole, first, second = new(), new(), new()
+    whole, first, second = (make(On(on_train_batch_end=log)) for _ in range(3))
     whole.fit(DATA, max_epochs=1)
     first.fit(DATA, max_steps=2)
     second.load(first.save(tmp_path / "saved"))
@@ -148,8 +135,7 @@ def test_what_was_logged_before_a_resume_is_in_the_history(tmp_path):
 ])  # fmt: skip
 def test_an_array_of_one_number_is_a_number(value):
     logs = Logs(on_train_batch_end__area=lambda t: value)
-    trainer = make(logs)
-    assert trainer.fit(DATA)["area"] == [2.0]
+    assert make(logs).fit(DATA)["area"] == [2.0]
 
 
 def test_outside_of_hooks_there_is_nothing_to_log_to():
@@ -161,23 +147,18 @@ def test_outside_of_hooks_there_is_nothing_to_log_to():
 
 
 def test_who_writes_into_the_metrics_of_an_epoch_is_told_to_log():
-    class Writes(Callback):
-        def on_train_epoch_end(self, trainer, metrics):
-            metrics["area"] = 1.0
-
+    writes = On(on_train_epoch_end=lambda trainer, metrics: metrics.update(area=1.0))
     with pytest.raises(ValueError, match=r"'area'.*`trainer\.log\(name, value\)`"):
-        make(EarlyStopping("area"), Writes()).fit(DATA)
+        make(EarlyStopping("area"), writes).fit(DATA)
 
 
 def test_a_hook_s_own_error_is_not_replaced_by_that_of_a_missing_value():
-    class Fails(Callback):
-        def on_train_epoch_end(self, trainer, metrics):
-            trainer.log("seen", 1.0)
-            raise KeyError("my own")
-            trainer.log("score", 2.0)
+    def fail(trainer, metrics):
+        trainer.log("seen", 1.0)
+        raise KeyError("my own")
 
     stopping = EarlyStopping("score", mode="max")
-    trainer = make(Fails(), stopping)
+    trainer = make(On(on_train_epoch_end=fail), stopping)
     with pytest.raises(KeyError, match="my own") as caught:
         trainer.fit(batches(8))
     assert any("nothing of that name is logged" in n for n in caught.value.__notes__)
