@@ -9,27 +9,18 @@ import pytest
 from toys import (
     RAGGED,
     Mlp,
-    NormNet,
     Recorder,
+    assert_equal_leaves,
     batches,
     cross_entropy,
     hand_written,
+    linear,
+    on_one_device,
     quiet,
     run,
 )
 
 from jaxdp import FSDP, Pmap, Sharded, SingleDevice, Trainer
-
-STRATEGIES = {
-    "sharded1": lambda: Sharded(1),
-    "sharded2": lambda: Sharded(2),
-    "sharded4": lambda: Sharded(4),
-    "sharded8": lambda: Sharded(),
-    "pmap1": lambda: Pmap(1),
-    "pmap2": lambda: Pmap(2),
-    "pmap4": lambda: Pmap(4),
-    "pmap8": lambda: Pmap(),
-}
 
 
 class Weak(eqx.Module):
@@ -50,31 +41,11 @@ def test_weakly_typed_leaves_are_the_same_in_all_layouts(tmp_path):
     losses, _ = run(FSDP(min_size=1), model, data=data, epochs=4)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
-    part = quiet(model, optax.adam(1e-2), loss="cross_entropy", strategy=FSDP())
+    part, rest = (on_one_device(model=model, strategy=FSDP()) for _ in range(2))
     part.fit(data, max_epochs=2)
-    part.save(tmp_path / "part")
-    rest = quiet(model, optax.adam(1e-2), loss="cross_entropy", strategy=FSDP())
-    rest.fit(data, max_epochs=4, ckpt_path=str(tmp_path / "part"))
+    rest.fit(data, max_epochs=4, ckpt_path=part.save(tmp_path / "part"))
     _, whole = run(FSDP(), model, data=data, epochs=4)
-    for ours, theirs in zip(
-        *map(jax.tree.leaves, (rest.state, whole.state)), strict=True
-    ):
-        np.testing.assert_array_equal(ours, theirs)
-
-
-@pytest.fixture(scope="module")
-def single():
-    return run(SingleDevice(), metrics=["accuracy"])
-
-
-@pytest.mark.slow_but("sharded8")
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_fifty_steps_with_dropout_and_ragged_tails_equal_one_device(name, single):
-    losses, trainer = run(STRATEGIES[name](), metrics=["accuracy"])
-    assert len(losses) == 50
-    np.testing.assert_allclose(losses, single[0], rtol=1e-5)
-    np.testing.assert_allclose(trainer.history["loss"], single[1].history["loss"], 1e-5)
-    assert trainer.history["accuracy"] == pytest.approx(single[1].history["accuracy"])
+    assert_equal_leaves(rest.state, whole.state)
 
 
 @pytest.mark.slow_but("SingleDevice")
@@ -100,8 +71,7 @@ def test_row_counts_are_sent_to_the_devices_once_for_each_size(strategy, monkeyp
 
 def test_batches_are_not_padded_to_one_that_was_refused():
     def losses(*before):
-        recorder, adam = Recorder(), optax.adam(1e-2)
-        trainer = quiet(Mlp(jax.random.key(0)), adam, callbacks=[recorder])
+        trainer = on_one_device(recorder := Recorder(), strategy=Sharded())
         for data in before:
             with pytest.raises(ValueError, match="labels must be 0 to"):
                 trainer.fit(data)
@@ -120,9 +90,7 @@ def test_batches_are_not_padded_to_one_that_does_not_compile():
             raise ValueError("too many rows")
         return jnp.square(jax.vmap(model)(x) - y).mean(-1)
 
-    model = eqx.nn.Linear(4, 4, key=jax.random.key(0))
-    options = {"strategy": SingleDevice(), "enable_progress_bar": False}
-    trainer = Trainer(model, loss_fn=loss_fn, **options)
+    trainer = quiet(linear(4, 4), loss_fn=loss_fn, strategy=SingleDevice())
     few, many = np.ones((8, 4), np.float32), np.ones((64, 4), np.float32)
     trainer.fit([(few, few)])
     with pytest.raises(ValueError, match="too many rows"):
@@ -179,11 +147,8 @@ def test_losses_equal_a_hand_written_loop(strategy):
     trained, expected = hand_written(model, optax.adam(1e-2), data, 3, cross_entropy)
     losses, trainer = run(strategy(), model, epochs=3)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
-    for ours, theirs in zip(
-        jax.tree.leaves(eqx.filter(trainer.model, eqx.is_array)),
-        jax.tree.leaves(eqx.filter(trained, eqx.is_array)),
-        strict=True,
-    ):
+    arrays = (eqx.filter(model, eqx.is_array) for model in (trainer.model, trained))
+    for ours, theirs in zip(*map(jax.tree.leaves, arrays), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
@@ -221,17 +186,6 @@ def test_metrics_and_predictions_count_every_row_once(strategy):
     assert isinstance(predicted, np.ndarray)
     np.testing.assert_allclose(predicted, logits, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(trainer.predict([x for x, _ in data]), predicted)
-
-
-@pytest.mark.slow
-def test_batch_norm_sees_all_rows():
-    def norm_run(strategy):
-        model, state = eqx.nn.make_with_state(NormNet)(jax.random.key(0))
-        return run(strategy, model, epochs=2, state=state)[0]
-
-    alone = norm_run(SingleDevice())
-    np.testing.assert_allclose(norm_run(Pmap()), alone, rtol=1e-5)
-    np.testing.assert_allclose(norm_run(Sharded()), alone, rtol=1e-5)
 
 
 @pytest.mark.slow_but("Pmap")
@@ -296,14 +250,10 @@ def test_a_loop_inside_a_loop_has_the_numbers_of_jax():
         return jax.vmap(accumulate)(jax.vmap(model)(x)[:, 0]).sum(axis=1) ** 2
 
     ((x, y),) = batches(8)
-    model = eqx.nn.Linear(4, 3, key=jax.random.key(0))
-    loss, grads = eqx.filter_value_and_grad(lambda model: loss_fn(model, x, y).mean())(
-        model
-    )
-    trainer = Trainer(
-        model, optax.sgd(1.0), loss_fn=loss_fn, strategy=SingleDevice(),
-        enable_progress_bar=False,
-    )  # fmt: skip
+    model = linear()
+    mean = eqx.filter_value_and_grad(lambda model: loss_fn(model, x, y).mean())
+    loss, grads = mean(model)
+    trainer = quiet(model, optax.sgd(1.0), loss_fn=loss_fn, strategy=SingleDevice())
     assert trainer.fit([(x, y)])["loss"][0] == pytest.approx(float(loss), rel=1e-6)
     np.testing.assert_allclose(
         trainer.model.weight, model.weight - grads.weight, rtol=1e-5, atol=1e-7
@@ -318,12 +268,9 @@ def mean_over_a_mask(model, x, y, mask):
 def test_a_mask_is_never_all_false_where_a_window_lacks_a_batch():
     x = np.random.default_rng(0).normal(size=(24, 4)).astype(np.float32)
     data = [(part, np.sin(part)) for part in np.split(x, 3)]
-    model = eqx.nn.Linear(4, 4, key=jax.random.key(0))
+    options = {"strategy": SingleDevice(), "accumulate_grad_batches": 2}
     losses = [
-        quiet(
-            model, optax.sgd(0.1), strategy=SingleDevice(), accumulate_grad_batches=2,
-            **loss,
-        ).fit(data)["loss"]
+        quiet(linear(4, 4), optax.sgd(0.1), **options, **loss).fit(data)["loss"]
         for loss in ({"loss_fn": mean_over_a_mask}, {"loss": "mse"})
-    ]  # fmt: skip
+    ]
     np.testing.assert_allclose(*losses, rtol=1e-6)
