@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from toys import batches
+from toys import batches, linear, make_small
 
 from jaxdp import FSDP, Bitwise, PassMetric, Pmap, Sharded, SingleDevice, Trainer
 from jaxdp.callbacks import EarlyStopping, ModelCheckpoint
@@ -19,11 +19,8 @@ TARGETS = np.concatenate([y for _, y in DATA])
 
 def make(metrics, strategy=None, **options):
     options = {"loss": "cross_entropy"} | options
-    model = eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0))
-    return Trainer(
-        model, optax.adam(0.05), metrics=metrics, strategy=strategy,
-        enable_progress_bar=False, **options,
-    )  # fmt: skip
+    options |= {"metrics": metrics, "strategy": strategy}
+    return make_small(None, optax.adam(0.05), **options)
 
 
 def probabilities(logits):
@@ -133,7 +130,7 @@ def test_monitors_and_saves_by_it_in_one_forward_pass(tmp_path):
     stop = EarlyStopping("val_area_best", patience=2, mode="max", verbose=False)
     saver = ModelCheckpoint(tmp_path, monitor="val_area_best", mode="max")
     trainer = Trainer(
-        Counted(eqx.nn.Linear(4, 3, key=jax.random.key(0))), strategy=SingleDevice(),
+        Counted(linear()), strategy=SingleDevice(),
         metrics={"area": PassMetric(lambda p, y: {"best": values.pop(0)})},
         callbacks=[stop, saver], enable_progress_bar=False,
     )  # fmt: skip
