@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from toys import batches, make_small, mlp_trainer
+from toys import RAGGED, On, batches, fail_with, make_small, mlp_trainer
 
-from jaxdp import Callback, Sharded, SingleDevice
+from jaxdp import Sharded, SingleDevice
 from jaxdp.callbacks import (
     CSVLogger,
     DonateBuffers,
@@ -16,75 +16,67 @@ from jaxdp.callbacks.base import HOOKS
 METHODS = "validate", "test", "predict"
 
 
-class Hears(Callback):
-    """Writes down which hooks run, but for those of single batches."""
-
-    def __init__(self):
-        self.heard = []
-
-
-for _name in HOOKS:
-    if "batch" not in _name and _name != "on_boundary":
-        setattr(Hears, _name, lambda self, *_, name=_name: self.heard.append(name))
+def hears():
+    """A callback, and which of its hooks have run, but for those of single batches."""
+    heard = []
+    names = [name for name in HOOKS if "batch" not in name and name != "on_boundary"]
+    return On(**{n: lambda *_, name=n: heard.append(name) for n in names}), heard
 
 
 @pytest.mark.parametrize("method, doing", [
     ("validate", "validation"), ("test", "test"), ("predict", "predict"),
 ])  # fmt: skip
 def test_callbacks_are_set_up_and_hear_of_a_pass(method, doing):
-    trainer = make_small(callbacks=[hears := Hears()])
+    callback, heard = hears()
+    trainer = make_small(callbacks=[callback])
     getattr(trainer, method)(batches(8))
     around = [f"on_{doing}_start", f"on_{doing}_end"]
-    assert hears.heard == ["setup", *around, "teardown"]
+    assert heard == ["setup", *around, "teardown"]
 
     # What goes wrong, wherever.
     for loader, most in ((None, 1), ([], 2), ([(1, 2, 3)], 2)):
-        hears.heard.clear()
+        heard.clear()
         with pytest.raises((TypeError, ValueError)):
             getattr(trainer, method)(loader)
         before = ["setup", around[0]][:most]
-        assert hears.heard == [*before, "on_exception", "teardown"], loader
+        assert heard == [*before, "on_exception", "teardown"], loader
 
 
 def test_a_fit_ends_with_teardown_however_it_ends():
-    trainer = make_small(callbacks=[hears := Hears()])
+    callback, heard = hears()
+    trainer = make_small(callbacks=[callback])
     trainer.fit(batches(8))
-    assert hears.heard[0] == "setup" and hears.heard[-2:] == ["on_fit_end", "teardown"]
+    assert heard[0] == "setup" and heard[-2:] == ["on_fit_end", "teardown"]
 
-    hears.heard.clear()
+    heard.clear()
     with pytest.raises(ValueError):
         trainer.fit([], max_epochs=2)
-    assert hears.heard == ["setup", "on_exception", "on_fit_end", "teardown"]
+    assert heard == ["setup", "on_exception", "on_fit_end", "teardown"]
 
-    hears.heard.clear()
+    heard.clear()
     assert len([*trainer.steps(batches(8, 8))]) == 2
-    assert (hears.heard[0], hears.heard[-1]) == ("setup", "teardown")
+    assert (heard[0], heard[-1]) == ("setup", "teardown")
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_setup_that_fails_before_a_pass_reaches_on_exception(method):
-    class Fails(Callback):
-        def setup(self, trainer):
-            raise OSError("no such disk")
-
-        def on_exception(self, trainer, exception):
-            self.exception = exception
-
-    trainer = make_small(callbacks=[fails := Fails()])
-    with pytest.raises(OSError, match="no such disk") as caught:
+    seen, wrong = [], OSError("no such disk")
+    keep = On(on_exception=lambda trainer, exception: seen.append(exception))
+    trainer = make_small(callbacks=[On(setup=fail_with(wrong)), keep])
+    with pytest.raises(OSError, match="no such disk"):
         getattr(trainer, method)(batches(8))
-    assert fails.exception is caught.value
+    assert seen == [wrong]
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_pass_inside_a_fit_sets_nothing_up_again(method):
-    class Passes(Callback):
-        def on_train_epoch_end(self, trainer, metrics):
-            getattr(trainer, method)(batches(8))
+    def look(trainer, metrics):
+        getattr(trainer, method)(batches(8))
 
-    trainer = make_small(callbacks=[hears := Hears(), Passes()])
+    callback, heard = hears()
+    trainer = make_small(callbacks=[callback, On(on_train_epoch_end=look)])
     trainer.fit(batches(8))
-    assert hears.heard == [
+    assert heard == [
         "setup", "on_fit_start", "on_train_epoch_start", "on_train_epoch_end",
         "on_fit_end", "teardown",
     ]  # fmt: skip
@@ -143,49 +135,34 @@ def test_a_pass_may_be_limited(limit, rows):
 
 
 def test_what_is_logged_in_a_test_is_among_its_values():
-    class Logs(Callback):
-        def on_test_end(self, trainer, metrics):
-            trainer.log("test_double", 2 * metrics["test_loss"])
+    def log(trainer, metrics):
+        trainer.log("test_double", 2 * metrics["test_loss"])
 
-    found = make_small(callbacks=[Logs()]).test(batches(8))
+    found = make_small(callbacks=[On(on_test_end=log)]).test(batches(8))
     assert found["test_double"] == 2 * found["test_loss"]
 
 
 @pytest.mark.parametrize("strategy", [SingleDevice(), Sharded(4)])
 def test_a_callback_gets_the_predictions_of_each_batch(strategy):
-    class Keeps(Callback):
-        def __init__(self):
-            self.kept = []
+    kept, data = {}, batches(*RAGGED)
 
-        def on_predict_batch_end(self, trainer, outputs, batch_idx):
-            self.kept.append((batch_idx, outputs))
+    def keep(trainer, outputs, batch_idx):
+        kept[batch_idx] = outputs
 
-    data = batches(16, 16, 16, 16, 5)
-    trainer = mlp_trainer(keeps := Keeps(), strategy=strategy)
+    trainer = mlp_trainer(On(on_predict_batch_end=keep), strategy=strategy)
     predicted = trainer.predict(data)
-    numbers, rows = zip(*keeps.kept, strict=True)
-    assert numbers == (0, 1, 2, 3, 4)
-    assert [len(of_batch) for of_batch in rows] == [16, 16, 16, 16, 5]
-    assert all(type(of_batch) is np.ndarray for of_batch in rows)
-    np.testing.assert_array_equal(np.concatenate(rows), predicted)
-
-    keeps.kept.clear()
-    assert trainer.predict(data, return_predictions=False) is None
-    numbers, rows = zip(*keeps.kept, strict=True)
-    assert numbers == (0, 1, 2, 3, 4)
-    np.testing.assert_array_equal(np.concatenate(rows), predicted)
+    for returns in (True, False):
+        if not returns:
+            kept.clear()
+            assert trainer.predict(data, return_predictions=False) is None
+        assert [*kept] == [0, 1, 2, 3, 4]
+        assert all(type(rows) is np.ndarray for rows in kept.values())
+        assert tuple(map(len, kept.values())) == RAGGED
+        np.testing.assert_array_equal(np.concatenate([*kept.values()]), predicted)
+        with pytest.raises(ValueError, match="no batches"):
+            trainer.predict([], return_predictions=returns)
 
 
 def test_predictions_that_nothing_gets_are_refused():
     with pytest.raises(ValueError, match="`return_predictions`.*on_predict_batch_end"):
         mlp_trainer().predict(batches(8), return_predictions=False)
-
-
-def test_a_pass_without_batches_is_told_with_and_without_a_result():
-    class Listens(Callback):
-        def on_predict_batch_end(self, trainer, predictions, batch_idx):
-            pass
-
-    for returns in (True, False):
-        with pytest.raises(ValueError, match="no batches"):
-            mlp_trainer(Listens()).predict([], return_predictions=returns)
