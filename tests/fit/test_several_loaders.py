@@ -1,13 +1,10 @@
 """Validation on several loaders, each by its name."""
 
-import equinox as eqx
 import jax
 import numpy as np
-import optax
 import pytest
-from toys import batches
+from toys import On, batches, make_small
 
-from jaxdp import Callback, Trainer
 from jaxdp.callbacks import CSVLogger, ModelCheckpoint
 
 DATA = batches(16, 16, 5)
@@ -16,54 +13,37 @@ BOTH = {"clean": CLEAN, "shifted": SHIFTED}
 
 
 def make(*callbacks, **options):
-    return Trainer(
-        eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0)),
-        optax.adam(1e-2),
-        loss="cross_entropy",
-        metrics=["accuracy"],
-        callbacks=callbacks,
-        enable_progress_bar=False,
-        **options,
-    )
-
-
-class Heard(Callback):
-    def __init__(self):
-        self.starts, self.batches, self.ends = 0, [], []
-
-    def on_validation_start(self, trainer):
-        self.starts += 1
-
-    def on_validation_batch_end(self, trainer, batch_idx):
-        self.batches.append(batch_idx)
-
-    def on_validation_end(self, trainer, metrics):
-        self.ends.append(dict(metrics))
+    return make_small(callbacks=callbacks, metrics=["accuracy"], **options)
 
 
 def test_each_has_the_means_that_it_has_alone(tmp_path):
-    heard = Heard()
+    starts, numbers, ends = [], [], []
+    hears = On(
+        on_validation_start=starts.append,
+        on_validation_batch_end=lambda trainer, batch_idx: numbers.append(batch_idx),
+        on_validation_end=lambda trainer, metrics: ends.append(dict(metrics)),
+    )
     saver = ModelCheckpoint(tmp_path, monitor="val_shifted_loss")
-    trainer = make(heard, saver, CSVLogger(tmp_path / "logs"))
+    trainer = make(hears, saver, CSVLogger(tmp_path / "logs"))
     history = trainer.fit(DATA, BOTH, max_epochs=2)
     alone = {name: trainer.validate(each) for name, each in BOTH.items()}
-    heard.ends = []
+    ends.clear()
     found = trainer.validate(BOTH)
     expected = {
         name.replace("val", f"val_{which}", 1): value
         for which, values in alone.items()
         for name, value in values.items()
     }
-    assert found == expected == heard.ends[0]
+    assert found == expected == ends[0]
     assert {name: history[name][-1] for name in expected} == expected
     assert "val_loss" not in history.state_dict()["metrics"]
     tested = {name.replace("val", "test", 1): v for name, v in expected.items()}
     assert trainer.test(BOTH) == tested
 
     # In a fit callbacks hear of one validation.
-    heard.starts, heard.batches = 0, []
+    starts.clear(), numbers.clear()
     trainer.fit(DATA, BOTH, max_epochs=3, limit_val_batches=1)
-    assert heard.starts == 1 and heard.batches == [0, 1]
+    assert len(starts) == 1 and numbers == [0, 1]
 
 
 def test_mistakes_are_told():
@@ -86,8 +66,7 @@ def test_names_that_would_be_the_same_are_refused():
         each = jax.vmap(model)(x).sum(-1)
         return each, {"b_loss": each}
 
-    model = eqx.nn.Linear(4, 3, key=jax.random.key(0))
-    trainer = Trainer(model, loss_fn=loss_fn, enable_progress_bar=False)
+    trainer = make_small(loss_fn=loss_fn)
     with pytest.raises(ValueError, match="val_a_b_loss.*Rename the loader"):
         trainer.fit(DATA, {"a": CLEAN, "a_b": CLEAN})
 
