@@ -8,17 +8,24 @@ import optax
 import pytest
 from toys import (
     RAGGED,
+    At,
     Deep,
     Mlp,
+    On,
     Recorder,
     batches,
+    bits,
     cross_entropy,
     hand_written,
+    linear,
+    linear_on_one_device,
+    mlp,
+    on_one_device,
     quiet,
     run,
 )
 
-from jaxdp import FSDP, Callback, Pmap, Sharded, SingleDevice, Trainer, per_example
+from jaxdp import FSDP, Pmap, Sharded, SingleDevice, Trainer, per_example
 from jaxdp.callbacks import WeightAveraging
 
 
@@ -31,11 +38,9 @@ def test_the_users_model_is_never_deleted_or_changed(strategy, own):
     model = jax.tree.map(
         lambda x: own(x) if eqx.is_array(x) else x, Mlp(jax.random.key(0))
     )
-    before = jax.tree.map(lambda x: np.array(x) if eqx.is_array(x) else x, model)
+    before = bits(eqx.filter(model, eqx.is_array))
     run(strategy(), model, epochs=1)
-    assert eqx.tree_equal(
-        jax.tree.map(lambda x: np.array(x) if eqx.is_array(x) else x, model), before
-    )
+    assert bits(eqx.filter(model, eqx.is_array)) == before
 
 
 @pytest.mark.slow_but("optimizer2", "optimizer5")
@@ -49,15 +54,13 @@ def test_the_users_model_is_never_deleted_or_changed(strategy, own):
     optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau(patience=1)),
 ])  # fmt: skip
 def test_optimizers_whose_state_holds_parameters_or_numbers_compile_once(optimizer):
-    model = eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0))
     traces = []
 
     def loss_fn(model, x, y):
         traces.append(1)
-        logits = jax.vmap(model)(x)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, y)
+        return cross_entropy(model, x, y)
 
-    trainer = quiet(model, optimizer, loss_fn=loss_fn)
+    trainer = quiet(mlp(), optimizer, loss_fn=loss_fn)
     trainer.fit(batches(16, 16, 16), max_epochs=3)
     assert np.isfinite(trainer.history["loss"]).all()
     assert len(traces) == 1
@@ -66,16 +69,16 @@ def test_optimizers_whose_state_holds_parameters_or_numbers_compile_once(optimiz
 def test_trainer_model_is_live_during_and_after_a_fit_and_after_an_error():
     kept = []
 
-    class Keep(Callback):
-        def on_train_batch_end(self, trainer, metrics, batch_idx):
-            kept.append(trainer.model)
-            if len(kept) == 4:
-                raise RuntimeError("stop here")
+    def keep(trainer, metrics, batch_idx):
+        kept.append(trainer.model)
+        if len(kept) == 4:
+            raise RuntimeError("stop here")
 
-    trainer = quiet(Mlp(jax.random.key(0)), loss="cross_entropy", callbacks=[Keep()])
+    keeps = On(on_train_batch_end=keep)
+    trainer = quiet(Mlp(jax.random.key(0)), loss="cross_entropy", callbacks=[keeps])
     with pytest.raises(RuntimeError, match="stop here") as caught:
         trainer.fit(batches(*RAGGED))
-    assert any("Keep in on_train_batch_end" in note for note in caught.value.__notes__)
+    assert any("keep in on_train_batch_end" in note for note in caught.value.__notes__)
     weights = [np.asarray(model.first.weight) for model in [*kept, trainer.model]]
     assert not (weights[0] == weights[3]).all()
     np.testing.assert_array_equal(weights[3], weights[4])
@@ -85,8 +88,8 @@ def test_trainer_model_is_live_during_and_after_a_fit_and_after_an_error():
 @pytest.mark.parametrize("is_fitted", [False, True])
 def test_trainer_model_has_values_inside_functions_that_jax_traces(is_fitted):
     trainer = Trainer(
-        eqx.nn.Linear(4, 2, key=jax.random.key(0)), strategy=FSDP(min_size=1),
-        loss="mse", callbacks=[WeightAveraging(0.5)], enable_progress_bar=False,
+        linear(4, 2), strategy=FSDP(min_size=1), loss="mse",
+        callbacks=[WeightAveraging(0.5)], enable_progress_bar=False,
     )  # fmt: skip
     x = np.ones((8, 4), np.float32)
     if is_fitted:
@@ -103,8 +106,27 @@ def test_trainer_model_has_values_inside_functions_that_jax_traces(is_fitted):
     trainer.fit([(x, x[:, :2])], max_epochs=3)
 
 
-@pytest.mark.parametrize("strategy", [SingleDevice, Sharded, Pmap, FSDP])
-def test_a_fit_traces_its_step_once_whatever_the_tail(strategy):
+@pytest.mark.parametrize("strategy, data, options, shapes", [
+    (Sharded, RAGGED, {}, [(16, 4), (5, 4)]),
+    (SingleDevice, [16] * 8, {"accumulate_grad_batches": 2}, [(16, 4)]),
+    (SingleDevice, [16] * 8, {"steps_per_execution": 2}, [(16, 4)]),
+    (SingleDevice, [16] * 8,
+     {"steps_per_execution": 2, "accumulate_grad_batches": 2}, [(16, 4)]),
+])  # fmt: skip
+def test_a_loss_of_a_batch_is_traced_once_for_each_size(
+    strategy, data, options, shapes
+):
+    traces = []
+
+    def loss_fn(model, x, y):
+        traces.append(x.shape)
+        return cross_entropy(eqx.nn.inference_mode(model), x, y)
+
+    run(strategy(), data=batches(*data), epochs=3, loss_fn=loss_fn, **options)
+    assert traces == shapes
+
+
+def test_a_loss_of_one_example_is_traced_once_for_all_sizes_and_fits():
     traces = []
 
     @per_example
@@ -112,37 +134,9 @@ def test_a_fit_traces_its_step_once_whatever_the_tail(strategy):
         traces.append(x.shape)
         return optax.softmax_cross_entropy_with_integer_labels(model(x, key=key), y)
 
-    _, trainer = run(strategy(), epochs=3, loss_fn=loss_fn)
-    assert len(traces) == 1
+    _, trainer = run(FSDP(), epochs=3, loss_fn=loss_fn)
     trainer.fit(batches(*RAGGED), max_epochs=5)
     assert len(traces) == 1
-
-
-@pytest.mark.parametrize("several", [
-    {"accumulate_grad_batches": 2},
-    {"steps_per_execution": 2},
-    {"steps_per_execution": 2, "accumulate_grad_batches": 2},
-])  # fmt: skip
-def test_a_loop_over_batches_is_traced_once(several):
-    traces = []
-
-    def loss_fn(model, x, y):
-        traces.append(x.shape)
-        return cross_entropy(eqx.nn.inference_mode(model), x, y)
-
-    run(SingleDevice(), data=batches(*[16] * 8), loss_fn=loss_fn, **several)
-    assert traces == [(16, 4)]
-
-
-def test_a_loss_of_a_batch_is_traced_once_for_each_size():
-    traces = []
-
-    def loss_fn(model, x, y):
-        traces.append(x.shape)
-        return cross_entropy(eqx.nn.inference_mode(model), x, y)
-
-    run(Sharded(), epochs=3, loss_fn=loss_fn)
-    assert traces == [(16, 4), (5, 4)]
 
 
 def test_the_loop_reads_no_value_from_the_device(monkeypatch):
@@ -156,16 +150,13 @@ def test_the_loop_reads_no_value_from_the_device(monkeypatch):
         reads.append(self.shape)
         return original.fget(self)
 
-    class Count(Callback):
-        def on_train_epoch_start(self, trainer):
-            reads.clear()
-
-        def on_train_batch_end(self, trainer, metrics, batch_idx):
-            steps.append(len(reads))
-
+    count = On(
+        on_train_epoch_start=lambda trainer: reads.clear(),
+        on_train_batch_end=lambda *_: steps.append(len(reads)),
+    )
     monkeypatch.setattr(ArrayImpl, "_value", property(counted))
     model = Mlp(jax.random.key(0))
-    trainer = Trainer(model, loss="cross_entropy", callbacks=[Count()])
+    trainer = Trainer(model, loss="cross_entropy", callbacks=[count])
     trainer.fit(batches(*[16] * 30), max_epochs=2)
     assert len(steps) == 60
     assert not any(steps), reads
@@ -181,47 +172,6 @@ def test_donated_state_is_overwritten_in_place():
     memory = trainer.compiled_train_step().memory_analysis()
     held = sum(x.addressable_data(0).nbytes for x in jax.tree.leaves(trainer.state))
     assert memory.alias_size_in_bytes == held
-
-
-def test_frozen_leaves_stay_bit_equal_and_out_of_the_optimizer():
-    model = Mlp(jax.random.key(0))
-    spec = jax.tree.map(lambda _: False, model)
-    spec = eqx.tree_at(lambda m: m.last.weight, spec, True)
-    _, trainer = run(Sharded(), model, epochs=2, filter_spec=spec)
-    assert (trainer.model.first.weight == model.first.weight).all()
-    assert not (trainer.model.last.weight == model.last.weight).all()
-    shapes = {leaf.shape for leaf in jax.tree.leaves(trainer.state.opt_state)}
-    assert shapes == {(), (3, 16)}
-
-
-def test_shared_parameters_stay_shared():
-    class Tied(eqx.Module):
-        shared: eqx.nn.Shared
-
-        def __init__(self, key):
-            keys = jax.random.split(key)
-            pair = eqx.nn.Linear(4, 4, key=keys[0]), eqx.nn.Linear(4, 4, key=keys[1])
-            self.shared = eqx.nn.Shared(
-                pair, lambda pair: pair[1].weight, lambda pair: pair[0].weight
-            )
-
-        def __call__(self, x):
-            first, second = self.shared()
-            return second(jax.nn.relu(first(x)))[:3]
-
-    _, trainer = run(Sharded(), Tied(jax.random.key(0)), epochs=2)
-    first, second = trainer.model.shared()
-    assert (first.weight == second.weight).all()
-
-
-def test_steps_gives_the_loop_to_the_caller():
-    expected, _ = run(SingleDevice(), epochs=2)
-    trainer = quiet(Mlp(jax.random.key(0)), optax.adam(1e-2), loss="cross_entropy")
-    found = []
-    for _ in range(2):
-        found += [float(m["loss"]) for m in trainer.steps(batches(*RAGGED))]
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
-    assert (trainer.global_step, trainer.current_epoch) == (10, 2)
 
 
 @pytest.mark.parametrize("as_iterator", [False, True])
@@ -242,65 +192,68 @@ def test_an_epoch_cut_short_is_gone_on_with_by_the_next_fit(as_iterator):
     assert trainer.history["loss"] == expected.history["loss"]
 
 
-def test_validation_follows_its_interval_and_its_epochs():
-    class Seen(Callback):
-        def __init__(self):
-            self.steps = []
-
-        def on_validation_end(self, trainer, metrics):
-            self.steps.append(trainer.global_step)
-
-    class Unsized:
-        def __iter__(self):
-            return iter(batches(*[8] * 6))
-
-    def steps_with(loader=None, **options):
-        seen = Seen()
-        model = eqx.nn.Linear(4, 3, key=jax.random.key(0))
-        trainer = quiet(model, loss="cross_entropy", callbacks=[seen])
-        trainer.fit(loader or batches(*[8] * 6), batches(8), **options)
-        return seen.steps
-
-    assert steps_with(max_epochs=3) == [6, 12, 18]
-    for loader in (batches(*[8] * 6), Unsized()):
-        assert steps_with(loader, max_epochs=2, val_check_interval=1.0) == [6, 12]
-    assert steps_with(max_epochs=3, check_val_every_n_epoch=2) == [12, 18]
-    assert steps_with(max_epochs=5, check_val_every_n_epoch=10) == [30]
-    assert steps_with(max_epochs=2, val_check_interval=4) == [4, 6, 10, 12]
-    assert steps_with(max_steps=9, val_check_interval=4) == [4, 6, 9]
-    assert steps_with(max_steps=8, val_check_interval=2) == [2, 4, 6, 8]
-    assert steps_with(max_epochs=2, val_check_interval=0.5) == [3, 6, 9, 12]
-    assert steps_with(val_check_interval=0.05) == [1, 2, 3, 4, 5, 6]
-    assert steps_with(
-        max_epochs=2, val_check_interval=3, check_val_every_n_epoch=2
-    ) == [9, 12]
-    assert steps_with(max_steps=4) == [4]
-    assert steps_with(limit_val_batches=0) == []
-    assert steps_with(fast_dev_run=True, val_check_interval=4) == [1]
-    assert steps_with(fast_dev_run=2, check_val_every_n_epoch=3) == [2]
+class Unsized:
+    def __iter__(self):
+        return iter(batches(*[8] * 6))
 
 
-def test_limits_and_dev_runs():
-    def steps_with(**options):
-        model = eqx.nn.Linear(4, 3, key=jax.random.key(0))
-        trainer = quiet(model, loss="cross_entropy")
-        trainer.fit(batches(*[8] * 6), batches(8, 8), **options)
-        return trainer.global_step, trainer.current_epoch
+SIX = batches(*[8] * 6)
 
-    assert steps_with(limit_train_batches=2, max_epochs=2) == (4, 2)
-    assert steps_with(limit_train_batches=0.5) == (3, 1)
-    assert steps_with(fast_dev_run=True, max_epochs=9) == (1, 1)
-    assert steps_with(fast_dev_run=2) == (2, 1)
-    trainer = quiet(eqx.nn.Linear(4, 3, key=jax.random.key(0)), loss="cross_entropy")
-    trainer.fit(batches(*[8] * 6), max_steps=3)
-    trainer.fit(batches(*[8] * 6), fast_dev_run=2)
+
+@pytest.mark.parametrize("fit, steps", [
+    ({"max_epochs": 3}, [6, 12, 18]),
+    ({"max_epochs": 2, "val_check_interval": 1.0}, [6, 12]),
+    ({"max_epochs": 2, "val_check_interval": 1.0, "train_loader": Unsized()}, [6, 12]),
+    ({"max_epochs": 3, "check_val_every_n_epoch": 2}, [12, 18]),
+    ({"max_epochs": 5, "check_val_every_n_epoch": 10}, [30]),
+    ({"max_epochs": 2, "val_check_interval": 4}, [4, 6, 10, 12]),
+    ({"max_steps": 9, "val_check_interval": 4}, [4, 6, 9]),
+    ({"max_steps": 8, "val_check_interval": 2}, [2, 4, 6, 8]),
+    ({"max_epochs": 2, "val_check_interval": 0.5}, [3, 6, 9, 12]),
+    ({"val_check_interval": 0.05}, [1, 2, 3, 4, 5, 6]),
+    ({"max_epochs": 2, "val_check_interval": 3, "check_val_every_n_epoch": 2}, [9, 12]),
+    ({"max_steps": 4}, [4]),
+    ({"limit_val_batches": 0}, []),
+    ({"fast_dev_run": True, "val_check_interval": 4}, [1]),
+    ({"fast_dev_run": 2, "check_val_every_n_epoch": 3}, [2]),
+])  # fmt: skip
+def test_validation_follows_its_interval_and_its_epochs(fit, steps):
+    seen = []
+    trainer = linear_on_one_device(
+        On(on_validation_end=lambda trainer, _: seen.append(trainer.global_step))
+    )
+    trainer.fit(**{"train_loader": SIX, "val_loader": batches(8)} | fit)
+    assert seen == steps
+
+
+@pytest.mark.parametrize("fit, steps, epochs", [
+    ({"limit_train_batches": 2, "max_epochs": 2}, 4, 2),
+    ({"limit_train_batches": 0.5}, 3, 1),
+    ({"fast_dev_run": True, "max_epochs": 9}, 1, 1),
+    ({"fast_dev_run": 2}, 2, 1),
+    ({"max_steps": 9}, 9, 1),
+    ({"max_steps": -1}, 6, 1),
+    ({"max_time": 0}, 0, 0),
+    ({"overfit_batches": 2, "max_epochs": 3}, 6, 3),
+])  # fmt: skip
+def test_limits_and_dev_runs(fit, steps, epochs):
+    trainer = linear_on_one_device()
+    trainer.fit(SIX, batches(8, 8), **fit)
+    assert (trainer.global_step, trainer.current_epoch) == (steps, epochs)
+
+
+def test_dev_runs_are_epochs_of_their_own_and_minima_are_totals():
+    trainer = linear_on_one_device()
+    trainer.fit(SIX, max_steps=3)
+    trainer.fit(SIX, fast_dev_run=2)
     assert (trainer.global_step, trainer.current_epoch) == (5, 2)
-    trainer.fit(batches(*[8] * 6), max_steps=8)
+    trainer.fit(SIX, max_steps=8)
     trainer.fit(batches(8, 8), fast_dev_run=True)
     assert (trainer.global_step, trainer.current_epoch) == (9, 4)
-    assert steps_with(max_steps=9) == (9, 1)
-    assert steps_with(max_time=0) == (0, 0)
-    assert steps_with(overfit_batches=2, max_epochs=3) == (6, 3)
+    trainer.fit(batches(8, 8), max_epochs=5, min_steps=11)
+    assert trainer.global_step == 11
+    with pytest.raises(ValueError, match="`min_steps`=14 is more than the 13 steps"):
+        trainer.fit(batches(8, 8), max_epochs=6, min_steps=14)
 
 
 @pytest.mark.slow_but("SingleDevice-blocks", "FSDP-policy")
@@ -320,7 +273,7 @@ def test_remat_changes_no_number(strategy, remat):
     "remat", [True, jax.checkpoint_policies.dots_saveable], ids=["True", "policy"]
 )
 def test_remat_of_blocks_needs_some(remat):
-    model = eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0))
+    model = mlp()
     match = r"has none.*Stack\(.*there are layers\[0\], layers\[1\]"
     with pytest.raises(ValueError, match=match):
         Trainer(model, remat=remat)
@@ -328,45 +281,13 @@ def test_remat_of_blocks_needs_some(remat):
         Trainer(model, remat="body")
 
 
-class Indexing(eqx.Module):
-    """Looks at its layers, as well as calling them."""
-
-    body: eqx.nn.Sequential
-
-    def __init__(self, key):
-        layers = [
-            eqx.nn.Linear(4, 8, key=key),
-            eqx.nn.BatchNorm(8, axis_name="batch", mode="batch"),
-            eqx.nn.Linear(8, 3, key=key),
-        ]
-        self.body = eqx.nn.Sequential(layers)
-
-    def __call__(self, x, state):
-        assert len(self.body) == 3
-        assert isinstance(self.body, eqx.nn.Sequential)
-        assert isinstance(self.body[1], eqx.nn.BatchNorm)
-        return self.body(x, state)
-
-
-@pytest.mark.slow_cases("body")
-@pytest.mark.parametrize("remat", ["body", "body.layers*"])
-def test_recomputed_submodules_are_what_they_were(remat):
-    def losses(remat):
-        model, state = eqx.nn.make_with_state(Indexing)(jax.random.key(0))
-        return run(SingleDevice(), model, epochs=2, state=state, remat=remat)[0]
-
-    np.testing.assert_allclose(losses(remat), losses(False), rtol=1e-5)
-
-
 def test_gradient_clipping_is_by_global_norm():
     clip = optax.chain(optax.clip_by_global_norm(0.01), optax.sgd(1.0))
-    model = Mlp(jax.random.key(0), rate=0.0)
-    _, expected = hand_written(model, clip, batches(16, 16), 2, cross_entropy)
-    recorder = Recorder()
-    quiet(
-        model, optax.sgd(1.0), loss="cross_entropy", gradient_clip_val=0.01,
-        callbacks=[recorder],
-    ).fit(batches(16, 16), max_epochs=2)  # fmt: skip
+    data = batches(16, 16)
+    _, expected = hand_written(mlp(), clip, data, 2, cross_entropy)
+    options = {"optimizer": optax.sgd(1.0), "gradient_clip_val": 0.01}
+    trainer = on_one_device(recorder := Recorder(), model=mlp(), **options)
+    trainer.fit(data, max_epochs=2)
     np.testing.assert_allclose(recorder.losses, expected, rtol=1e-5)
 
 
@@ -374,8 +295,7 @@ def test_64_bits_are_kept_where_jax_is_told_to():
     with jax.enable_x64(True):
         model = eqx.nn.Linear(4, 3, key=jax.random.key(0), dtype=jnp.float64)
         x, y = batches(16)[0]
-        data = [(x.astype(np.float64) / 3, y)]
-        optimizer = optax.sgd(0.1)
+        data, optimizer = [(x.astype(np.float64) / 3, y)], optax.sgd(0.1)
         expected, _ = hand_written(model, optimizer, data, 3, cross_entropy)
         trainer = quiet(model, optimizer, loss="cross_entropy")
         trainer.fit(data, data, max_epochs=3)
@@ -400,15 +320,11 @@ def test_a_compilation_for_another_size_is_announced_with_the_leaf(caplog):
         return jnp.mean((jax.vmap(model)(x) - y) ** 2)
 
     x = np.random.default_rng(0).normal(size=(12, 4)).astype(np.float32)
-    model = eqx.nn.Linear(4, 4, key=jax.random.key(0))
-    trainer = Trainer(model, loss_fn=mean, strategy=SingleDevice())
+    trainer = Trainer(linear(4, 4), loss_fn=mean, strategy=SingleDevice())
     trainer.fit([(x, x), (x, x), (x[:7], x[:7])], [(x, x)], max_epochs=2)
-    said = [
-        r.getMessage() for r in caplog.records if "compiled again" in r.getMessage()
-    ]
-    assert len(said) == 1
-    assert said[0].startswith("the training step was compiled again, in ")
-    assert "because batch[0] was (12, 4) and is (7, 4)" in said[0]
+    (said,) = [text for text in caplog.messages if "compiled again" in text]
+    assert said.startswith("the training step was compiled again, in ")
+    assert "because batch[0] was (12, 4) and is (7, 4)" in said
 
 
 def test_a_mistake_in_validation_shows_before_the_first_step():
@@ -417,9 +333,7 @@ def test_a_mistake_in_validation_shows_before_the_first_step():
 
     x = np.ones((6, 4), np.float32)
     seen = Recorder()
-    trainer = Trainer(
-        eqx.nn.Linear(4, 4, key=jax.random.key(0)), loss_fn=wrong, callbacks=[seen]
-    )
+    trainer = Trainer(linear(4, 4), loss_fn=wrong, callbacks=[seen])
     with pytest.raises(Exception, match="3"):
         trainer.fit([(x, x)], [(x[:, :3], x[:, :3])])
     assert seen.losses == []
@@ -440,24 +354,11 @@ def test_what_an_optimizer_starts_from_is_never_computed_beside_the_state():
 
 
 def test_a_fit_that_is_stopped_between_epochs_is_validated():
-    class Ends(Callback):
-        def on_train_batch_end(self, trainer, metrics, batch_idx):
-            trainer.should_stop = trainer.global_step == 4  # the last of an epoch
+    def end(trainer):
+        trainer.should_stop = True
 
-    trainer = quiet(
-        eqx.nn.Linear(4, 3, key=jax.random.key(0)), loss="cross_entropy",
-        callbacks=[Ends()],
-    )  # fmt: skip
+    trainer = linear_on_one_device(At(4, end))  # the last of an epoch
     history = trainer.fit(
         batches(8, 8), batches(8), max_epochs=9, check_val_every_n_epoch=7
     )
     assert trainer.global_step == 4 and len(history["val_loss"]) == 2
-
-
-def test_a_minimum_of_steps_is_of_what_is_left():
-    trainer = quiet(eqx.nn.Linear(4, 3, key=jax.random.key(0)), loss="cross_entropy")
-    trainer.fit(batches(*[8] * 9))
-    trainer.fit(batches(8, 8), max_epochs=2, min_steps=11)
-    assert trainer.global_step == 11
-    with pytest.raises(ValueError, match="`min_steps`=14 is more than the 13 steps"):
-        trainer.fit(batches(8, 8), max_epochs=3, min_steps=14)
