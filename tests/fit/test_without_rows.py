@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec
-from toys import Recorder
+from toys import On, Recorder, quiet
 
 from jaxdp import (
     FSDP,
@@ -18,7 +18,6 @@ from jaxdp import (
     Sharded,
     SingleDevice,
     TensorParallel,
-    Trainer,
     Whole,
     ZeRO,
 )
@@ -60,12 +59,10 @@ def by_hand(loss=without_batch, steps=STEPS):
     return losses
 
 
-def trainer(loss_fn=without_batch, **options):
-    recorder = Recorder()
-    return recorder, Trainer(
-        net(), options.pop("optimizer", optax.adam(0.01)), loss_fn=loss_fn,
-        callbacks=[recorder], enable_progress_bar=False, **options,
-    )  # fmt: skip
+def trainer(loss_fn=without_batch, optimizer=None, **options):
+    recorder, optimizer = Recorder(), optimizer or optax.adam(0.01)
+    options |= {"loss_fn": loss_fn, "callbacks": [recorder]}
+    return recorder, quiet(net(), optimizer, **options)
 
 
 RULES = [("layers[0].weight", PartitionSpec("model"))]
@@ -112,17 +109,9 @@ def test_a_whole_counts_as_one_row(layout, batch, caplog):
 
 
 def test_batches_are_accumulated_and_seen_as_they_were_given():
-    seen = []
-
-    class Sees(Recorder):
-        def on_train_batch_start(self, trainer, batch, batch_idx):
-            seen.append(batch)
-
-    data = [Whole(POINTS), Whole(POINTS / 2)] * 3
-    found = Trainer(
-        net(), optax.adam(0.01), loss_fn=residual, accumulate_grad_batches=2,
-        callbacks=[recorder := Sees()], enable_progress_bar=False,
-    )  # fmt: skip
+    seen, data = [], [Whole(POINTS), Whole(POINTS / 2)] * 3
+    recorder, found = trainer(residual, accumulate_grad_batches=2)
+    found.callbacks += [On(on_train_batch_start=lambda trainer, b, _: seen.append(b))]
     found.fit(data, max_epochs=1)
 
     def both(model):
@@ -152,10 +141,8 @@ def test_epochs_parts_ensembles_and_own_loops():
     _, found = trainer(None, optimizer=parts)
     assert "first_loss" in found.fit(max_steps=2)
 
-    many = eqx.filter_vmap(
-        lambda key: eqx.nn.MLP("scalar", "scalar", 8, 1, key=key)
-    )(jax.random.split(jax.random.key(0), 2))  # fmt: skip
-    found = Trainer(many, loss_fn=without_batch, ensemble=2, enable_progress_bar=False)
+    many = jax.tree.map(lambda x: jnp.stack([x] * 2) if eqx.is_array(x) else x, net())
+    found = quiet(many, loss_fn=without_batch, ensemble=2)
     assert "loss[1]" in found.fit(max_steps=2)
 
     _, found = trainer()
