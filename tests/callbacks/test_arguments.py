@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from toys import batches
+from toys import On, batches
 from toys import linear_on_one_device as make
 
 from jaxdp import Callback
@@ -20,16 +20,6 @@ from jaxdp.callbacks import (
 )
 
 DATA = batches(8, 8, 8)
-
-
-class Leave(Callback):
-    """Changes the working directory at every step."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def on_train_batch_end(self, trainer, metrics, batch_idx):
-        os.chdir(self.path)
 
 
 def text(model):
@@ -55,19 +45,23 @@ def test_a_change_of_the_working_directory_splits_no_run(
     for folder in (first, second, first / "runs"):
         folder.mkdir()
     monkeypatch.chdir(first)
-    trainer = make(
-        Leave(second), callback(), default_root_dir="runs", log_every_n_steps=2
-    )
+    leave = On(on_train_batch_end=lambda *_: os.chdir(second))
+    options = {"default_root_dir": "runs", "log_every_n_steps": 2}
+    trainer = make(leave, callback(), **options)
     trainer.fit(DATA, DATA[:1], max_epochs=2)
     assert os.listdir(second) == []
     assert [name for name in os.listdir(first) if name != "runs"] == []
 
 
 def test_a_repr_has_the_arguments_that_differ_from_their_defaults(tmp_path):
+    class Mine(Callback):
+        def __init__(self, path):
+            self.path = path
+
+    assert repr(Mine(3)) == "Mine(path=3)"
     assert repr(NanGuard()) == "NanGuard()"
     assert repr(NanGuard("skip")) == "NanGuard(action='skip')"
     stopping = EarlyStopping("loss", patience=5)
     assert repr(stopping) == "EarlyStopping(monitor='loss', patience=5, mode='min')"
-    assert repr(Leave(3)) == "Leave(path=3)"
     assert repr(Samples(text)) == "Samples(make=text)"
     assert repr(CSVLogger(tmp_path)) == f"CSVLogger(dirpath={str(tmp_path)!r})"
