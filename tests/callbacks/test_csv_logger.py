@@ -7,9 +7,8 @@ import numpy as np
 import optax
 import pytest
 from logs import Losses, read
-from toys import batches, linear_trainer
+from toys import At, batches, linear_trainer
 
-from jaxdp import Callback
 from jaxdp.callbacks import CSVLogger, LearningRateMonitor
 
 
@@ -147,11 +146,10 @@ def test_the_metadata_has_arguments_versions_and_hardware(tmp_path):
 
 
 def test_the_metadata_has_the_error_of_a_failed_run(tmp_path):
-    class Fails(Callback):
-        def on_train_batch_end(self, trainer, metrics, batch_idx):
-            assert metadata(tmp_path)["status"] == "running"
-            raise RuntimeError("the cable was pulled")
+    def fail(trainer):
+        assert metadata(tmp_path)["status"] == "running"
+        raise RuntimeError("the cable was pulled")
 
     with pytest.raises(RuntimeError):
-        linear_trainer(CSVLogger(tmp_path), Fails()).fit(batches(8))
+        linear_trainer(CSVLogger(tmp_path), At(1, fail)).fit(batches(8))
     assert metadata(tmp_path)["status"] == "RuntimeError: the cable was pulled"
