@@ -11,7 +11,7 @@ import pytest
 from logs import read
 from toys import batches, cross_entropy, on_one_device
 
-from jaxdp import Callback, Pmap, Sharded, SingleDevice, Trainer
+from jaxdp import Pmap, Sharded, SingleDevice
 from jaxdp.callbacks import CSVLogger, GradientMonitor
 from jaxdp.callbacks.gradient_monitor import group_by_layer
 
@@ -114,31 +114,19 @@ def test_leaves_that_do_not_learn_are_named_once():
     assert monitor.never_updated == ["fixed.weight", "fixed.bias"]
 
 
-def late_rate(step):
-    return jnp.where(step < 3, 0.0, 0.1)
-
-
 def test_a_leaf_that_learns_late_is_not_named(recwarn):
+    def late_rate(step):
+        return jnp.where(step < 3, 0.0, 0.1)
+
     monitor = GradientMonitor(check_steps=6)
     trainer = make_trainer(monitor, optimizer=optax.sgd(late_rate))
     trainer.fit(batches(*[8] * 20))
     assert monitor.never_updated == monitor.dead == [] and not recwarn.list
 
 
-def test_a_failing_fit_keeps_its_own_error():
-    class Fails(Callback):
-        def on_train_batch_end(self, trainer, metrics, batch_idx):
-            if batch_idx == 2:
-                raise RuntimeError("the cable was pulled")
-
-    with pytest.raises(RuntimeError, match="the cable"):
-        make_trainer(GradientMonitor(), Fails()).fit(batches(*[8] * 5))
-
-
 def test_a_monitor_may_see_another_model_before_its_check():
     monitor = GradientMonitor(check_steps=10)
     for depth in (1, 2):
         model = eqx.nn.MLP(4, 3, 8, depth, key=jax.random.key(0))
-        trainer = Trainer(model, loss="cross_entropy", callbacks=[monitor])
-        trainer.fit(batches(*[8] * 4))
+        make_trainer(monitor, model=model).fit(batches(*[8] * 4))
     assert monitor.dead == []
