@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -10,17 +11,25 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toys import Recorder, batches, linear_on_one_device, on_one_device
+from toys import (
+    At,
+    On,
+    Recorder,
+    batches,
+    linear,
+    linear_on_one_device,
+    mlp,
+    on_one_device,
+)
 
-from jaxdp import Callback, Sharded, Trainer
+from jaxdp import Sharded
 from jaxdp.callbacks import ModelCheckpoint, NanGuard, StallWatch
 from jaxdp.step import IN_FLIGHT
 
 
-def make(*callbacks, lr=0.1, **options):
-    model = eqx.nn.Linear(4, 1, key=jax.random.key(0))
-    options = {"optimizer": optax.sgd(lr), "loss": "mse"} | options
-    return on_one_device(*callbacks, model=model, **options)
+def make(*callbacks, **options):
+    options = {"optimizer": optax.sgd(0.1), "loss": "mse"} | options
+    return on_one_device(*callbacks, model=linear(4, 1), **options)
 
 
 def data(bad=None):
@@ -127,16 +136,11 @@ def test_a_step_within_a_dispatch_is_skipped_or_stops_the_fit():
 @pytest.mark.parametrize("steps", [1, 8])
 @pytest.mark.parametrize("bad", [0, 17, 29])
 def test_ends_a_fit_as_should_stop_does(bad, steps, tmp_path):
-    class Ends(Callback):
-        exception, ended = None, 0
-
-        def on_exception(self, trainer, exception):
-            self.exception = exception
-
-        def on_fit_end(self, trainer):
-            self.ended += 1
-
-    guard, ends, saver = NanGuard("end"), Ends(), ModelCheckpoint(tmp_path)
+    seen, guard, saver = [], NanGuard("end"), ModelCheckpoint(tmp_path)
+    ends = On(
+        on_exception=lambda trainer, exception: seen.append(exception),
+        on_fit_end=lambda trainer: seen.append("end"),
+    )
     trainer = make(guard, ends, saver, steps_per_execution=steps)
     with pytest.warns(UserWarning, match=f"step {bad + 1} .*the fit ends") as told:
         history = trainer.fit(data(bad), data()[:1], max_epochs=9)
@@ -146,7 +150,7 @@ def test_ends_a_fit_as_should_stop_does(bad, steps, tmp_path):
         assert trainer.global_step == min(bad + 9, 30)
     assert np.isfinite(history["val_loss"][0]) and saver.last_model_path
     assert np.isfinite(trainer.model.weight).all()
-    assert ends.exception is None and ends.ended == 1
+    assert seen == ["end"]
     trainer.fit(data(), max_epochs=3)  # a second fit continues
     assert trainer.current_epoch == 3
 
@@ -157,13 +161,11 @@ def test_overflows_of_the_loss_scale_are_no_findings():
     data = [(rows, np.zeros(8, np.int32)) for rows in x]
     skipped = []
 
-    class Sees(Callback):
-        def on_train_batch_end(self, trainer, metrics, batch_idx):
-            skipped.append(bool(metrics["skipped"]))
+    def see(trainer, metrics, batch_idx):
+        skipped.append(bool(metrics["skipped"]))
 
-    model = eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0))
-    options = {"precision": "16-mixed", "callbacks": [NanGuard(), Sees()]}
-    trainer = Trainer(model, optax.adam(1e-2), enable_progress_bar=False, **options)
+    options = {"model": mlp(), "precision": "16-mixed"}
+    trainer = on_one_device(NanGuard(), On(on_train_batch_end=see), **options)
     trainer.fit(data)
     assert any(skipped) and not all(skipped)
     data[3] = (data[3][0] * np.nan, data[3][1])
@@ -171,45 +173,30 @@ def test_overflows_of_the_loss_scale_are_no_findings():
         trainer.fit(data, max_epochs=2)
 
 
-class Sleeps(Callback):
-    """Sleeps after step `step`, or after all."""
-
-    def __init__(self, seconds, step=None):
-        self.seconds, self.step = seconds, step
-
-    def on_train_batch_end(self, trainer, metrics, batch_idx):
-        if self.step in (None, batch_idx):
-            time.sleep(self.seconds)
-
-
 def test_the_stacks_of_a_stalled_fit_are_written_once(tmp_path):
     watch = StallWatch(0.4, path=tmp_path / "stalls.txt")
-    make(Sleeps(1.5, 3), watch).fit(data())
+    make(At(4, lambda trainer: time.sleep(1.5)), watch).fit(data())
     text = (tmp_path / "stalls.txt").read_text()
     assert text.count("Timeout (0:00:00.400000)!") == 1
-    assert "in on_train_batch_end" in text and "most recent call first" in text
+    assert "in call" in text and "most recent call first" in text
 
 
 def test_a_fit_that_moves_or_has_ended_is_left_alone(tmp_path):
     watch = StallWatch(1.0, path=tmp_path / "stalls.txt")
-    make(Sleeps(0.1), watch).fit(data())
+    make(On(on_train_batch_end=lambda *_: time.sleep(0.1)), watch).fit(data())
     time.sleep(1.2)
     assert (tmp_path / "stalls.txt").read_text() == ""
 
 
-def test_a_stalled_process_is_ended(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text("""
-import time, numpy as np, equinox as eqx, jax
-from jaxdp import Trainer, callbacks
-class Sleeping(callbacks.Callback):
-    def on_train_batch_end(self, trainer, metrics, batch_idx):
-        time.sleep(60)
-x = np.ones((4, 2), np.float32)
-watch = callbacks.StallWatch(0.5, abort=True)
-model = eqx.nn.Linear(2, 2, key=jax.random.key(0))
-Trainer(model, loss="mse", callbacks=[watch, Sleeping()]).fit([(x, x)])
-""")
-    run = [sys.executable, str(script)]
-    ended = subprocess.run(run, capture_output=True, text=True, timeout=50)
-    assert ended.returncode == 1 and "in on_train_batch_end" in ended.stderr
+def test_a_stalled_process_is_ended():
+    script = """
+import time
+from jaxdp.callbacks import StallWatch
+from toys import At, batches, make_small
+sleeps = At(1, lambda trainer: time.sleep(60))
+make_small(callbacks=[StallWatch(0.5, abort=True), sleeps]).fit(batches(8))
+"""
+    run, tests = [sys.executable, "-c", script], Path(__file__).parents[1]
+    options = {"capture_output": True, "text": True, "timeout": 50}
+    ended = subprocess.run(run, cwd=tests, **options)
+    assert ended.returncode == 1 and "in call" in ended.stderr
