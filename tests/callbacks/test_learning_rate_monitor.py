@@ -1,27 +1,24 @@
 """The learning rate of a step, as the state of `optax.inject_hyperparams` has it."""
 
+import collections
+
 import equinox as eqx
-import jax
 import numpy as np
 import optax
 import pytest
 from logs import read
-from toys import batches, quiet
+from toys import On, batches, linear, linear_on_one_device
 
-from jaxdp import Callback, Sharded, SingleDevice
+from jaxdp import Callback, Sharded
 from jaxdp.callbacks import CSVLogger, LearningRateMonitor
 
 SCHEDULE = optax.linear_schedule(1e-2, 0.0, 10)
 STEPS = [1e-2, 9e-3, 8e-3, 7e-3]
 
 
-def make_model():
-    return eqx.nn.Linear(4, 3, key=jax.random.key(0))
-
-
 def labels(weight, bias):
     """A tree like the model; as a function, for optax would call a model."""
-    tree = eqx.tree_at(lambda m: (m.weight, m.bias), make_model(), (weight, bias))
+    tree = eqx.tree_at(lambda m: (m.weight, m.bias), linear(), (weight, bias))
     return lambda params: tree
 
 
@@ -29,28 +26,26 @@ def injected(make, rate):
     return optax.inject_hyperparams(make)(learning_rate=rate)
 
 
-class Rates(Callback):
-    def __init__(self):
-        self.seen = []
-
-    def on_train_batch_end(self, trainer, metrics, batch_idx):
-        names = [name for name in metrics if name.startswith("lr")]
-        self.seen.append({name: float(metrics[name]) for name in names})
-
-
 def make(optimizer, *callbacks, **options):
-    options = {"strategy": SingleDevice(), "loss": "cross_entropy"} | options
-    return quiet(make_model(), optimizer, callbacks=callbacks, **options)
+    optimizer = optimizer or optax.adamw(1e-3)
+    return linear_on_one_device(*callbacks, optimizer=optimizer, **options)
 
 
 def rates_of(optimizer, monitor=None, **options):
     """Returns the rates of four steps, by name."""
-    rates = Rates()
-    trainer = make(optimizer, monitor or LearningRateMonitor(), rates, **options)
+    rates = collections.defaultdict(list)
+
+    def see(trainer, metrics, batch_idx):
+        for name in metrics:
+            if name.startswith("lr"):
+                rates[name].append(float(metrics[name]))
+
+    sees = On(on_train_batch_end=see)
+    trainer = make(optimizer, monitor or LearningRateMonitor(), sees, **options)
     history = trainer.fit(batches(8, 8, 8, 8))
     in_history = {name: history[name] for name in history if name.startswith("lr")}
-    assert in_history == {name: [rate] for name, rate in rates.seen[-1].items()}
-    return {name: [seen[name] for seen in rates.seen] for name in rates.seen[0]}
+    assert in_history == {name: seen[-1:] for name, seen in rates.items()}
+    return rates
 
 
 INJECTED = {
@@ -137,12 +132,12 @@ def test_the_rate_is_the_factor_of_the_update():
 
 
 def test_an_epoch_has_the_rate_of_its_last_step(tmp_path):
-    class Halves(Callback):
-        def on_validation_end(self, trainer, metrics):
-            rate = trainer.hyperparams["learning_rate"]
-            trainer.set_hyperparams(learning_rate=rate / 2)
+    def halve(trainer, metrics):
+        rate = trainer.hyperparams["learning_rate"]
+        trainer.set_hyperparams(learning_rate=rate / 2)
 
-    callbacks = Halves(), LearningRateMonitor(), CSVLogger(tmp_path)
+    halves = On(on_validation_end=halve)
+    callbacks = halves, LearningRateMonitor(), CSVLogger(tmp_path)
     trainer = make(injected(optax.sgd, 0.5), *callbacks)
     history = trainer.fit(batches(8, 8), batches(8), max_epochs=3)
     assert history["lr"] == [0.5, 0.25, 0.125]
