@@ -5,24 +5,13 @@ import json
 import numpy as np
 import pytest
 from logs import Losses, read
-from toys import batches, linear_trainer
+from toys import At, On, batches, fail_with, linear_trainer
 
-from jaxdp import Callback
 from jaxdp.callbacks import CSVLogger, LivePlot, NanGuard, TensorBoardLogger
 from jaxdp.record import scalars
 from jaxdp.step import IN_FLIGHT
 
-
-class Fails(Callback):
-    """Raises after step `step`."""
-
-    def __init__(self, step, before=lambda metrics: None):
-        self.step, self.before = step, before
-
-    def on_train_batch_end(self, trainer, metrics, batch_idx):
-        self.before(metrics)
-        if trainer.global_step == self.step:
-            raise RuntimeError("the cable was pulled")
+pull = fail_with(RuntimeError("the cable was pulled"))
 
 
 def test_states_are_saved_before_a_fit_as_they_were_loaded(tmp_path):
@@ -57,10 +46,10 @@ def test_a_validation_within_an_epoch_has_its_own_row(tmp_path):
 def test_rows_are_read_late_and_are_all_there_after_an_exception(tmp_path):
     path, written = tmp_path / "metrics.csv", []
 
-    def count(metrics):
+    def count(*_):
         written.append(len(read(path)) if path.exists() else 0)
 
-    callbacks = CSVLogger(tmp_path), Fails(15, count)
+    callbacks = CSVLogger(tmp_path), On(on_train_batch_end=count), At(15, pull)
     trainer = linear_trainer(*callbacks, log_every_n_steps=1)
     with pytest.raises(RuntimeError, match="the cable"):
         trainer.fit(batches(*[8] * 20))
@@ -73,8 +62,9 @@ def test_an_unreadable_value_does_not_hide_the_exception(tmp_path):
         def __array__(self, dtype=None, copy=None):
             raise ValueError("the device is gone")
 
-    fails = Fails(1, lambda metrics: metrics.add({"unreadable": Gone()}))
-    trainer = linear_trainer(CSVLogger(tmp_path), fails, log_every_n_steps=1)
+    spoils = On(on_train_batch_end=lambda t, metrics, _: metrics.add({"x": Gone()}))
+    callbacks = CSVLogger(tmp_path), spoils, At(1, pull)
+    trainer = linear_trainer(*callbacks, log_every_n_steps=1)
     with pytest.raises(RuntimeError, match="the cable") as raised:
         trainer.fit(batches(8, 8))
     assert "and after that: ValueError: the device is gone" in raised.value.__notes__
