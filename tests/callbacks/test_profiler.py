@@ -7,9 +7,9 @@ import equinox as eqx
 import jax
 import optax
 import pytest
-from toys import batches, on_one_device
+from toys import At, batches, fail_with, on_one_device
 
-from jaxdp import Callback, Sharded, SingleDevice
+from jaxdp import Sharded, SingleDevice
 from jaxdp.callbacks import Profiler
 
 
@@ -40,14 +40,10 @@ def test_the_window_ends_with_the_fit(tmp_path):
 
 
 def test_a_failing_fit_ends_the_window_too(tmp_path):
-    class Fails(Callback):
-        def on_train_batch_start(self, trainer, batch, batch_idx):
-            if batch_idx == 3:
-                raise RuntimeError("the cable was pulled")
-
+    fails = At(3, fail_with(RuntimeError("the cable")), "on_train_batch_start")
     profiler = Profiler(tmp_path, start_step=1)
     with pytest.raises(RuntimeError, match="the cable"):
-        make_trainer(profiler, Fails()).fit(batches(*[8] * 5))
+        make_trainer(profiler, fails).fit(batches(*[8] * 5))
     assert step_numbers(tmp_path) == [2, 3, 4]
     make_trainer(Profiler(tmp_path / "b", 1)).fit(batches(*[8] * 5))
     assert step_numbers(tmp_path / "b") == [2, 3, 4, 5]
