@@ -9,11 +9,11 @@ import time
 
 import numpy as np
 import pytest
-from toys import batches
+from toys import At, On, batches, fail_with
 from toys import linear_on_one_device as make_trainer
 from tqdm import tqdm
 
-from jaxdp import Callback, Trainer
+from jaxdp import Trainer
 from jaxdp.callbacks import ProgressBar
 from jaxdp.step import IN_FLIGHT
 
@@ -23,27 +23,16 @@ class Terminal(io.StringIO):
         return True
 
 
-class Ticking(Callback):
+def ticking(clock, seconds=1):
     """Advances a clock: by a second each step, by two each validation batch."""
 
-    def __init__(self, clock, seconds=1):
-        self.clock, self.seconds = clock, seconds
+    def advance(seconds):
+        clock.now += seconds
 
-    def on_train_batch_start(self, trainer, batch, batch_idx):
-        self.clock.now += self.seconds
-
-    def on_validation_batch_end(self, trainer, batch_idx):
-        self.clock.now += 2
-
-
-class After(Callback):
-    """Calls a function after each step."""
-
-    def __init__(self, function):
-        self.function = function
-
-    def on_train_batch_end(self, trainer, metrics, batch_idx):
-        self.function(trainer, metrics, batch_idx)
+    return On(
+        on_train_batch_start=lambda *_: advance(seconds),
+        on_validation_batch_end=lambda *_: advance(2),
+    )
 
 
 @pytest.fixture
@@ -68,7 +57,7 @@ def shown(out):
 
 def test_a_terminal_shows_where_the_epoch_is(clock):
     out = Terminal()
-    trainer = make_trainer(Ticking(clock), ProgressBar(file=out), metrics=["accuracy"])
+    trainer = make_trainer(ticking(clock), ProgressBar(file=out), metrics=["accuracy"])
     history = trainer.fit(batches(*[8] * 12), batches(8), max_epochs=2)
     lines = shown(out)
     assert "epoch 0/1 |" in lines[0] and " 1/12 [" in lines[0]
@@ -84,7 +73,7 @@ def test_a_terminal_shows_where_the_epoch_is(clock):
 def test_a_narrow_terminal_keeps_the_loss_longest(clock, monkeypatch):
     out = Terminal()
     monkeypatch.setattr("tqdm.std._screen_shape_wrapper", lambda: lambda _: (50, 24))
-    make_trainer(Ticking(clock), ProgressBar(file=out)).fit(batches(*[8] * 9))
+    make_trainer(ticking(clock), ProgressBar(file=out)).fit(batches(*[8] * 9))
     last = shown(out)[-2]
     assert len(last) <= 50 and "loss" in last and "examples/s" not in last
 
@@ -102,7 +91,8 @@ def test_the_loss_is_that_of_a_step_that_the_device_has_finished(clock):
 
         metrics.__class__ = Watched
 
-    trainer = make_trainer(Ticking(clock), After(watch), ProgressBar(file=out))
+    watches = On(on_train_batch_end=watch)
+    trainer = make_trainer(ticking(clock), watches, ProgressBar(file=out))
     trainer.fit(batches(*[8] * 20))
     assert reads and all(now - number == IN_FLIGHT for number, now in reads)
     assert re.search(r"loss \d", out.getvalue())
@@ -118,14 +108,14 @@ def test_bars_are_drawn_ten_times_a_second_at_most(monkeypatch, clock):
 
     monkeypatch.setattr(tqdm, "display", count)
     bar = ProgressBar(file=Terminal())
-    make_trainer(Ticking(clock, 0.03), bar).fit(batches(*[8] * 100))
+    make_trainer(ticking(clock, 0.03), bar).fit(batches(*[8] * 100))
     np.testing.assert_allclose(np.diff(draws), 0.12, rtol=1e-6)
     assert len(draws) >= 100 * 0.03 / 0.12 - 1
 
 
 def test_a_file_gets_a_line_per_epoch_and_no_carriage_returns(clock):
     out = io.StringIO()
-    trainer = make_trainer(Ticking(clock), ProgressBar(file=out, every_n_seconds=10.0))
+    trainer = make_trainer(ticking(clock), ProgressBar(file=out, every_n_seconds=10.0))
     trainer.fit(batches(*[8] * 25), batches(*[8] * 8), max_epochs=1)
     patterns = (
         r"epoch 0/0: 10/25 batches, loss [\d.]+, 00:15 left, 8 examples/s",
@@ -143,7 +133,8 @@ def test_a_message_within_an_epoch_adds_no_line_to_a_file(clock):
         tqdm.write("a message", file=out)
 
     out = io.StringIO()
-    trainer = make_trainer(Ticking(clock), ProgressBar(file=out), After(say))
+    says = On(on_train_batch_end=say)
+    trainer = make_trainer(ticking(clock), ProgressBar(file=out), says)
     trainer.fit(batches(*[8] * 3))
     *messages, last = out.getvalue().split("\n")[:-1]
     assert messages == ["a message"] * 3 and last.startswith("epoch 0/0: loss")
@@ -152,7 +143,7 @@ def test_a_message_within_an_epoch_adds_no_line_to_a_file(clock):
 
 def test_unknown_lengths_and_max_steps_are_shown(clock):
     out = Terminal()
-    trainer = make_trainer(Ticking(clock), ProgressBar(file=out))
+    trainer = make_trainer(ticking(clock), ProgressBar(file=out))
     trainer.fit((batch for batch in batches(*[8] * 5)), max_epochs=1)
     assert any(line.startswith("epoch 0/0 5 batches [") for line in shown(out))
     for size, max_steps, last in (5, 8, " 3/3, "), (9, 10, " 5/5, "):
@@ -162,12 +153,8 @@ def test_unknown_lengths_and_max_steps_are_shown(clock):
 
 
 def test_bars_of_failed_fits_and_of_validations_go_away(clock):
-    def fail(trainer, metrics, batch_idx):
-        if batch_idx == 4:
-            raise RuntimeError("no")
-
-    out = Terminal()
-    trainer = make_trainer(Ticking(clock), ProgressBar(file=out), After(fail))
+    out, fail = Terminal(), fail_with(RuntimeError("no"))
+    trainer = make_trainer(ticking(clock), ProgressBar(file=out), At(5, fail))
     with pytest.raises(RuntimeError):
         trainer.fit(batches(*[8] * 8))
     assert re.search(r"\r +\r$", out.getvalue())
@@ -245,6 +232,6 @@ def test_a_notebook_without_widgets_gets_a_text_bar_and_no_warning():
 def test_a_terminal_without_columns_gets_lines(clock, monkeypatch):
     monkeypatch.setenv("COLUMNS", "0")
     out = Terminal()
-    make_trainer(Ticking(clock), ProgressBar(file=out)).fit(batches(*[8] * 12))
+    make_trainer(ticking(clock), ProgressBar(file=out)).fit(batches(*[8] * 12))
     (line,) = out.getvalue().splitlines()
     assert line.startswith("epoch 0/0: loss ")
