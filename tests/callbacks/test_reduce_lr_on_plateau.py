@@ -1,59 +1,34 @@
 """`ReduceLROnPlateau`: when it lowers the rates of an optimizer."""
 
-import equinox as eqx
 import jax
 import numpy as np
 import optax
 import pytest
-from toys import batches
+from toys import On, batches, linear_on_one_device
 
-from jaxdp import Callback, SingleDevice, Trainer
 from jaxdp.callbacks import ReduceLROnPlateau
 
 DATA = batches(8, 8, 8, 8)
-
-
-def make_trainer(optimizer, callbacks, **options):
-    return Trainer(
-        eqx.nn.Linear(4, 3, key=jax.random.key(0)),
-        optimizer,
-        loss="cross_entropy",
-        callbacks=callbacks,
-        strategy=SingleDevice(),
-        enable_progress_bar=False,
-        **options,
-    )
 
 
 def injected(rate=0.1):
     return optax.inject_hyperparams(optax.sgd)(learning_rate=rate)
 
 
-class Scores(Callback):
-    """Logs a score of a list in each epoch."""
-
-    def __init__(self, scores, name):
-        self.scores, self.name = list(scores), name
-
-    def on_train_epoch_end(self, trainer, metrics):
-        trainer.log(self.name, self.scores[trainer.current_epoch])
-
-
 def plateau(scores, name="own_loss", **options):
     """Returns the rate after each epoch with these scores."""
     seen = []
 
-    class After(Callback):
-        def on_boundary(self, trainer):
-            if len(trainer.history.epochs) > len(seen):  # and not after the step
-                seen.append(trainer.hyperparams["learning_rate"])
+    def log(trainer, metrics):
+        trainer.log(name, scores[trainer.current_epoch])
 
-    callback = ReduceLROnPlateau(name, **options)
-    trainer = make_trainer(
-        injected(1.0),
-        callbacks=[Scores(scores, name), callback, After()],
-        metrics=["accuracy"],
-    )
+    def look(trainer):
+        if len(trainer.history.epochs) > len(seen):  # and not after the step
+            seen.append(trainer.hyperparams["learning_rate"])
+
+    logs, looks = On(on_train_epoch_end=log), On(on_boundary=look)
+    callbacks = logs, ReduceLROnPlateau(name, **options), looks
+    trainer = linear_on_one_device(*callbacks, optimizer=injected(1.0))
     trainer.fit(DATA[:1], max_epochs=len(scores))
     return seen
 
@@ -107,7 +82,7 @@ def test_a_plateau_lowers_all_rates_of_an_optimizer(capsys):
             lambda path, _: labels[path[-1].name], params
         ),
     )
-    trainer = make_trainer(optimizer, [callback])
+    trainer = linear_on_one_device(callback, optimizer=optimizer)
     trainer.fit(DATA, DATA, max_epochs=2)
     expected = {"thin/learning_rate": 0.1, "wide/learning_rate": 0.05}
     assert trainer.hyperparams == pytest.approx(expected)
@@ -116,8 +91,8 @@ def test_a_plateau_lowers_all_rates_of_an_optimizer(capsys):
 
 def test_an_impossible_plateau_is_refused_before_the_fit():
     def fit(optimizer, **options):
-        trainer = make_trainer(optimizer, callbacks=[ReduceLROnPlateau(**options)])
-        trainer.fit(DATA)
+        plateau = ReduceLROnPlateau(**options)
+        linear_on_one_device(plateau, optimizer=optimizer).fit(DATA)
 
     with pytest.raises(ValueError, match=r"ReduceLROnPlateau.*inject_hyperparams"):
         fit(optax.sgd(0.1))
