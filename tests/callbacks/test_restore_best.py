@@ -8,23 +8,33 @@ import jax
 import numpy as np
 import optax
 import pytest
-from toys import Mlp, batches, make_small
+from toys import (
+    At,
+    Mlp,
+    On,
+    assert_equal_leaves,
+    batches,
+    fail_with,
+    make_small,
+    scores,
+)
 
-from jaxdp import FSDP, Callback, SingleDevice
+from jaxdp import FSDP, SingleDevice
 from jaxdp.callbacks import EarlyStopping, ModelCheckpoint, WeightAveraging
 
 SCORES = [3.0, 2.0, 1.0, 5.0, 4.0]
 
 
-class MadeUp(Callback):
-    """Replaces validation losses by scores, and keeps the weights of each check."""
+def made_up(scores=SCORES):
+    """Returns a callback that replaces validation losses by scores, and what the
+    state was at each check."""
+    left, states = list(scores), []
 
-    def __init__(self, scores=SCORES):
-        self.left, self.weights = list(scores), []
+    def replace(trainer, metrics):
+        metrics["val_loss"] = left.pop(0)
+        states.append(jax.tree.map(np.asarray, jax.tree.leaves(trainer.state)))
 
-    def on_validation_end(self, trainer, metrics):
-        metrics["val_loss"] = self.left.pop(0)
-        self.weights.append(jax.tree.map(np.asarray, jax.tree.leaves(trainer.state)))
+    return On(on_validation_end=replace), states
 
 
 def fit(*callbacks, patience=2, monitor="val_loss", lr=0.1, **options):
@@ -39,8 +49,8 @@ def fit(*callbacks, patience=2, monitor="val_loss", lr=0.1, **options):
 
 @pytest.mark.parametrize("strategy", [SingleDevice, FSDP])
 def test_a_fit_ends_with_the_weights_of_the_best_check(strategy, caplog):
-    made_up = MadeUp()
-    trainer, weights = fit(made_up, strategy=strategy()), made_up.weights
+    callback, weights = made_up()
+    trainer = fit(callback, strategy=strategy())
     leaves = jax.tree.leaves(trainer.state.params)
     for leaf, best in zip(leaves, weights[2][: len(leaves)], strict=True):
         np.testing.assert_array_equal(leaf, best)
@@ -50,40 +60,23 @@ def test_a_fit_ends_with_the_weights_of_the_best_check(strategy, caplog):
 
 
 def test_of_equal_checks_the_older_stays(caplog):
-    assert fit(MadeUp([2.0, 1.0, 1.0, 1.0])).global_step == 8
+    assert fit(scores([2.0, 1.0, 1.0, 1.0])).global_step == 8
     assert "back to step 4, where val_loss was 1" in caplog.text
 
 
 def test_a_fit_whose_last_check_is_the_best_or_that_fails_is_left_alone(caplog):
-    class Fails(Callback):
-        def on_train_epoch_start(self, trainer):
-            if trainer.current_epoch == 4:
-                raise KeyError("mine")
-
+    fails = At(8, fail_with(KeyError("mine")), "on_train_epoch_start")
     fit(monitor="loss", lr=1e-3, max_epochs=2)
     with pytest.raises(KeyError):
-        fit(MadeUp(), Fails(), patience=3)
+        fit(scores(SCORES), fails, patience=3)
     assert "back to step" not in caplog.text
-
-
-class OfEpoch(Callback):
-    """Hands out the score of the epoch, and kills the fit after some step."""
-
-    def __init__(self, kill_after=None):
-        self.kill_after = kill_after
-
-    def on_validation_end(self, trainer, metrics):
-        metrics["val_loss"] = SCORES[trainer.current_epoch]
-
-    def on_boundary(self, trainer):
-        if trainer.global_step == self.kill_after:
-            raise KeyError("killed")
 
 
 def run(saver, kill_after=None, epochs=9, **more):
     """A fit that resumes, with two steps an epoch, whose best step is the sixth."""
     stopping = EarlyStopping(patience=2, restore_best=True)
-    callbacks = [stopping, *saver, OfEpoch(kill_after), WeightAveraging(0.5)]
+    kill = At(kill_after, fail_with(KeyError("killed")), "on_boundary")
+    callbacks = [stopping, *saver, scores(SCORES), kill, WeightAveraging(0.5)]
     model = Mlp(jax.random.key(0))
     trainer = make_small(model, optax.adam(0.1), callbacks=callbacks, **more)
     options = {"ckpt_path": "auto"} if saver else {}
@@ -125,8 +118,7 @@ def test_a_resumed_run_ends_with_the_weights_of_the_unbroken_one(
         trainer, told = run(savers, kill_after, epochs, **more)
     assert all("nothing to do" in text for text in told)
     assert caplog.text.count("back to step 6, where val_loss was 1") >= 2
-    for leaf, expected in zip(learned(trainer), learned(wanted), strict=True):
-        np.testing.assert_array_equal(leaf, expected)
+    assert_equal_leaves(learned(trainer), learned(wanted))
 
 
 @pytest.mark.parametrize("kill_after, times", [(9, 2), (None, 1)])
@@ -153,9 +145,8 @@ def test_a_damaged_checkpoint_of_the_best_is_told(tmp_path, caplog):
 
 
 def test_a_checkpoint_of_after_the_end_has_the_best_weights(tmp_path, caplog):
-    trainer = fit(MadeUp())
+    trainer = fit(scores(SCORES))
     path, wanted = trainer.save(tmp_path / "saved"), learned(trainer)
-    again = fit(MadeUp([9.0, 9.0]), patience=3, max_epochs=7, ckpt_path=path)
+    again = fit(scores([9.0] * 7), patience=3, max_epochs=7, ckpt_path=path)
     assert again.global_step > 10
-    for leaf, expected in zip(learned(again), wanted, strict=True):
-        np.testing.assert_array_equal(leaf, expected)
+    assert_equal_leaves(learned(again), wanted)
