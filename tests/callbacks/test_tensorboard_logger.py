@@ -5,9 +5,8 @@ import sys
 import jax
 import pytest
 from shown_events import events
-from toys import batches, linear_trainer
+from toys import On, batches, linear_trainer
 
-from jaxdp import Callback
 from jaxdp.callbacks import TensorBoardLogger
 
 
@@ -31,12 +30,11 @@ def test_a_resumed_run_removes_later_events(tmp_path):
 def test_tensorboard_reads_values_texts_and_figures(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    class Shows(Callback):
-        def on_train_epoch_end(self, trainer, metrics):
-            logger.log_text("note", "4 bytes per device")
+    def note(trainer, metrics):
+        logger.log_text("note", "4 bytes per device")
 
     logger = TensorBoardLogger(tmp_path, hyperparameters={"width": 64})
-    trainer = linear_trainer(logger, Shows())
+    trainer = linear_trainer(logger, On(on_train_epoch_end=note))
     history = trainer.fit(batches(*[8] * 4), batches(8))
     found = EventAccumulator(str(tmp_path)).Reload()
 
