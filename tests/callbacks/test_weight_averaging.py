@@ -6,22 +6,22 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toys import Mlp, NormNet, batches, cross_entropy, on_one_device, rows
+from toys import NormNet, On, batches, cross_entropy, mlp, on_one_device, rows
 
-from jaxdp import FSDP, Callback, Pmap, Sharded, SingleDevice, ZeRO
+from jaxdp import FSDP, Pmap, Sharded, SingleDevice, ZeRO
 from jaxdp.callbacks import LearningRateMonitor, NanGuard, WeightAveraging
 
 STRATEGIES = [SingleDevice(), Sharded(8), Pmap(2)]
 
 
-class Weights(Callback):
-    """Keeps the trained weights after every step, each as one NumPy vector."""
+def keep_weights():
+    """Returns a callback, and the trained weights after every step, as vectors."""
+    seen = []
 
-    def __init__(self):
-        self.seen = []
+    def keep(trainer, metrics, batch_idx):
+        seen.append(vector(trainer.state.params))
 
-    def on_train_batch_end(self, trainer, metrics, batch_idx):
-        self.seen.append(vector(trainer.state.params))
+    return On(on_train_batch_end=keep), seen
 
 
 def vector(tree):
@@ -30,8 +30,7 @@ def vector(tree):
 
 
 def make_trainer(*callbacks, **options):
-    model = eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0))
-    options = {"model": model, "optimizer": optax.adam(0.05)} | options
+    options = {"model": mlp(), "optimizer": optax.adam(0.05)} | options
     return on_one_device(*callbacks, **options)
 
 
@@ -42,19 +41,19 @@ def test_the_average_is_that_of_torch(strategy, decay):
     torch = pytest.importorskip("torch")
     from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-    weights = Weights()
-    trainer = make_trainer(weights, WeightAveraging(decay), strategy=strategy)
+    keeps, weights = keep_weights()
+    trainer = make_trainer(keeps, WeightAveraging(decay), strategy=strategy)
     trainer.fit(batches(*[8] * 12))
     live = torch.nn.Linear(1, 1, bias=False)
     average_of = None if decay is None else get_ema_multi_avg_fn(decay)
     expected = AveragedModel(live, multi_avg_fn=average_of)
-    expected.module.weight = torch.nn.Parameter(torch.zeros(len(weights.seen[0])))
-    for seen in weights.seen:
+    expected.module.weight = torch.nn.Parameter(torch.zeros(len(weights[0])))
+    for seen in weights:
         live.weight = torch.nn.Parameter(torch.tensor(seen))
         expected.update_parameters(live)
     found = vector(trainer.model)
     np.testing.assert_allclose(found, expected.module.weight.detach(), atol=1e-6)
-    np.testing.assert_array_equal(vector(trainer.state.params), weights.seen[-1])
+    np.testing.assert_array_equal(vector(trainer.state.params), weights[-1])
 
 
 @pytest.mark.parametrize("n, start, steps", [
@@ -65,15 +64,15 @@ def test_the_average_is_that_of_torch(strategy, decay):
     (3, 3, [6]),
 ])  # fmt: skip
 def test_only_the_chosen_steps_are_averaged(n, start, steps):
-    weights = Weights()
+    keeps, weights = keep_weights()
     averaging = WeightAveraging(0.5, every_n_steps=n, start_step=start)
-    trainer = make_trainer(weights, averaging)
+    trainer = make_trainer(keeps, averaging)
     data = batches(*[8] * 7)
     if start:
         trainer.fit(data, max_steps=start)
-        np.testing.assert_array_equal(vector(trainer.model), weights.seen[start - 1])
+        np.testing.assert_array_equal(vector(trainer.model), weights[start - 1])
     trainer.fit(data)
-    first, *rest = (weights.seen[step - 1] for step in steps)
+    first, *rest = (weights[step - 1] for step in steps)
     for each in rest:
         first = 0.5 * first + 0.5 * each
     np.testing.assert_allclose(vector(trainer.model), first, atol=1e-6)
@@ -82,10 +81,10 @@ def test_only_the_chosen_steps_are_averaged(n, start, steps):
 def test_training_is_as_without_it():
     seen, data = [], batches(*[8] * 10)
     for averaging in ([], [WeightAveraging()]):
-        weights = Weights()
-        trainer = make_trainer(weights, *averaging, model=Mlp(jax.random.key(0)))
+        keeps, weights = keep_weights()
+        trainer = on_one_device(keeps, *averaging)  # with dropout
         trainer.fit(data, batches(8), max_epochs=2)
-        seen.append(weights.seen)
+        seen.append(weights)
     np.testing.assert_array_equal(*seen)
 
 
@@ -118,36 +117,16 @@ def test_without_evaluate_only_the_callback_has_the_average():
     np.testing.assert_array_equal(vector(averaged), vector(other.model))
 
 
-def test_a_resumed_run_has_the_same_average(tmp_path):
-    def make(strategy):
-        return make_trainer(WeightAveraging(0.9), strategy=strategy)
-
-    data = batches(*[8] * 10)
-    whole, stopped, resumed = (make(Sharded(4)) for _ in range(3))
-    whole.fit(data, max_epochs=2)
-    stopped.fit(data, max_steps=7)
-    path = stopped.save(str(tmp_path / "saved"))
-    resumed.load(path)
-    np.testing.assert_array_equal(vector(resumed.model), vector(stopped.model))
-    resumed.fit(data, max_epochs=2)
-    np.testing.assert_array_equal(vector(resumed.model), vector(whole.model))
-    other = make(SingleDevice())
-    other.fit(data, max_epochs=2, ckpt_path=path)
-    np.testing.assert_allclose(vector(other.model), vector(whole.model), atol=1e-5)
-    with pytest.raises(ValueError, match=r"`callbacks` was WeightAveraging\("):
-        make_trainer().load(path)
-
-
 def test_low_precision_weights_are_averaged_in_float32():
     def narrow(leaf):
         return leaf.astype(jnp.bfloat16) if eqx.is_inexact_array(leaf) else leaf
 
-    weights = Weights()
-    model = jax.tree.map(narrow, eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0)))
-    trainer = make_trainer(weights, WeightAveraging(0.999), model=model)
+    keeps, weights = keep_weights()
+    model = jax.tree.map(narrow, mlp())
+    trainer = make_trainer(keeps, WeightAveraging(0.999), model=model)
     trainer.fit(batches(*[8] * 30))
-    expected = weights.seen[0].astype(np.float32)
-    for seen in weights.seen[1:]:
+    expected = weights[0].astype(np.float32)
+    for seen in weights[1:]:
         expected += np.float32(1e-3) * (seen.astype(np.float32) - expected)
     average = trainer.state.opt_state.average
     np.testing.assert_allclose(vector(average), expected, atol=1e-6)
