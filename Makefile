@@ -5,7 +5,7 @@
 # make test-short   numbers, strategies and checkpoints alone, for another Python
 # make test-lowest   the same with the lowest versions that setup.cfg allows, without torch
 # make lint   the first three of these
-# make faults kill and harm training runs for an hour, into docs/reliability.md
+# make faults kill and harm training runs for an hour, into docs/reference/reliability.md
 # make bench  how fast jaxdp is beside a loop by hand and other libraries; two hours
 # make bench-gpu   the first ten minutes on a GPU, into benchmarks/results/gpu
 # make bench-quick   has jaxdp become slower? Two minutes
@@ -72,7 +72,7 @@ test-lowest:
 	  WANTED='-c tests/lowest.txt --editable . beartype pytest pytest-xdist' test-short
 
 faults: $(READY)
-	JAXDP_FAULTS=long JAXDP_FAULTS_TABLE=docs/reliability.md \
+	JAXDP_FAULTS=long JAXDP_FAULTS_TABLE=docs/reference/reliability.md \
 	  $(BIN)/python -m pytest tests/faults
 
 lint: $(READY)

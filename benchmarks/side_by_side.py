@@ -3,7 +3,7 @@
 python -m benchmarks.side_by_side [--only mnist,ppo] [--turns 3] [--write]
 
 Each run is a process of its own, in turns; compilation counts. With `--write` the table
-goes into docs/examples.md. JAXDP_DATA_DIR is the folder with the data of four of them.
+goes into docs/recipes/examples.md. JAXDP_DATA_DIR is the folder with the data of four.
 """
 
 import argparse
@@ -37,7 +37,7 @@ SHOWN = {
     "ppo": "moves",
 }
 """Whose last value is in the table; of the others it is the loss."""
-PAGE = ROOT / "docs" / "examples.md"
+PAGE = ROOT / "docs" / "recipes" / "examples.md"
 
 ONE_RUN = """
 import importlib, json, sys, time

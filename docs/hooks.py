@@ -8,7 +8,6 @@ ORDER = {
         "getting_started",
         "install",
         "coming_from",
-        "from_pytorch",
         "from_lightning",
         "from_keras",
         "from_equinox",
@@ -20,21 +19,21 @@ ORDER = {
         "callbacks",
         "checkpoints",
         "watching",
-        "shapes",
         "precision",
         "ensembles",
-        "command_line",
     ],
     "Devices": [
         "strategies",
         "own_strategy",
         "plan",
         "long_context",
-        "llama",
         "distributed",
-        "processes",
     ],
-    "Recipes": [],
+    "Recipes": [
+        "recipes/index",
+        "recipes/examples",
+        "recipes/llama",
+    ],
     "Reference": [
         "reference/api",
         "reference/training",
@@ -44,13 +43,13 @@ ORDER = {
         "reference/record",
         "reference/plans",
         "reference/processes",
+        "reference/command_line",
+        "reference/reliability",
     ],
     "Explanations": [
         "reproducibility",
-        "reliability",
         "speed",
         "inside",
-        "examples",
     ],
 }
 
@@ -62,7 +61,8 @@ def on_config(config):
         for path in folder.rglob("*.md")
     }
     recipes = sorted(page for page in there if page.startswith("recipes/"))
-    order = ORDER | {"Recipes": sorted(recipes, key="recipes/index".__ne__)}
+    first = ORDER["Recipes"]
+    order = ORDER | {"Recipes": first + [page for page in recipes if page not in first]}
     nav = [
         {title: [f"{page}.md" for page in pages if page in there]}
         for title, pages in order.items()

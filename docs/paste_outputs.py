@@ -22,7 +22,7 @@ import jax
 DOCS = pathlib.Path(__file__).parent
 _BLOCK = re.compile(
     r"^```python\n(?P<code>.*?)^```\n"
-    r"(?:(?P<gap>\n(?:</div>\n\n)?(?:\S[^\n]*:\n\n)?)```\n(?P<shown>.*?)^```\n)?",
+    r"(?:(?P<gap>\n(?:\S[^\n]*:\n\n)?)```\n(?P<shown>.*?)^```\n)?",
     re.M | re.S,
 )
 

@@ -17,9 +17,12 @@ import jaxdp
 from jaxdp.extras import cli
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
-RECIPES = sorted(p for p in DOCS.glob("recipes/*.md") if p.stem != "index")
+LONG = [DOCS / "recipes" / f"{name}.md" for name in ("index", "examples", "llama")]
+"""Pages of that folder that are no scripts of forty lines."""
+RECIPES = sorted(set(DOCS.glob("recipes/*.md")) - set(LONG))
 # What can't run here is marked "py", and a comment above it says why.
-PAGES = [p for p in sorted(DOCS.glob("*.md")) if "```python" in p.read_text()]
+PAGES = sorted([*DOCS.glob("*.md"), *DOCS.glob("reference/*.md"), *LONG])
+PAGES = [p for p in PAGES if "```python" in p.read_text()]
 PAGES.append(DOCS.parent / "README.md")
 
 
@@ -83,14 +86,17 @@ def test_a_recipe_runs_as_a_script_and_draws_its_picture(page, tmp_path, scripts
         assert (tmp_path / pathlib.Path(picture).name).is_file()
 
 
-@pytest.mark.parametrize("page", [*sorted(DOCS.glob("*.md")), *RECIPES], ids=_name)
+@pytest.mark.parametrize(
+    "page", [*sorted(DOCS.glob("*.md")), *RECIPES, *LONG[1:]], ids=_name
+)
 def test_each_page_says_where_to_go_next(page):
     assert "Where to go next" in page.read_text()
 
 
 def test_the_index_of_recipes_names_each():
     text = (DOCS / "recipes" / "index.md").read_text()
-    assert sorted(re.findall(r"\((\w+)\.md\)", text)) == [p.stem for p in RECIPES]
+    named = sorted(re.findall(r"\((\w+)\.md\)", text))
+    assert named == sorted(p.stem for p in [*RECIPES, *LONG[1:]])
 
 
 def test_the_reference_names_all_that_is_public():
@@ -155,7 +161,7 @@ def _are_near(a, b):
 
 
 _NUMBER = r"\d(?:[\d,]*\d)?(?:\.\d+)?"
-_SPEED = rf"{_NUMBER} (?:k |M )?(?:m?s|min|\w+/s)\b"
+_SPEED = rf"{_NUMBER} (?:k |M )?(?:[mu]?s|min|\w+/s)\b"
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=_name)

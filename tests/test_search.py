@@ -75,7 +75,7 @@ QUERIES = {
     "strategies.md#Multiple GPUs": "multiple gpus | ddp | multi-gpu",
     "Out of memory": "out of memory",
     "The loss is NaN": "loss is nan",
-    "llama.md#Fine-tuning Llama": "llama",
+    "recipes/llama.md#Fine-tuning Llama": "llama",
     "recipes/huggingface.md": "huggingface",
     "watching.md#Logging": "logging",
     "getting_started.md#Getting started": "quickstart",

@@ -44,8 +44,8 @@ def initialize(
 
     From then on, an uncaught exception is printed and ends the process by
     `os._exit`; if a process dies, JAX ends the others after `heartbeat_timeout`, and a
-    launcher such as torchrun at once. None exits with code 0: see docs/processes.md.
-    Nothing is authenticated, so the network must be trusted.
+    launcher such as torchrun at once. None exits with code 0. Nothing is authenticated,
+    so the network must be trusted. See docs/reference/processes.md.
 
     Args:
         coordinator_address: "host:port" of process 0, the same for all.

@@ -112,7 +112,7 @@ class CompileLog:
         else:
             warn(
                 f"{text}. It is compiled once for each shape, of which there were"
-                f" {count} so far: docs/shapes.md shows how to have few."
+                f" {count} so far: docs/data.md shows how to have few."
             )
 
     def _say(self, text: str) -> None:

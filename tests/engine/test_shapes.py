@@ -208,7 +208,7 @@ def test_the_ninth_shape_is_warned_of(caplog):
     assert len(warned) == 2
     for number, each in enumerate(warned, 9):
         text = str(each.message)
-        assert f"there were {number} so far: docs/shapes.md" in text
+        assert f"there were {number} so far: docs/data.md" in text
         assert f"is (4, {number})" in text
     caplog.clear()
     trainer.fit([bucket(4, length) for length in range(1, 11)], max_epochs=3)
