@@ -126,6 +126,7 @@ _EXTRAS = {
     "jaxdp.testing": "testing",
     "jaxdp.callbacks.LivePlot": "extras.live_plot:LivePlot",
     "jaxdp.callbacks.MLFlowLogger": "extras.mlflow_logger:MLFlowLogger",
+    "jaxdp.callbacks.TensorBoardLogger": "extras.tensorboard_logger:TensorBoardLogger",
     "jaxdp.callbacks.WandbLogger": "extras.wandb_logger:WandbLogger",
     "jaxdp.callbacks.OptunaPruning": "extras.optuna_pruning:OptunaPruning",
     "jaxdp.callbacks.Samples": "extras.samples:Samples",

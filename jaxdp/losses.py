@@ -6,7 +6,7 @@ weighted and padded rows left out exactly.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import jax
@@ -225,24 +225,9 @@ def find_loss(loss: str | Criterion) -> Criterion:
     return _find("`loss`", loss, LOSSES)
 
 
-def find_metrics(
-    metrics: str | Criterion | Iterable[str | Criterion] | Mapping[str, Any] | None,
-) -> dict[str, Criterion]:
-    """Returns metrics as `{name: criterion}`, from names, callables or a mapping."""
-    if metrics is None:
-        metrics = ()
-    if isinstance(metrics, str) or callable(metrics):
-        metrics = [metrics]
-    if not isinstance(metrics, Iterable):
-        raise TypeError(
-            f"`metrics`: got {metrics!r} of type {type(metrics).__name__}; pass a list"
-            f" of names ({', '.join(sorted(METRICS))}) or {{name: callable}}."
-        )
-    named: Mapping[Any, Any] = metrics if isinstance(metrics, Mapping) else {}
-    named = named or {name_of(metric): metric for metric in metrics}
-    for name in named:
-        check_metric_name("`metrics`", name)
-    return {n: _find(f"`metrics`: {n!r}", m, METRICS) for n, m in named.items()}
+def find_metric(name: str, metric: str | Criterion) -> Criterion:
+    """Returns the criterion that `metric` names, or `metric` itself."""
+    return _find(f"`metrics`: {name!r}", metric, METRICS)
 
 
 def _find(argument: str, value: Any, known: Mapping[str, Criterion]) -> Any:
@@ -316,16 +301,6 @@ def per_row(values: Array) -> Array:
     return (
         values.reshape(values.shape[0], -1).mean(axis=1) if values.ndim > 1 else values
     )
-
-
-def name_of(metric: str | Criterion) -> str:
-    """Returns the name of a metric that comes without one."""
-    name = metric if isinstance(metric, str) else getattr(metric, "__name__", None)
-    if name is None or name == "<lambda>":
-        raise TypeError(
-            f"`metrics`: {metric!r} has no name; pass {{name: callable}} instead."
-        )
-    return name
 
 
 def _pick(logits: Array, labels: Array) -> Array:

@@ -20,7 +20,6 @@ from .profiler import Profiler
 from .progress_bar import ProgressBar
 from .reduce_lr_on_plateau import ReduceLROnPlateau
 from .stall_watch import StallWatch
-from .tensorboard_logger import TensorBoardLogger
 from .throughput_monitor import ThroughputMonitor
 from .weight_averaging import WeightAveraging
 
@@ -29,6 +28,7 @@ if TYPE_CHECKING:  # made by `__getattr__`
     MLFlowLogger: Any
     OptunaPruning: Any
     Samples: Any
+    TensorBoardLogger: Any
     WandbLogger: Any
 
 __all__ = [

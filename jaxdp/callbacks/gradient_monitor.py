@@ -13,8 +13,8 @@ from ..basics.tree import leaf_path
 from ..record import LogRow
 from .base import Callback, Trainer
 
-_NORMS: Final = "gradient_monitor/norms"
-_ALIVE: Final = "gradient_monitor/alive"
+_SQUARES: Final = "gradient_monitor/squares"
+"""Sums of squares `(3, leaves)`: of gradients, updates and the weights before them."""
 
 
 class GradientMonitor(Callback):
@@ -56,7 +56,7 @@ class GradientMonitor(Callback):
         self.check_steps = check_steps
         self.dead: list[str] = []
         self.never_updated: list[str] = []
-        self._leaves: tuple[str, ...] = ()
+        self._leaves: list[str] = []
         self._layers: dict[str, list[int]] = {}
         self._checked = 0
         self._alive: Any = False
@@ -65,23 +65,13 @@ class GradientMonitor(Callback):
         self, grads: PyTree, updates: PyTree, state: Any
     ) -> dict[str, Array]:
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(grads)]
-        self._leaves = tuple(map(leaf_path, paths))
+        self._leaves = list(map(leaf_path, paths))
         grouped = group_by_layer(paths, self.max_layers)
         named = {f"/{name}": leaves for name, leaves in grouped.items()}
         self._layers = {"": [*range(len(paths))], **named}
         weights = jax.tree.map(lambda new, update: new - update, state.params, updates)
-        trees = [jax.tree.leaves(tree) for tree in (grads, updates, weights)]
-        squares = jnp.stack([jnp.stack([_square(x) for x in t]) for t in trees])
-        layers = map(np.array, self._layers.values())  # on the host
-        sums = [squares[:, leaves].sum(axis=1) for leaves in layers]
-        gradient, update, weight = jnp.sqrt(jnp.stack(sums, axis=1))
-        ratio = jnp.where(update == 0, 0.0, update / weight)
-        values = {_NORMS: jnp.stack([gradient, ratio])}
-        if self.check_steps:
-            values[_ALIVE] = jnp.stack(
-                [jnp.stack([(leaf != 0).any() for leaf in tree]) for tree in trees[:2]]
-            )
-        return values
+        trees = map(jax.tree.leaves, (grads, updates, weights))
+        return {_SQUARES: jnp.stack([jnp.stack([*map(_square, t)]) for t in trees])}
 
     def setup(self, trainer: Trainer) -> None:
         if self._checked < self.check_steps:
@@ -92,18 +82,19 @@ class GradientMonitor(Callback):
         self, trainer: Trainer, metrics: Any, batch_idx: int
     ) -> None:
         if trainer.global_step % trainer.log_every_n_steps == 0:
-            names = [
-                (kind + layer, (row, column))
-                for column, layer in enumerate(self._layers)
-                for row, kind in enumerate(("grad_norm", "update_ratio"))
-            ]
-            metrics.add({name: _Entry(metrics, place) for name, place in names})
+            metrics.add(
+                {
+                    kind + layer: _Value(metrics, kind, leaves)
+                    for layer, leaves in self._layers.items()
+                    for kind in ("grad_norm", "update_ratio")
+                }
+            )
 
     def _check(self, row: LogRow) -> None:
         """Names the leaves that do not learn, once, after the first steps."""
         if self._checked >= self.check_steps:
             return
-        self._alive |= np.array(row.values[_ALIVE])  # waits for the device
+        self._alive |= np.asarray(row.values[_SQUARES])[:2] > 0  # waits for the device
         self._checked += 1
         if self._checked != self.check_steps:
             return
@@ -128,15 +119,18 @@ class GradientMonitor(Callback):
                 )
 
 
-class _Entry:
-    """An entry of the norms of a step, read when its value is, for `Metrics.add`."""
+class _Value:
+    """A value of a step, computed when it is read, for `Metrics.add`."""
 
-    def __init__(self, metrics: Any, place: tuple[int, int]):
-        self._metrics, self._place = metrics, place
+    def __init__(self, metrics: Any, kind: str, leaves: list[int]):
+        self._metrics, self._kind, self._leaves = metrics, kind, leaves
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
-        # waits for the device
-        return np.asarray(np.asarray(self._metrics[_NORMS])[self._place], dtype)
+        squares = np.asarray(self._metrics[_SQUARES])  # waits for the device
+        gradient, update, weight = np.sqrt(squares[:, self._leaves].sum(axis=1))
+        if self._kind == "grad_norm":
+            return np.asarray(gradient, dtype)  # on the host
+        return np.asarray(update / weight if update else update, dtype)  # on the host
 
 
 def group_by_layer(paths: list[Any], max_layers: int) -> dict[str, list[int]]:

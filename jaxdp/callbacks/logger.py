@@ -3,7 +3,6 @@
 import itertools
 import os
 from collections.abc import Iterable, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -98,13 +97,6 @@ class Logger(Callback):
 
     def on_exception(self, trainer: Trainer, exception: BaseException) -> None:
         self._error = exception
-
-    def on_fit_end(self, trainer: Trainer) -> None:
-        if self._trainer is None:
-            return
-        shows_figures = type(self).log_figure is not Logger.log_figure
-        if shows_figures and trainer.history.epochs and find_spec("matplotlib"):
-            self.log_figure("history", trainer.history.plot())
 
     def teardown(self, trainer: Trainer) -> None:
         self._trainer = None

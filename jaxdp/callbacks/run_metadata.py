@@ -77,12 +77,6 @@ def flat(facts: Facts) -> dict[str, Any]:
     return facts["hyperparameters"] | rest
 
 
-def markdown(values: Mapping[str, Any]) -> str:
-    """Returns a Markdown table, which TensorBoard renders."""
-    rows = [f"| {name} | {value} |" for name, value in values.items()]
-    return "\n".join(["| name | value |", "| --- | --- |", *rows])
-
-
 def describe_optimizer(optimizer: Any) -> str:
     """Returns the stages of an optax optimizer with their numbers, as far as its
     closures show them: `chain(scale_by_adam(b1=0.9, ...), scale(step_size=-0.001))`."""

@@ -15,10 +15,8 @@ from .. import losses
 from ..basics.arguments import check_count, check_is_local, check_number
 from ..basics.console import join_numbers, log_info_once
 from ..basics.other_libraries import INSTEAD
-from ..basics.tracebacks import NoteOnError
 from ..basics.tree import leaf_path
 from ..callbacks import Callback, check_hooks
-from ..data import get_local, to_host
 from ..distributed import get_process_group
 from ..step import (
     CriterionObjective,
@@ -28,13 +26,11 @@ from ..step import (
     PerExample,
     RematSpec,
     ResolvedPart,
-    Whole,
     check_training_flags,
     find_keywords,
     find_parts,
     make_leaf_mask,
     resolve_remat,
-    split_batch,
     trained_alone,
 )
 from ..strategies import DataParallel, Sharded
@@ -92,13 +88,6 @@ def validate_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-_PARTS_HINT: Final = (
-    " For several losses, pass as `optimizer` a list of jaxdp.Part(params,"
-    " loss_fn, optimizer). For one loss and several optimizers use"
-    " optax.partition, or optax.chain for stages."
-)
-
-
 def is_list_of_parts(optimizer: Any) -> bool:
     """Returns True if a list of parts was passed as `optimizer`."""
     if isinstance(optimizer, optax.GradientTransformation):  # a tuple, too
@@ -113,12 +102,8 @@ def check_parts(arguments: Mapping[str, Any]) -> None:
         if not isinstance(part, Part):
             raise TypeError(
                 f"`optimizer` is a list with a {type(part).__name__}; every element"
-                " must be a jaxdp.Part." + _PARTS_HINT
-            )
-        if isinstance(part.loss_fn, optax.GradientTransformation):
-            raise TypeError(
-                f"`Part`: the `loss_fn` of {part.params!r} is an optimizer; the order"
-                " is Part(params, loss_fn, optimizer)."
+                " must be a jaxdp.Part(params, loss_fn, optimizer). For one loss and"
+                " several optimizers use optax.partition, or optax.chain for stages."
             )
         check_optimizer(part.optimizer)
         check_count("every", part.every)
@@ -135,14 +120,13 @@ def check_parts(arguments: Mapping[str, Any]) -> None:
         "filter_spec": arguments["filter_spec"] is not eqx.is_inexact_array,
         "gradient_clip_val": arguments["gradient_clip_val"] is not None,
     }
-    if any(is_passed.values()):
-        names = ", ".join(f"`{name}`" for name, passed in is_passed.items() if passed)
-        raise ValueError(
-            f"{names} can't be combined with a"
-            " list of parts: each part has its own `loss_fn`, which may return"
-            " metrics, the `params` that it trains, and a `gradient_clip_val`. (A"
-            " PassMetric may stand there.)"
-        )
+    for name, passed in is_passed.items():
+        if passed:
+            raise ValueError(
+                f"`{name}` can't be combined with a list of parts: each part has its"
+                " own `loss_fn`, which may return metrics, the `params` that it trains,"
+                " and a `gradient_clip_val`. (A PassMetric may stand in `metrics`.)"
+            )
 
     for part in parts:
         choose_objective({**arguments, "loss_fn": part.loss_fn})
@@ -180,80 +164,41 @@ def _check_clipping(norm: Any) -> None:
 def check_model(model: Any, *, must_be_callable: bool) -> None:
     """Raises for a model that is no Equinox model, and says what it is."""
     kind = type(model).__name__
-    origin = {cls.__module__.partition(".")[0] for cls in type(model).__mro__}
-    for package in ("torch", "flax", "keras", "haiku"):
-        if package in origin:
-            raise TypeError(
-                f"`model` is a {package} module ({kind}); jaxdp trains Equinox models,"
-                " pytrees that can be called on one example. See"
-                " https://docs.kidger.site/equinox for the same layers."
-            )
-
+    origins = {cls.__module__.partition(".")[0] for cls in type(model).__mro__}
+    for package in origins & {"torch", "flax", "keras", "haiku"}:
+        raise TypeError(
+            f"`model` is a {package} module ({kind}); jaxdp trains Equinox models,"
+            " pytrees that can be called on one example. See"
+            " https://docs.kidger.site/equinox for the same layers."
+        )
     if isinstance(model, type):
         raise TypeError(
             f"`model` is the class {model.__name__}, not an instance of it; construct"
             " it, for example with key=jax.random.key(0)."
         )
-    inside = [*model.values()] if isinstance(model, Mapping) else model
-    if must_be_callable and isinstance(inside, list | tuple) and inside:
-        if all(map(callable, inside)):
-            raise TypeError(
-                f"`model` is a {kind} of {len(inside)} models, and only a loss of your"
-                " own can call them: pass `loss_fn(model, *batch)`, or a list of"
-                " jaxdp.Part(...) as `optimizer`. Equal ones train side by side as an"
-                " ensemble: see docs/ensembles.md."
-            )
-
-    if must_be_callable and not callable(model):
+    if not must_be_callable:
+        return
+    if not callable(model):
         raise TypeError(
             f"`model` is a {kind}, which can't be called; it must be an Equinox model,"
-            " called on one example. For other pytrees of arrays pass"
-            " `loss_fn(model, *batch)`."
+            " called on one example. For other pytrees, as a list of models, pass"
+            " `loss_fn(model, *batch)`, or a list of jaxdp.Part(...) as `optimizer`."
+            " Equal models train side by side as an ensemble: see docs/ensembles.md."
         )
-    if must_be_callable:
-        check_training_flags(model)
+    check_training_flags(model)
 
 
 def check_optimizer(optimizer: Any) -> None:
-    if isinstance(optimizer, optax.GradientTransformation):
-        return
-    if hasattr(optimizer, "gradient_transformation"):
+    if not isinstance(optimizer, optax.GradientTransformation):
+        cls = optimizer if isinstance(optimizer, type) else type(optimizer)
         raise TypeError(
-            f"`optimizer` is an optax {type(optimizer).__name__}; pass what its"
-            " gradient_transformation() returns, or use `accumulate_grad_batches`."
-        )
-    kind = type(optimizer).__name__
-    if isinstance(optimizer, Part):
-        raise TypeError(
-            "`optimizer` is a jaxdp.Part; pass a list of them: [Part(...)]."
-        )
-
-    cls = optimizer if isinstance(optimizer, type) else type(optimizer)
-    if cls.__module__.startswith("torch"):
-        kind = cls.__name__
-        raise TypeError(
-            f"`optimizer` is torch's {kind}; pass an optax one, for example"
-            " optax.adam(1e-3)."
-        )
-    raise TypeError(
-        f"`optimizer` must be an optax.GradientTransformation, for example"
-        f" optax.adam(1e-3); got {optimizer!r} of type {kind}."
-        + (" Call it with a learning rate." if callable(optimizer) else "")
-        + (_PARTS_HINT if isinstance(optimizer, Mapping) else "")
-    )
-
-
-def _check_is_instance(what: str, value: Any, kind: type) -> None:
-    """Raises for a class instead of an instance."""
-    if isinstance(value, type) and issubclass(value, kind):
-        raise TypeError(
-            f"{what} the class {value.__name__}; pass an instance,"
-            f" {value.__name__}(...)."
+            "`optimizer` must be an optax.GradientTransformation, as optax.adam(1e-3)"
+            " returns (and `gradient_transformation()` of optax.MultiSteps), or a list"
+            f" of jaxdp.Part; got {optimizer!r:.200} ({cls.__module__}.{cls.__name__})."
         )
 
 
 def check_strategy_argument(strategy: Any) -> None:
-    _check_is_instance("`strategy` is", strategy, DataParallel)
     if not isinstance(strategy, DataParallel):
         name = strategy.lower() if isinstance(strategy, str) else ""
         instead = INSTEAD["strategy"].get(name)
@@ -281,11 +226,11 @@ def check_callbacks(
                 f"`callbacks` has the same {type(callback).__name__} twice, whose hooks"
                 " would be called twice. Pass it once."
             )
-        _check_is_instance("`callbacks` has", callback, Callback)
         if not isinstance(callback, Callback):
             raise TypeError(
                 f"`callbacks` has {callback!r} of type {type(callback).__name__}; every"
-                " element must be an instance of a jaxdp.callbacks.Callback subclass."
+                " element must be an instance of a jaxdp.callbacks.Callback subclass,"
+                " as CSVLogger() is."
             )
         if not any(callback is other for other in known):
             check_hooks(callback)
@@ -297,7 +242,7 @@ def check_processes(strategy: DataParallel, data: str) -> None:
     processes = get_process_group()
     if processes.count == 1:
         return
-    blocks = make_row_blocks(strategy)
+    blocks = make_row_blocks(strategy)  # raises for a process without devices
     if data == "global":
         return
     if blocks.count != processes.count or blocks.local != (processes.index,):
@@ -349,8 +294,7 @@ def split_model(
             "`filter_spec` must be path patterns such as ['layers[1]'], a pytree of"
             " bools that is a prefix of the model, or a callable leaf -> bool, which is"
             f" given array by array, and not the model; got {type(error).__name__}:"
-            f" {error}. For a part of the model: eqx.tree_at(lambda m: m.layers[1],"
-            " jax.tree.map(lambda _: False, model), True)."
+            f" {error}."
         ) from error
 
     if not jax.tree.leaves(params):
@@ -392,45 +336,17 @@ def check_state(model: PyTree, state: Any) -> None:
         )
 
 
-def check_first_batch(loader: Any, argument: str, *, needs_pairs: bool) -> None:
-    """Raises if a list does not begin with a batch, before a compilation.
-
-    With `needs_pairs` a batch must be (x, y).
-    """
-    if not isinstance(loader, list | tuple) or not loader:
-        return
-    batch = get_local(loader[0])
-    if isinstance(batch, Mapping | Whole):
-        return  # later errors say more
-    batch = tuple(batch) if type(batch) is list else batch
-    remedy = (
-        f"That is the first batch of `{argument}`. To validate or test on several"
-        f" loaders, name them: {{'clean': a, 'shifted': b}}."
-    )
-    with NoteOnError(remedy, (TypeError, ValueError)):
-        if needs_pairs:
-            has_weights = type(batch) is tuple and len(batch) == 3
-            split_batch(batch[:2] if has_weights else batch)
-        elif type(batch) is tuple and all(type(x) in (list, tuple) for x in batch):
-            to_host(batch)  # raises for a list of batches
-
-
-def _check_no_per_example(criteria: Mapping[str, Any]) -> None:
-    for name, criterion in criteria.items():
-        if isinstance(criterion, PerExample):
-            raise TypeError(
-                f"{name}: {criterion!r} is called as (model, *example); pass it as"
-                " `loss_fn`."
-            )
-
-
 def choose_objective(arguments: Mapping[str, Any]) -> Objective | None:
     """Returns the objective by the arguments; None if the first batch decides."""
     loss, loss_fn = arguments["loss"], arguments["loss_fn"]
     criteria, of_passes = split_metrics(arguments["metrics"])
     state, keeps = arguments["state"], bool(of_passes)
-    named = {f"`metrics`: {name!r}": each for name, each in criteria.items()}
-    _check_no_per_example({"`loss`": loss, **named})
+    for criterion in (loss, *criteria.values()):
+        if isinstance(criterion, PerExample):
+            raise TypeError(
+                f"{criterion!r} is called as (model, *example), and not as a `loss` or"
+                " one of the `metrics`; pass it as `loss_fn`."
+            )
     if loss_fn is None:
         if loss is None:
             return None
@@ -451,8 +367,8 @@ def choose_objective(arguments: Mapping[str, Any]) -> Objective | None:
     if not callable(loss_fn):
         raise TypeError(
             f"`loss_fn` must be a callable (model, *batch) -> loss; got {loss_fn!r}."
-            + (" For a loss by name use `loss`." if isinstance(loss_fn, str) else "")
-            + (_PARTS_HINT if isinstance(loss_fn, list | tuple | Mapping) else "")
+            " For a loss by name use `loss`, for several a list of jaxdp.Part as"
+            " `optimizer`."
         )
 
     objective = LossFnObjective(loss_fn, keeps_outputs=keeps)

@@ -14,9 +14,9 @@ from jaxtyping import PyTree
 from ..basics.console import log_info, warn
 from ..basics.tracebacks import NoteOnError, TracebackFilter
 from ..callbacks.base import Hooks
-from ..data import Dispatch, Packer, Source, fetch_real_rows, get_inputs, get_local
+from ..data import Dispatch, Packer, Source, fetch_real_rows, get_inputs
 from ..engine import Program, StepKind
-from ..step import IN_FLIGHT, Batch, Whole
+from ..step import IN_FLIGHT, Batch
 from ..strategies.placement import replicate
 from .checkpointing import load_weights_at
 from .lifecycle import attach_second_error, run_with_teardown
@@ -51,24 +51,6 @@ def open_loaders(
         f"{prefix}_{name}": open_one(one_loader, f"{argument}[{name!r}]", "evaluate")
         for name, one_loader in loader.items()
     }
-
-
-def make_metric_names(sources: Loaders, metrics: Iterable[str]) -> tuple[str, ...]:
-    """Returns the names of the values of an evaluation."""
-    return check_unique_names(
-        [f"{prefix}_{name}" for prefix in sources for name in metrics]
-    )
-
-
-def check_unique_names(names: list[str]) -> tuple[str, ...]:
-    """Returns the names, or raises if two values of an evaluation have the same."""
-    if len({*names}) < len(names):
-        twice = sorted({name for name in names if names.count(name) > 1})
-        raise ValueError(
-            f"two validation values are named {twice}: the name of a loader followed by"
-            " the name of a metric equals another name. Rename the loader."
-        )
-    return tuple(names)
 
 
 class Evaluator:
@@ -124,7 +106,12 @@ class Evaluator:
                 rows = self._outputs[prefix].collect_rows()
                 add_pass_values(means, of_passes, rows, pure.measure_outputs)
             named = {f"{prefix}_{name}": value for name, value in means.items()}
-            check_unique_names([*metrics, *named])
+            if twice := {*metrics} & {*named}:
+                raise ValueError(
+                    f"two values of an evaluation are named {sorted(twice)}: the name"
+                    " of a loader followed by that of a metric equals another one."
+                    " Rename the loader."
+                )
             metrics |= named
         metrics |= logged
         with run.record.redirect_logs(metrics):
@@ -295,7 +282,11 @@ def _iterate_prepared(
     for number, batch in enumerate(itertools.islice(source.read_epoch(), limit)):
         run.processes.sync_step(f"batch {number} of {activity}")
         with NoteOnError(f"in batch {number}"):
-            dispatch, program = _prepare_batch(trainer, kind, batch)
+            if kind == "predict":
+                dispatch, program = engine.prepare(kind, get_inputs(batch))
+            else:
+                engine = run.config.decide_loss(engine, batch)
+                dispatch, program = engine.prepare(kind, batch)
         if engine.prefetches:
             dispatch = engine.steps[kind].prefetch(dispatch)
         waiting.append((batch, dispatch, program))
@@ -304,25 +295,6 @@ def _iterate_prepared(
         run.interrupts.check()
     yield from waiting
     run.processes.all_gather(f"the end of {activity}", None)
-
-
-def _prepare_batch(
-    trainer: "Trainer", kind: StepKind, batch: Any
-) -> tuple[Dispatch, Program]:
-    engine = trainer.run.engine
-    if kind != "predict":
-        return trainer.run.config.decide_loss(engine, batch).prepare(kind, batch)
-    try:
-        return engine.prepare(kind, get_inputs(batch))
-    except Exception as error:
-        rows = get_local(batch)
-        beside = rows[1:] if isinstance(rows, tuple) else ()
-        if any(isinstance(part, Whole) for part in beside):
-            error.add_note(
-                "`predict` gave the model the first element of the batch, without"
-                " the jaxdp.Whole beside it. For both: ((x, Whole(array)), y)."
-            )
-        raise
 
 
 class _OutputFetcher:
@@ -384,21 +356,20 @@ class _OutputFetcher:
         # Waits for the device, `IN_FLIGHT` batches late.
         rows = jax.tree.map(real, values)
         if self._keep:
-            self._check(rows)
             self._done.append(rows)
+            self._check_shapes(self._done[0], rows)
         self.num_batches += 1
         self._after_batch(rows, self.num_batches - 1)
 
-    def _check(self, rows: PyTree) -> None:
-        """Raises unless the rows of a batch have the shapes of those of the first."""
-        first, number = self._done[0] if self._done else rows, len(self._done)
+    def _check_shapes(self, first: PyTree, rows: PyTree) -> None:
+        """Raises for rows of other shapes than those of the first batch, since one
+        array can't hold both."""
         pairs = zip(jax.tree.leaves(first), jax.tree.leaves(rows), strict=True)
         for one, other in pairs:
             if one.shape[1:] != other.shape[1:]:
                 raise ValueError(
-                    f"in {self._packer.kind} the model returns {one.shape[1:]} for"
-                    f" a row of batch 0 and {other.shape[1:]} for one of batch"
-                    f" {number}, and one array can't hold both. Predict batches of"
-                    " one shape at a time, or let the model return one shape for"
-                    " all."
+                    f"in {self._packer.kind} the model returns {one.shape[1:]} for a"
+                    f" row of batch 0 and {other.shape[1:]} for one of batch"
+                    f" {self.num_batches}. Predict batches of one shape at a time, or"
+                    " let the model return one shape for all."
                 )

@@ -13,7 +13,6 @@ from ..basics.console import log_info
 from ..basics.process import refuse_to_train_in_a_worker
 from ..callbacks.base import Hooks
 from ..distributed import Preempted, log_stop
-from ..step import InferenceModel
 
 if TYPE_CHECKING:
     from jaxdp import Trainer
@@ -66,19 +65,14 @@ def _log_inference_layers(model: Any) -> None:
         return False
 
     jax.tree.leaves(model, is_leaf=count)  # calls `count` for every node
-    if not layers:
-        return
-    listed = ", ".join(f"{number} {name}" for name, number in sorted(layers.items()))
-    remedy = "`eqx.nn.inference_mode(model, False)` ends that, if it is not on purpose."
-    if isinstance(model, InferenceModel):
-        remedy = (
-            "`inference_model()` is made to be called; to train, pass `trainer.model`"
-            " and `state=trainer.model_state` instead."
+    if layers:
+        listed = ", ".join(f"{n} {name}" for name, n in sorted(layers.items()))
+        log_info(
+            f"layers of the model are in inference mode, and stay so in training:"
+            f" {listed} (no dropout, running statistics that do not move). If that is"
+            " not on purpose, pass `eqx.nn.inference_mode(model, False)`, or instead"
+            " of an `inference_model()` `trainer.model`"
         )
-    log_info(
-        f"layers of the model are in inference mode, and stay so in training: {listed}"
-        f" (no dropout, running statistics that do not move). {remedy}"
-    )
 
 
 @contextlib.contextmanager

@@ -178,7 +178,8 @@ class FitLoop:
         run.interrupts.check()
 
         names = run.engine.steps["train"].facts.names
-        self._record.names = names + evaluation.make_metric_names(self.vals, names)
+        of_vals = [f"{prefix}_{name}" for prefix in self.vals for name in names]
+        self._record.names = (*names, *of_vals)
         self._record.names_are_all = not run.config.pass_metrics
         self._record.read_queue()  # steps before this fit; waits for the device
         self.hooks.on_fit_start(trainer)

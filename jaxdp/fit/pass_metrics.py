@@ -89,24 +89,32 @@ def split_metrics(
     metrics: Any,
 ) -> tuple[dict[str, losses.Criterion], dict[str, PassMetric]]:
     """Splits `Trainer(metrics=...)` into metrics of rows and of passes, by name."""
-    if isinstance(metrics, PassMetric):
+    if metrics is None:
+        metrics = ()
+    if isinstance(metrics, str) or callable(metrics):
         metrics = [metrics]
-    if not isinstance(metrics, Iterable) or isinstance(metrics, str):
-        return losses.find_metrics(metrics), {}
-    of_passes: dict[str, PassMetric] = {}
-    if isinstance(metrics, Mapping):
-        of_passes = {n: m for n, m in metrics.items() if isinstance(m, PassMetric)}
-        others: Any = {n: m for n, m in metrics.items() if n not in of_passes}
-    else:
-        others = []
-        for metric in metrics:
-            if isinstance(metric, PassMetric):
-                of_passes[losses.name_of(metric.fn)] = metric
-            else:
-                others.append(metric)
-    for name in of_passes:
+    if not isinstance(metrics, Iterable):
+        raise TypeError(
+            f"`metrics`: got {metrics!r} of type {type(metrics).__name__}; pass a list"
+            f" of names ({', '.join(sorted(losses.METRICS))}) or {{name: callable}}."
+        )
+    if not isinstance(metrics, Mapping):
+        metrics = {_get_name(metric): metric for metric in metrics}
+    for name in metrics:
         losses.check_metric_name("`metrics`", name)
-    return losses.find_metrics(others), of_passes
+    of_passes = {n: m for n, m in metrics.items() if isinstance(m, PassMetric)}
+    of_rows = {n: m for n, m in metrics.items() if n not in of_passes}
+    return {n: losses.find_metric(n, m) for n, m in of_rows.items()}, of_passes
+
+
+def _get_name(metric: Any) -> str:
+    function = metric.fn if isinstance(metric, PassMetric) else metric
+    name = metric if isinstance(metric, str) else getattr(function, "__name__", None)
+    if name is None or name == "<lambda>":
+        raise TypeError(
+            f"`metrics`: {metric!r} has no name; pass {{name: callable}} instead."
+        )
+    return name
 
 
 def add_pass_values(

@@ -278,8 +278,6 @@ class Run:
             self.make_partition(kind),
             in_order=in_order or kind != "train",
         )
-        if kind != "predict":
-            checks.check_first_batch(loader, argument, needs_pairs=not has_own_loss)
         return source
 
     def make_partition(self, kind: StepKind) -> RowPartition:

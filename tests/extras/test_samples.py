@@ -31,8 +31,7 @@ class Shown(Logger):
             self.texts.append((name, text))
 
     def log_figure(self, name, figure):
-        if name != "history":
-            self.sizes.append((name, *(figure.get_size_inches() * figure.dpi)))
+        self.sizes.append((name, *(figure.get_size_inches() * figure.dpi)))
 
 
 def trainer_of(callbacks, folder):

@@ -27,6 +27,7 @@ class Notes(Callback):
 
     def on_train_epoch_end(self, trainer, metrics):
         self.logger.log_text("note", "4 < 5 bytes")
+        self.logger.log_figure("history", trainer.history.plot())
         if self.fails:
             raise RuntimeError("the cable was pulled")
 

@@ -39,8 +39,6 @@ def test_layers_in_inference_mode_are_named_at_the_first_fit(make, listed, caplo
     assert caplog.text.count("are in inference mode") == (listed is not None)
     if listed is not None:
         assert f"stay so in training: {listed} (no dropout" in caplog.text
-    is_wrapped = type(model).__name__ == "InferenceModel"
-    assert ("`state=trainer.model_state`" in caplog.text) == is_wrapped
 
 
 def test_statistics_move_in_a_frozen_part_unless_it_is_in_inference_mode():

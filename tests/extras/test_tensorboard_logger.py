@@ -32,6 +32,7 @@ def test_tensorboard_reads_values_texts_and_figures(tmp_path):
 
     def note(trainer, metrics):
         logger.log_text("note", "4 bytes per device")
+        logger.log_figure("curves", trainer.history.plot())
 
     logger = TensorBoardLogger(tmp_path, hyperparameters={"width": 64})
     trainer = linear_trainer(logger, On(on_train_epoch_end=note))
@@ -53,7 +54,7 @@ def test_tensorboard_reads_values_texts_and_figures(tmp_path):
     assert "| width | 64 |" in texts["hyperparameters"]
     assert "polynomial_schedule(" in texts["hyperparameters"]
     assert f"| versions/jax | {jax.__version__} |" in texts["environment"]
-    (image,) = found.Images("history")
+    (image,) = found.Images("curves")
     assert image.encoded_image_string.startswith(b"\x89PNG") and image.step == 4
     with pytest.raises(RuntimeError, match="writes during a fit only"):
         logger.log_text("late", "")

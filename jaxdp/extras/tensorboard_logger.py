@@ -1,16 +1,16 @@
 """Logs to event files for TensorBoard."""
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jaxdp
-
 from ..basics.environment import import_extra
+from ..callbacks.base import Trainer
+from ..callbacks.logger import Logger
+from ..callbacks.run_metadata import Facts, flat
 from ..record import Number
-from .base import Trainer
-from .logger import Logger
-from .run_metadata import Facts, flat, markdown
+from .figures import to_png
 
 
 class TensorBoardLogger(Logger):
@@ -18,8 +18,7 @@ class TensorBoardLogger(Logger):
 
     Tags of scalars are the names that `CSVLogger` has as columns, and `epoch`; the
     horizontal axis is the number of optimizer steps. Hyperparameters, versions,
-    and hardware are under TEXT, the curves of the epochs under IMAGES. Needs the extra
-    `loggers`.
+    and hardware are under TEXT. Needs the extra `loggers`.
 
     Args:
         dirpath: folder of the event files; None means `trainer.default_root_dir`.
@@ -50,9 +49,9 @@ class TensorBoardLogger(Logger):
         self._write(step, summary={"value": scalars})
 
     def log_run(self, facts: Facts) -> None:
-        self.log_text("hyperparameters", markdown(facts["hyperparameters"]))
+        self.log_text("hyperparameters", _to_markdown(facts["hyperparameters"]))
         rest = {k: v for k, v in flat(facts).items() if "/" in k}
-        self.log_text("environment", markdown(rest))
+        self.log_text("environment", _to_markdown(rest))
 
     def log_text(self, name: str, text: str) -> None:
         """Shows a text as Markdown under `name`; during a fit."""
@@ -67,9 +66,8 @@ class TensorBoardLogger(Logger):
     def log_figure(self, name: str, figure: Any) -> None:
         """Shows a `matplotlib.figure.Figure` under `name`; during a fit."""
         width, height = map(int, figure.get_size_inches() * figure.dpi)
-        png = jaxdp.figures.to_png(figure)
         size = {"width": width, "height": height, "colorspace": 4}
-        self._show(tag=name, image={"encoded_image_string": png, **size})
+        self._show(tag=name, image={"encoded_image_string": to_png(figure), **size})
 
     def flush(self) -> None:
         self._writer.flush()
@@ -90,6 +88,12 @@ class TensorBoardLogger(Logger):
     def _write(self, step: int, **content: Any) -> None:
         event = _tensorboard("compat.proto.event_pb2").Event
         self._writer.add_event(event(wall_time=time.time(), step=step, **content))
+
+
+def _to_markdown(values: Mapping[str, Any]) -> str:
+    """Returns a Markdown table, which TensorBoard renders."""
+    rows = [f"| {name} | {value} |" for name, value in values.items()]
+    return "\n".join(["| name | value |", "| --- | --- |", *rows])
 
 
 def _tensorboard(module: str) -> Any:
