@@ -220,17 +220,8 @@ _SYNONYMS: Final = {
 """Names of other libraries' that mean exactly one of ours."""
 
 
-def find_loss(loss: str | Criterion) -> Criterion:
-    """Returns the criterion called `loss`, or `loss` itself if it is callable."""
-    return _find("`loss`", loss, LOSSES)
-
-
-def find_metric(name: str, metric: str | Criterion) -> Criterion:
-    """Returns the criterion that `metric` names, or `metric` itself."""
-    return _find(f"`metrics`: {name!r}", metric, METRICS)
-
-
-def _find(argument: str, value: Any, known: Mapping[str, Criterion]) -> Any:
+def find_criterion(argument: str, value: Any, known: Mapping[str, Criterion]) -> Any:
+    """Returns the criterion that `value` names, or `value` itself if it is one."""
     names = ", ".join(sorted(known))
     if isinstance(value, str):
         name = _SYNONYMS.get(value, value)

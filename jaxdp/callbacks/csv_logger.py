@@ -12,7 +12,7 @@ from ..basics.columns import Table
 from ..basics.files import read_json, write_text_atomically
 from ..record import LogRow, Number
 from .base import Trainer
-from .logger import Logger, check_is_no_folder
+from .logger import Logger
 from .run_metadata import Facts
 
 
@@ -60,12 +60,6 @@ class CSVLogger(Logger):
         self._table: Any = None  # during a fit
         self._rows = -1  # unknown, until a fit or a checkpoint sets it
         self._facts: Facts = {}
-
-    def setup(self, trainer: Trainer) -> None:
-        super().setup(trainer)
-        if trainer.is_global_zero:
-            for file in self._list_files(self._folder(trainer)):
-                check_is_no_folder("name", file)
 
     def open(self, trainer: Trainer, folder: Path) -> None:
         self.path, self._facts = folder / self.name, {}

@@ -139,11 +139,3 @@ def check_writable(folder: Path, callback_name: str) -> None:
             f" ({error.strerror or error}). Pass a `dirpath` that can be written to, or"
             " set `Trainer(default_root_dir=...)`."
         ) from error
-
-
-def check_is_no_folder(argument: str, path: Path) -> None:
-    """Raises if the file that an argument names is a folder."""
-    if path.is_dir():
-        raise ValueError(
-            f"`{argument}`: {path} is a folder. Name another file, or move the folder."
-        )

@@ -53,6 +53,7 @@ class Profiler(Callback):
         self._first = start_step  # the trace begins after this step
         self._step = contextlib.ExitStack()
         self._is_tracing = self._done = False
+        self._is_at_boundary = True  # and not between the steps of one dispatch
 
     def setup(self, trainer: Trainer) -> None:
         root = trainer.default_root_dir
@@ -63,6 +64,7 @@ class Profiler(Callback):
     def on_fit_start(self, trainer: Trainer) -> None:
         self._is_tracing, self._done = False, not trainer.is_global_zero
         self._first = trainer.global_step + self.start_step
+        self._is_at_boundary = True
 
     def on_train_batch_start(
         self, trainer: Trainer, batch: Any, batch_idx: int
@@ -70,7 +72,7 @@ class Profiler(Callback):
         if self._done or trainer.global_step < self._first:
             return
         if not self._is_tracing:
-            if trainer.run.progress.ahead:  # between the steps of one dispatch
+            if not self._is_at_boundary:
                 return
             self._start(trainer)
         number = trainer.global_step + 1
@@ -80,10 +82,14 @@ class Profiler(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, metrics: Mapping[str, Any], batch_idx: int
     ) -> None:
+        self._is_at_boundary = False
         if self._is_tracing:
             self._step.close()
             if trainer.global_step >= self._first + self.num_steps:
                 self._stop(trainer)
+
+    def on_boundary(self, trainer: Trainer) -> None:
+        self._is_at_boundary = True
 
     def on_fit_end(self, trainer: Trainer) -> None:
         if self._is_tracing:

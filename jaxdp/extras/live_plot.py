@@ -8,7 +8,7 @@ from typing import Any, Final
 from ..basics.arguments import check_number, checks_arguments
 from ..basics.columns import EPOCH, VALIDATION
 from ..callbacks.base import Trainer
-from ..callbacks.logger import Logger, check_is_no_folder
+from ..callbacks.logger import Logger
 from ..callbacks.monitor import is_in_notebook
 from ..record import Number
 from .figures import draw, metric_curves, save_figure, to_png
@@ -44,7 +44,6 @@ class LivePlot(Logger):
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
         if trainer.is_global_zero:
-            check_is_no_folder("path", self._folder(trainer) / self._name)
             draw({}, "")  # Raises when matplotlib is missing, before anything is lost.
 
     def open(self, trainer: Trainer, folder: Path) -> None:

@@ -24,18 +24,13 @@ from ..step import (
     Objective,
     Part,
     PerExample,
-    RematSpec,
-    ResolvedPart,
     check_training_flags,
     find_keywords,
-    find_parts,
     make_leaf_mask,
-    resolve_remat,
     trained_alone,
 )
 from ..strategies import DataParallel, Sharded
 from ..strategies.base import adds_state, check_offload, make_row_blocks
-from ..strategies.stack import find_stacks
 from .pass_metrics import split_metrics
 
 _PRECISIONS: Final = {
@@ -138,21 +133,6 @@ def check_parts(arguments: Mapping[str, Any]) -> None:
             " one optimizer, but `optimizer` is a list of parts; use another"
             " strategy."
         )
-
-
-def find_recomputed_in(model: PyTree, remat: Any) -> RematSpec:
-    """Returns what `remat` means for a model; raises for what it can't mean."""
-    blocks = [f"{name}.stacked".lstrip(".") for name in find_stacks(model)]
-    return resolve_remat(remat, model, blocks)
-
-
-def find_trainer_parts(arguments: Mapping[str, Any]) -> tuple[ResolvedPart, ...]:
-    """Resolves a list of parts that was passed as `optimizer`; else returns ()."""
-    optimizer = arguments["optimizer"]
-    if not is_list_of_parts(optimizer):
-        return ()
-    keeps = bool(split_metrics(arguments["metrics"])[1])
-    return find_parts(optimizer, arguments["model"], keeps_outputs=keeps)
 
 
 def _check_clipping(norm: Any) -> None:
@@ -350,7 +330,7 @@ def choose_objective(arguments: Mapping[str, Any]) -> Objective | None:
     if loss_fn is None:
         if loss is None:
             return None
-        criterion = losses.find_loss(loss)
+        criterion = losses.find_criterion("`loss`", loss, losses.LOSSES)
         return CriterionObjective(criterion, criteria, keeps_outputs=keeps)
 
     # `loss_fn` computes everything.

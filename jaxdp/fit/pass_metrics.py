@@ -1,6 +1,5 @@
 """Metrics over a complete pass, such as AUROC, from all predictions and targets."""
 
-import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping
@@ -103,8 +102,12 @@ def split_metrics(
     for name in metrics:
         losses.check_metric_name("`metrics`", name)
     of_passes = {n: m for n, m in metrics.items() if isinstance(m, PassMetric)}
-    of_rows = {n: m for n, m in metrics.items() if n not in of_passes}
-    return {n: losses.find_metric(n, m) for n, m in of_rows.items()}, of_passes
+    of_rows = {
+        name: losses.find_criterion(f"`metrics`: {name!r}", metric, losses.METRICS)
+        for name, metric in metrics.items()
+        if name not in of_passes
+    }
+    return of_rows, of_passes
 
 
 def _get_name(metric: Any) -> str:
@@ -136,17 +139,13 @@ def add_pass_values(
         of_parts.items(), metrics.items()
     ):
         name = f"{part}_{name}" if part else name
-        values = measure(functools.partial(_call_metric, metric, name), given)
+        values = measure(lambda o, m=metric, n=name: m(n, *o), given)
         if clash := {*values} & {*means}:
             raise ValueError(
                 f"`metrics`: there are two values named {sorted(clash)}, one of them of"
                 f" the PassMetric {name!r}; rename it."
             )
         means |= values
-
-
-def _call_metric(metric: PassMetric, name: str, outputs: PyTree) -> Mapping[str, float]:
-    return metric(name, *outputs)
 
 
 def _widen(leaf: np.ndarray) -> np.ndarray:

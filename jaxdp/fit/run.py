@@ -36,14 +36,18 @@ from ..step import (
     CriterionObjective,
     MultiPartSteps,
     Objective,
+    ResolvedPart,
     Steps,
     add_clipping,
     combine_optimizers,
+    find_parts,
     find_precision,
+    resolve_remat,
     split_batch,
     union_masks,
 )
 from ..strategies import DataParallel
+from ..strategies.stack import find_stacks
 from . import checks
 from .checkpointing import describe_arguments, read_state
 from .pass_metrics import split_metrics
@@ -75,17 +79,22 @@ class TrainerConfig:
         self.accumulate_grad_batches = int(arguments["accumulate_grad_batches"])
         self.steps_per_execution = arguments["steps_per_execution"]
 
-        several = self.optimizer_parts = checks.find_trainer_parts(arguments)
+        self._criteria, self.pass_metrics = split_metrics(arguments["metrics"])
+        several: tuple[ResolvedPart, ...] = ()
+        optimizer, keeps = arguments["optimizer"], bool(self.pass_metrics)
+        if checks.is_list_of_parts(optimizer):
+            several = find_parts(optimizer, self.model, keeps_outputs=keeps)
+        self.optimizer_parts = several
         trained = union_masks(several) if several else arguments["filter_spec"]
         self.parts = checks.split_model(self.model, trained)
         if self.ensemble is not None:
             self.ensemble.check_values(self._make_optimizer(), self.parts[0])
         self._after_update = self._make_after_update()
-        self._criteria, self.pass_metrics = split_metrics(arguments["metrics"])
         choose = checks.choose_objective
         self._objective = several[0].objective if several else choose(arguments)
         self._precision = find_precision(arguments["precision"])
-        self._recomputed = checks.find_recomputed_in(self.model, arguments["remat"])
+        blocks = [f"{name}.stacked".lstrip(".") for name in find_stacks(self.model)]
+        self._recomputed = resolve_remat(arguments["remat"], self.model, blocks)
         self._description: dict[str, str] | None = None
 
     def make_engine(

@@ -90,28 +90,15 @@ def test_the_default_folder_is_the_trainers(tmp_path, monkeypatch):
     assert names == {"metrics.csv", "metrics.json", "curves.png"}
 
 
-@pytest.mark.parametrize("make, in_the_way, error, match", [
-    *((make, "file", OSError, r"dirpath='.*deeper'\)`: cannot write there \(")
-      for make in (lambda path: CSVLogger(path / "file" / "deeper"),
-                   lambda path: TensorBoardLogger(path / "file" / "deeper"),
-                   lambda path: LivePlot(path / "file" / "deeper" / "a.png"))),
-    (CSVLogger, "metrics.csv/", ValueError, "`name`: .*metrics.csv is a folder"),
-    (CSVLogger, "metrics.json/", ValueError, "`name`: .*metrics.json is a folder"),
-    (lambda path: CSVLogger(path, "log.txt"), "log.json/", ValueError,
-     "`name`: .*log.json is a folder"),
-    (lambda path: LivePlot(path / "curves"), "curves/", ValueError,
-     "`path`: .*curves is a folder"),
+@pytest.mark.parametrize("make", [
+    CSVLogger, TensorBoardLogger, lambda path: LivePlot(path / "a.png"),
 ])  # fmt: skip
-def test_a_place_that_cannot_be_written_to_is_an_error_before_training(
-    tmp_path, make, in_the_way, error, match
-):
-    if in_the_way.endswith("/"):
-        (tmp_path / in_the_way / "mine").mkdir(parents=True)
-    else:
-        (tmp_path / in_the_way).write_text("mine")
+def test_a_place_that_cannot_be_written_to_is_an_error_before_training(tmp_path, make):
+    (tmp_path / "file").write_text("mine")
     losses = Losses()
-    with pytest.raises(error, match=match):
-        linear_trainer(make(tmp_path), losses).fit(batches(8))
+    match = r"dirpath='.*deeper'\)`: cannot write there \("
+    with pytest.raises(OSError, match=match):
+        linear_trainer(make(tmp_path / "file" / "deeper"), losses).fit(batches(8))
     assert losses.seen == {} and len([*tmp_path.iterdir()]) == 1
 
 
