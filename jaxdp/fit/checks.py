@@ -170,11 +170,12 @@ def check_model(model: Any, *, must_be_callable: bool) -> None:
 
 def check_optimizer(optimizer: Any) -> None:
     if not isinstance(optimizer, optax.GradientTransformation):
-        cls = optimizer if isinstance(optimizer, type) else type(optimizer)
+        is_short = isinstance(optimizer, str) or callable(optimizer)
+        came = optimizer if is_short else type(optimizer)
         raise TypeError(
             "`optimizer` must be an optax.GradientTransformation, as optax.adam(1e-3)"
             " returns (and `gradient_transformation()` of optax.MultiSteps), or a list"
-            f" of jaxdp.Part; got {optimizer!r:.200} ({cls.__module__}.{cls.__name__})."
+            f" of jaxdp.Part; got {'' if is_short else 'an instance of '}{came!r}."
         )
 
 
