@@ -5,10 +5,9 @@ import re
 from pathlib import Path
 
 import jax
-import numpy as np
 import optax
 import pytest
-from toys import Mlp, batches
+from toys import Mlp, assert_equal_leaves, batches
 from toys import on_one_device as make
 
 import jaxdp
@@ -21,11 +20,6 @@ HARMLESS = [
     "spa ce", "\u00fc\u4e16", "100%25", "#{x}", "'\"", "new\nline", "-dash", "gs:x",
     "~", "$HOME;&|", "trailing.",
 ]  # fmt: skip
-
-
-def assert_same(model, other):
-    for ours, theirs in zip(*map(jax.tree.leaves, (model, other)), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +36,8 @@ def test_a_checkpoint_in_a_folder_of_any_other_name_comes_back(name, trained, tm
     again = make()
     again.load(path)
     model = jaxdp.load_model(path, like=Mlp(jax.random.key(1)))
-    assert_same(again.model, trained.model)
-    assert_same(model, trained.model)
+    assert_equal_leaves(again.model, trained.model)
+    assert_equal_leaves(model, trained.model)
 
 
 @pytest.mark.parametrize("name", ODD)
@@ -76,7 +70,7 @@ def test_checkpoints_in_folders_of_such_names_are_read_where_orbax_can(
                 again.load(tmp_path / name / "9")
         else:
             again.load(tmp_path / name / "9")
-            assert_same(again.model, trained.model)
+            assert_equal_leaves(again.model, trained.model)
         (tmp_path / name).rename(tmp_path / "plain")
 
 
