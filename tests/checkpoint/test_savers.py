@@ -8,12 +8,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from jax.tree_util import tree_leaves_with_path
-from toys import batches
+from toys import On, batches, fail_with, steps_in
 from toys import on_one_device as make
 
 from jaxdp import Callback
 from jaxdp.callbacks import CSVLogger, EarlyStopping, ModelCheckpoint
-from jaxdp.callbacks.state_matching import match_states
 
 DATA = batches(16, 16, 5)
 VAL = batches(16, seed=1)
@@ -28,10 +27,6 @@ class Kill(Callback):
     def on_boundary(self, trainer):
         if trainer.global_step == self.step and not trainer.record.is_at_epoch_end:
             raise OSError("killed")
-
-
-def steps(folder):
-    return sorted(int(name) for name in os.listdir(folder) if name.isdecimal())
 
 
 def aside(folder):
@@ -72,8 +67,8 @@ def test_what_was_due_when_a_run_died_is_saved_when_it_goes_on(tmp_path):
         first, second = savers(root)
         with pytest.raises(OSError, match="killed"):
             make(first, Kill(step), second).fit(DATA, max_epochs=2)
-        assert steps(root / "newest")[-1] == step
-        assert step not in steps(root / "other")
+        assert steps_in(root / "newest")[-1] == step
+        assert step not in steps_in(root / "other")
         trainer = make(*savers(root))
         if step == 6:
             with pytest.warns(UserWarning, match="nothing to do"):
@@ -81,7 +76,7 @@ def test_what_was_due_when_a_run_died_is_saved_when_it_goes_on(tmp_path):
         else:
             trainer.fit(DATA, max_epochs=2, ckpt_path="auto")
         for folder in ("newest", "other"):
-            assert steps(root / folder) == [2, 4, 6]
+            assert steps_in(root / folder) == [2, 4, 6]
             assert aside(root / folder) == []
             expected = told(tmp_path / "whole" / folder / str(step))
             assert told(root / folder / str(step)) == expected
@@ -103,7 +98,8 @@ def test_what_was_due_is_judged_by_what_it_would_have_been_judged_by(tmp_path):
     first, second = savers(tmp_path)
     make(first, second).fit(DATA, VAL, max_epochs=3, ckpt_path="auto")
     assert scores(second) == scores(expected)
-    assert steps(tmp_path / "best") == steps(tmp_path / "whole" / "best") == [3, 6]
+    for root in (tmp_path, tmp_path / "whole"):
+        assert steps_in(root / "best") == [3, 6]
 
 
 def test_a_save_before_the_loggers_begin_keeps_what_they_logged(tmp_path):
@@ -118,11 +114,7 @@ def test_a_save_before_the_loggers_begin_keeps_what_they_logged(tmp_path):
         )
         trainer.fit(DATA, max_epochs=1, ckpt_path="auto")
 
-    class Now(Callback):
-        def on_train_batch_end(self, trainer, metrics, batch_idx):
-            raise OSError("killed")
-
-    for callback in Kill(2), Now():
+    for callback in Kill(2), On(on_train_batch_end=fail_with(OSError("killed"))):
         with pytest.raises(OSError, match="killed"):
             run(callback)
     run()
@@ -133,14 +125,14 @@ def test_a_save_before_the_loggers_begin_keeps_what_they_logged(tmp_path):
 def test_of_equal_steps_the_last_savers_is_gone_on_from(tmp_path, caplog):
     expected = best(tmp_path)
     make(newest(tmp_path), expected).fit(DATA, VAL, max_epochs=3)
-    score, paths = expected.best_model_score, steps(tmp_path / "best")
+    score, paths = expected.best_model_score, steps_in(tmp_path / "best")
     for where in ("auto", "last", tmp_path / "newest" / "9"):
         saver = best(tmp_path)
         with pytest.warns(UserWarning, match="nothing to do"):
             make(newest(tmp_path), saver).fit(DATA, VAL, max_epochs=3, ckpt_path=where)
         assert saver.best_model_score == score
-        assert steps(tmp_path / "best") == paths and aside(tmp_path / "best") == []
-        assert steps(tmp_path / "newest") == [9] and aside(tmp_path / "newest") == []
+        assert steps_in(tmp_path / "best") == paths and aside(tmp_path / "best") == []
+        assert steps_in(tmp_path / "newest") == [9] and aside(tmp_path / "newest") == []
         if where != tmp_path / "newest" / "9":
             assert f"from {tmp_path / 'best' / '9'}" in caplog.text
         caplog.clear()
@@ -154,10 +146,10 @@ def test_what_this_run_has_saved_and_does_not_know_is_set_aside(tmp_path, caplog
         by_hand.fit(DATA, max_epochs=3, ckpt_path="auto")
     by_hand.save(tmp_path / "newest" / "5")
     make(newest(tmp_path, save_top_k=-1)).fit(DATA, max_epochs=2, ckpt_path="auto")
-    assert steps(tmp_path / "newest") == [3, 5, 6]  # the one that was gone on from
+    assert steps_in(tmp_path / "newest") == [3, 5, 6]  # the one that was gone on from
     assert aside(tmp_path / "newest") == []
     make(newest(tmp_path, save_top_k=-1)).fit(DATA, max_epochs=3, ckpt_path="auto")
-    assert steps(tmp_path / "newest") == [3, 6, 9]
+    assert steps_in(tmp_path / "newest") == [3, 6, 9]
     assert os.listdir(tmp_path / "newest" / "before-1") == ["5"]
     assert "not saved: 5. They are now in" in caplog.text
     make().load(tmp_path / "newest" / "before-1" / "5")
@@ -167,11 +159,11 @@ def test_a_later_fit_sets_aside_what_was_saved_by_hand_meanwhile(tmp_path, caplo
     saver = ModelCheckpoint(tmp_path / "newest", every_n_train_steps=3, save_last=False)
     trainer = make(saver)
     trainer.fit(DATA, max_steps=4)
-    assert steps(tmp_path / "newest") == [3]
+    assert steps_in(tmp_path / "newest") == [3]
     trainer.save(tmp_path / "newest" / "4")
     trainer.fit(DATA, max_epochs=2)  # the first to see it goes on from that step
     trainer.fit(DATA, max_epochs=3)
-    assert steps(tmp_path / "newest") == [9]
+    assert steps_in(tmp_path / "newest") == [9]
     assert os.listdir(tmp_path / "newest" / "before-1") == ["4"]
     assert "not saved: 4. They are now in" in caplog.text
 
@@ -184,14 +176,14 @@ def test_savers_may_change_places(tmp_path, moved, caplog):
     saver = best(root, save_top_k=3, mode="max")
     make(newest(root), saver).fit(DATA, VAL, max_epochs=4)
     score = saver.best_model_score
-    assert steps(root / "best") == [3, 6, 9]
+    assert steps_in(root / "best") == [3, 6, 9]
     if moved:
         root = shutil.move(root, tmp_path / "elsewhere")
     saver, other = best(root, save_top_k=3, mode="max"), newest(root)
     make(saver, other).fit(DATA, VAL, max_epochs=5, ckpt_path="auto")
     assert "They are now in" not in caplog.text
-    assert steps(root / "newest") == [15]
-    assert steps(root / "best") == [3, 6, 9]
+    assert steps_in(root / "newest") == [15]
+    assert steps_in(root / "best") == [3, 6, 9]
     assert saver.best_model_score == score
 
 
@@ -230,14 +222,6 @@ def test_a_saver_less_or_more_takes_no_other_ones_state(tmp_path):
     ):
         make(more, alone, newest(tmp_path)).load(path)
     assert alone.state_dict() == saver.state_dict() and not more.best_model_path
-
-
-def test_states_of_nobodys_identity_are_found_by_their_places(tmp_path):
-    trainer = make(newest(tmp_path), best(tmp_path), EarlyStopping("loss"))
-    states = {"ModelCheckpoint:1": 1, "ModelCheckpoint": 0, "Other": 2}
-    meta = {"callbacks": states, "identities": {"Other": "loss"}}
-    expected = {"ModelCheckpoint": 0, "ModelCheckpoint:1": 1}
-    assert match_states(trainer, meta) == expected
 
 
 def test_what_is_loaded_and_saved_pads_as_it_did(tmp_path):
