@@ -4,43 +4,31 @@ import math
 import os
 import signal
 
-import jax
-import numpy as np
 import optax
 import pytest
-from toys import batches, on_one_device
+from toys import (
+    At,
+    On,
+    Recorder,
+    assert_equal_leaves,
+    batches,
+    fail_with,
+    on_one_device,
+    steps_in,
+)
 
-from jaxdp import Callback
 from jaxdp.callbacks import ModelCheckpoint
 
 DATA, VAL = batches(*[16] * 6), batches(16, 9, seed=1)
 
 
-class Values(Callback):
-    """Logs the values given for steps as `val_q`."""
+def values_of(values):
+    """Returns a callback that logs the values given for steps as `val_q`."""
 
-    def __init__(self, values):
-        self.values = values
+    def log(trainer, metrics):
+        trainer.log("val_q", values[trainer.global_step])
 
-    def on_validation_end(self, trainer, metrics):
-        trainer.log("val_q", self.values[trainer.global_step])
-
-
-class Signal(Callback):
-    """Sends SIGTERM after a step."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_train_batch_end(self, trainer, metrics, batch_idx):
-        if trainer.global_step == self.step:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
-class Fail(Signal):
-    def on_train_batch_end(self, trainer, metrics, batch_idx):
-        if trainer.global_step == self.step:
-            raise KeyError("on purpose")
+    return On(on_validation_end=log)
 
 
 def make(*callbacks, **options):
@@ -48,10 +36,6 @@ def make(*callbacks, **options):
     rates = [optax.constant_schedule(rate) for rate in (0.5, -1.0, 0.5)]
     optimizer = optax.sgd(optax.join_schedules(rates, [5, 9]))
     return on_one_device(*callbacks, optimizer=optimizer, **options)
-
-
-def folders(path):
-    return sorted(int(name) for name in os.listdir(path) if name.isdecimal())
 
 
 def scores(saver):
@@ -109,15 +93,16 @@ def test_the_best_tests_as_it_was_scored(tmp_path, of_saver, of_fit, of_trainer)
 
     fit = {"max_epochs": 3, **of_fit}
     if (step := fit.pop("stops_after", None)) is not None:
+        kill = At(step, lambda trainer: signal.raise_signal(signal.SIGTERM))
         with pytest.raises(SystemExit):
-            make(saving(), Signal(step), **of_trainer).fit(DATA, VAL, **fit)
+            make(saving(), kill, **of_trainer).fit(DATA, VAL, **fit)
     saver = saving()
     trainer = make(saver, **of_trainer)
     trainer.fit(DATA, VAL, ckpt_path="auto", **fit)
 
     # All that is kept has the score that it is measured to have, or none.
     kept = scores(saver)
-    assert folders(tmp_path) == sorted(kept)
+    assert steps_in(tmp_path) == sorted(kept)
     loss = "test_loss"
     for step, score in kept.items():
         if score is not None:
@@ -169,16 +154,16 @@ Q = {2: 1.0, 4: 5.0, 6: 4.0}
 def test_what_is_kept(tmp_path, values, interval, options, expected):
     options = {"save_last": False} | options
     saver = ModelCheckpoint(tmp_path, monitor="val_q", **options)
-    make(Values(values), saver).fit(DATA, VAL, val_check_interval=interval)
+    make(values_of(values), saver).fit(DATA, VAL, val_check_interval=interval)
     assert scores(saver) == expected
-    assert folders(tmp_path) == sorted(expected)
+    assert steps_in(tmp_path) == sorted(expected)
 
 
 def test_a_fit_ends_with_a_score(tmp_path):
     saver = ModelCheckpoint(tmp_path, monitor="val_loss", every_n_train_steps=2)
     trainer = make(saver)
     trainer.fit(DATA, VAL, check_val_every_n_epoch=2)
-    assert folders(tmp_path) == [6]
+    assert steps_in(tmp_path) == [6]
     # A fit ends with a validation.
     assert saver.best_model_score == trainer.callback_metrics["val_loss"]
 
@@ -197,18 +182,13 @@ def test_no_score_is_no_best(tmp_path):
     ("size", "saved"), [(1, (2, 4, 5, 6, 8, 10)), (3, (3, 4, 5, 8, 10))]
 )
 def test_by_steps_the_loss_is_that_of_the_step(tmp_path, size, saved):
-    class Losses(Callback):
-        seen = {}
-
-        def on_train_batch_end(self, trainer, metrics, batch_idx):
-            self.seen[trainer.global_step] = float(metrics["loss"])
-
+    losses = Recorder()
     saver = ModelCheckpoint(
         tmp_path, monitor="loss", every_n_train_steps=2, every_n_epochs=1, save_top_k=-1
     )
-    trainer = make(Losses(), saver, steps_per_execution=size)
+    trainer = make(losses, saver, steps_per_execution=size)
     trainer.fit(DATA[:5], max_epochs=2)
-    expected = {step: Losses.seen[step] for step in saved}
+    expected = {step: losses.losses[step - 1] for step in saved}
     assert scores(saver) == expected
     assert saver.best_model_score == min(expected.values())
     by_epochs = ModelCheckpoint(tmp_path / "epochs", monitor="loss", save_top_k=-1)
@@ -218,22 +198,21 @@ def test_by_steps_the_loss_is_that_of_the_step(tmp_path, size, saved):
 
 def test_the_losses_of_steps_are_not_compared_with_those_of_epochs(tmp_path):
     make(ModelCheckpoint(tmp_path, "loss", save_top_k=2)).fit(DATA, max_epochs=2)
-    assert folders(tmp_path) == [6, 12]
+    assert steps_in(tmp_path) == [6, 12]
     saver = ModelCheckpoint(tmp_path, "loss", save_top_k=2, every_n_train_steps=4)
     with pytest.warns(UserWarning, match="no state for the callback ModelCheckpoint"):
         make(saver).fit(DATA, max_epochs=3, ckpt_path=tmp_path / "12")
     assert list(scores(saver)) == [16, 18]
-    kept, aside = folders(tmp_path), folders(tmp_path / "before-1")
+    kept, aside = steps_in(tmp_path), steps_in(tmp_path / "before-1")
     assert kept == [12, 16, 18] and aside == [6]
 
 
 def test_a_value_of_an_epoch_judges_its_end(tmp_path):
-    class Values(Callback):
-        def on_train_epoch_end(self, trainer, metrics):
-            trainer.log("f1", [0.5, 0.7, 0.6][trainer.current_epoch])
+    def log(trainer, metrics):
+        trainer.log("f1", [0.5, 0.7, 0.6][trainer.current_epoch])
 
     saver = ModelCheckpoint(tmp_path, "f1", "max", every_n_train_steps=4)
-    make(Values(), saver).fit(DATA, max_epochs=3)
+    make(On(on_train_epoch_end=log), saver).fit(DATA, max_epochs=3)
     assert scores(saver) == {12: 0.7, 18: 0.6}
 
 
@@ -243,7 +222,7 @@ def test_a_loop_of_ones_own_is_saved_epoch_by_epoch(tmp_path):
     for _ in range(2):
         for metrics in trainer.steps(DATA):
             losses[trainer.global_step] = float(metrics["loss"])
-    assert folders(tmp_path) == [min((4, 8, 12), key=losses.get)]
+    assert steps_in(tmp_path) == [min((4, 8, 12), key=losses.get)]
     with pytest.warns(UserWarning, match="ends no epoch, so this saves nothing"):
         next(make(ModelCheckpoint(tmp_path / "none")).steps(DATA))
 
@@ -269,20 +248,16 @@ def test_what_is_gone_on_from_stays_until_another_one_is_whole(tmp_path):
     def saving(save_top_k=1):
         return ModelCheckpoint(tmp_path, "val_q", "min", save_top_k, save_last=False)
 
-    make(Values(Q), saving(save_top_k=3)).fit(DATA, VAL, val_check_interval=2)
-    assert folders(tmp_path) == [2, 4, 6]
+    make(values_of(Q), saving(save_top_k=3)).fit(DATA, VAL, val_check_interval=2)
+    assert steps_in(tmp_path) == [2, 4, 6]
     seen = []
-
-    class Look(Callback):
-        def on_boundary(self, trainer):
-            seen.append(folders(tmp_path))
-
+    look = On(on_boundary=lambda trainer: seen.append(steps_in(tmp_path)))
     # The best of two is step 2, and it goes on from 6.
     values = {9: 0.5, 12: 9.0}
-    trainer = make(Values(values), Look(), saving())
+    trainer = make(values_of(values), look, saving())
     trainer.fit(DATA, VAL, max_epochs=2, val_check_interval=3, ckpt_path=tmp_path / "6")
     assert seen[0] == seen[2] == [2, 6]
-    assert folders(tmp_path) == [9]
+    assert steps_in(tmp_path) == [9]
 
 
 @pytest.mark.parametrize("on", [False, True])
@@ -292,26 +267,15 @@ def test_an_exception_is_saved_if_it_is_asked_for(tmp_path, on):
 
     saver = saving()
     with pytest.raises(KeyError, match="on purpose"):
-        make(saver, Fail(8)).fit(DATA, VAL, max_epochs=2)
-    assert folders(tmp_path) == ([6, 8] if on else [6])
+        fails = At(8, fail_with(KeyError("on purpose")))
+        make(saver, fails).fit(DATA, VAL, max_epochs=2)
+    assert steps_in(tmp_path) == ([6, 8] if on else [6])
     assert saver.best_model_path == str(tmp_path / "6")
     whole = make()
     whole.fit(DATA, VAL, max_epochs=2)
     again = make(saving())
     again.fit(DATA, VAL, max_epochs=2, ckpt_path="auto")
-    for a, b in zip(
-        jax.tree.leaves(again.state), jax.tree.leaves(whole.state), strict=True
-    ):
-        np.testing.assert_array_equal(a, b)
-
-
-def test_a_folder_may_be_in_the_home(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    saver, again = (ModelCheckpoint("~/runs", monitor="val_loss") for _ in range(2))
-    make(saver).fit(DATA, VAL)
-    assert saver.best_model_path == str(tmp_path / "runs" / "6")
-    make(again).load("~/runs/best")
-    make(again).fit(DATA, VAL, max_epochs=2, ckpt_path="~/runs/6")
+    assert_equal_leaves(again.state, whole.state)
 
 
 def test_keeps_every_nth_step_whatever_its_score(tmp_path):
@@ -319,25 +283,21 @@ def test_keeps_every_nth_step_whatever_its_score(tmp_path):
         options = {"every_n_train_steps": 2, "keep_every_n_steps": 4}
         return ModelCheckpoint(tmp_path, "val_loss", **options)
 
-    values = Values(dict.fromkeys(range(99), 0.0))
+    values = values_of(dict.fromkeys(range(99), 0.0))
     make(saver(), values).fit(DATA, VAL, max_epochs=1)
-    assert folders(tmp_path) == [4, 6]
+    assert steps_in(tmp_path) == [4, 6]
     make(saver(), values).fit(DATA, VAL, max_epochs=3, ckpt_path="auto")
-    assert {4, 8, 12, 16} < {*folders(tmp_path)} and 10 not in folders(tmp_path)
+    assert {4, 8, 12, 16} < {*steps_in(tmp_path)} and 10 not in steps_in(tmp_path)
     with pytest.raises(ValueError, match="`keep_every_n_steps` must be 1 or more or N"):
         ModelCheckpoint(tmp_path, keep_every_n_steps=0)
 
 
 def test_steps_after_the_last_hook_have_no_score(tmp_path):
-    class Raises(Callback):
-        def on_train_batch_end(self, trainer, metrics, batch_idx):
-            if batch_idx == 1:
-                raise RuntimeError("in the middle of a call")
-
+    raises = At(2, fail_with(RuntimeError("in the middle of a call")))
     saver = ModelCheckpoint(
         tmp_path, "loss", every_n_train_steps=100, save_on_exception=True
     )
-    trainer = make(saver, Raises(), steps_per_execution=4)
+    trainer = make(saver, raises, steps_per_execution=4)
     with pytest.raises(RuntimeError, match="in the middle"):
         trainer.fit(batches(*[8] * 4))
     assert saver.state_dict()["scores"] == [[4, None]]
