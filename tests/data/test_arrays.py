@@ -4,15 +4,13 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from toys import Mlp, Recorder, bits, mlp_trainer, quiet, rows
+from toys import On, Recorder, bits, linear, mlp_trainer, on_one_device, rows
 
 from jaxdp import (
     FSDP,
     Arrays,
     Bitwise,
-    Callback,
     Pmap,
     Sharded,
     SingleDevice,
@@ -32,21 +30,18 @@ def there(tree, first=0):
     return jax.device_put(tree, jax.sharding.NamedSharding(mesh, spec))
 
 
-def losses(loader, **options):
-    recorder = Recorder()
-    trainer = mlp_trainer(recorder, **options)
-    history = trainer.fit(loader, max_epochs=2)
-    return recorder.losses, history
+def losses(loader, make=mlp_trainer, **options):
+    trainer = make(recorder := Recorder(), **options)
+    return recorder.losses, trainer.fit(loader, max_epochs=2)
 
 
 def first_columns(loader):
     return [np.asarray(batch[0])[:, 0].tolist() for batch in loader]
 
 
-@pytest.mark.parametrize(
-    "drop_last, sizes", [(False, [16] * 3 + [5]), (True, [16] * 3)]
-)
-@pytest.mark.parametrize("make", [np.asarray, jnp.asarray])
+@pytest.mark.parametrize("make, drop_last, sizes", [
+    (np.asarray, False, [16] * 3 + [5]), (jnp.asarray, True, [16] * 3),
+])  # fmt: skip
 def test_each_iteration_has_every_row_once_in_the_order_of_its_seed(
     make, drop_last, sizes
 ):
@@ -67,17 +62,13 @@ def test_each_iteration_has_every_row_once_in_the_order_of_its_seed(
     assert first != second and first != first_columns(epochs(4)[0])
 
 
-@pytest.mark.parametrize(
-    "arrays, structure",
-    [
-        ((X,), "*"),
-        ((X, Y), "(*, *)"),
-        ((X, Y, X[:, 0]), "(*, *, *)"),
-        (([X, Y],), "(*, *)"),
-        (({"a": X, "b": jnp.asarray(Y)},), "{'a': *, 'b': *}"),
-        (((X, {"z": X}), Y), "((*, {'z': *}), *)"),
-    ],
-)
+@pytest.mark.parametrize("arrays, structure", [
+    ((X,), "*"),
+    ((X, Y, X[:, 0]), "(*, *, *)"),
+    (([X, Y],), "(*, *)"),
+    (({"a": X, "b": jnp.asarray(Y)},), "{'a': *, 'b': *}"),
+    (((X, {"z": X}), Y), "((*, {'z': *}), *)"),
+])  # fmt: skip
 def test_a_batch_has_the_structure_of_the_arguments(arrays, structure):
     batch = next(iter(Arrays(*arrays, batch_size=16)))
     assert str(jax.tree.structure(batch)) == f"PyTreeDef({structure})"
@@ -138,51 +129,39 @@ def all_numbers(place, strategy=SingleDevice, **options):
     def arrays(*leaves):
         return Arrays(*map(place, leaves), batch_size=16)
 
-    recorder = Recorder()
-    trainer = quiet(
-        Mlp(jax.random.key(0)),
-        optax.adam(1e-2),
-        loss="cross_entropy",
-        metrics=["accuracy"],
-        strategy=strategy(),
-        callbacks=[recorder, *options.pop("callbacks", ())],
-        **options,
-    )
+    recorder, callbacks = Recorder(), options.pop("callbacks", ())
+    options |= {"metrics": ["accuracy"], "strategy": strategy()}
+    trainer = on_one_device(recorder, *callbacks, **options)
     history = trainer.fit(arrays(X, Y), arrays(X[:21], Y[:21]), max_epochs=2)
     predicted = trainer.predict(arrays(X, Y)).tobytes()
     mixed = trainer.validate([(X, Y)])  # from the host, by the same trainer
     return recorder.losses, bits(trainer.state), str(history), predicted, mixed
 
 
+OPTIONS = {
+    "donated": {"callbacks": [DonateBuffers("all")]},
+    "accumulated": {"accumulate_grad_batches": 2},
+    "several": {"steps_per_execution": 3},
+}
+
+
 @pytest.mark.slow_but("SingleDevice-several", "Sharded-accumulated", "FSDP-donated")
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"callbacks": [DonateBuffers("all")]},
-        {"accumulate_grad_batches": 2},
-        {"steps_per_execution": 3},
-    ],
-    ids=["donated", "accumulated", "several"],
-)
+@pytest.mark.parametrize("way", OPTIONS)
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_rows_selected_on_a_device_have_the_bits_of_the_host(name, options):
+def test_rows_selected_on_a_device_have_the_bits_of_the_host(name, way):
     def place(array):
         return array if array is Y else there(array)  # one array stays on the host
 
-    found, wanted = [
-        all_numbers(where, STRATEGIES[name], **options) for where in (place, np.asarray)
-    ]
-    assert found == wanted
+    strategy, options = STRATEGIES[name], OPTIONS[way]
+    found = all_numbers(place, strategy, **options)
+    assert found == all_numbers(np.asarray, strategy, **options)
 
 
 def test_batches_are_on_the_devices_of_the_arrays():
-    class Shows(Callback):
-        def on_train_batch_start(self, trainer, batch, batch_idx):
-            seen.append(batch)
-
     seen, devices = [], {*jax.devices()[2:4]}
+    sees = On(on_train_batch_start=lambda trainer, batch, _: seen.append(batch))
     loader = Arrays(*there((X, Y), 2), batch_size=16)
-    mlp_trainer(Shows()).fit(loader, max_epochs=1)
+    mlp_trainer(sees).fit(loader, max_epochs=1)
     for leaf in jax.tree.leaves([*loader, *seen]):
         assert isinstance(leaf, jax.Array) and leaf.devices() == devices
 
@@ -198,26 +177,27 @@ class TimedLinear(eqx.Module):
 @pytest.mark.parametrize("tree", ["weights", "whole", "dict"])
 def test_trees_with_weights_and_wholes_may_be_on_a_device(tree):
     times, weight = np.linspace(0, 1, 5, dtype=np.float32), np.arange(53) % 3 / 4
-    linear = eqx.nn.Linear(4, 3, key=jax.random.key(0))
-    arrays, model, options = {
-        "weights": ((X, Y, weight), linear, {"loss": "cross_entropy"}),
-        "whole": (((X, Whole(times)), Y), TimedLinear(linear), {"loss": "mse"}),
+    model = linear()
+
+    def loss_of_dicts(model, batch):
+        return ((jax.vmap(model)(batch["a"]) - batch["b"]) ** 2).mean(1)
+
+    arrays, options = {
+        "weights": ((X, Y, weight), {}),
+        "whole": (
+            ((X, Whole(times)), X[:, :3]),
+            {"model": TimedLinear(model), "loss": "mse"},
+        ),
         "dict": (
             ({"a": X, "b": X[:, :3]},),
-            linear,
-            {"loss_fn": lambda m, d: ((jax.vmap(m)(d["a"]) - d["b"]) ** 2).mean(1)},
+            {"loss": None, "loss_fn": loss_of_dicts},
         ),
     }[tree]
-    if tree == "whole":
-        arrays = arrays[0], X[:, :3]
 
     def run(arrays):
-        recorder = Recorder()
-        trainer = quiet(
-            model, optax.sgd(0.1), strategy=Sharded(), callbacks=[recorder], **options
-        )
-        trainer.fit(Arrays(*arrays, batch_size=16), max_epochs=2)
-        return recorder.losses
+        loader = Arrays(*arrays, batch_size=16)
+        every = {"model": model, "strategy": Sharded()} | options
+        return losses(loader, on_one_device, **every)[0]
 
     assert run(there(arrays)) == run(arrays) == run(jax.device_put(arrays))
 
