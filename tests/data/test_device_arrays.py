@@ -2,17 +2,15 @@
 
 import contextlib
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax._src.array import ArrayImpl
 from jax.sharding import NamedSharding, PartitionSpec
-from toys import Mlp, rows
+from toys import On, assert_equal_leaves, linear, on_one_device, quiet, rows
 
-from jaxdp import FSDP, Arrays, Bitwise, Callback, Sharded, SingleDevice, Trainer, Whole
+from jaxdp import FSDP, Arrays, Bitwise, Sharded, SingleDevice, Whole
 
 X, Y = rows(22)  # the last batch is short
 
@@ -34,19 +32,6 @@ def unread(*trees):
         ArrayImpl._value = on_host
 
 
-class Batches:
-    """Yields the batches in each epoch."""
-
-    def __init__(self, batches):
-        self.batches = batches
-
-    def __iter__(self):
-        return iter(self.batches)
-
-    def __len__(self):
-        return len(self.batches)
-
-
 def batches(*arrays, size=4, place=lambda array: array):
     """Returns batches of rows in their order."""
     return [
@@ -56,21 +41,9 @@ def batches(*arrays, size=4, place=lambda array: array):
 
 
 def trained(loader, strategy, **options):
-    trainer = Trainer(
-        Mlp(jax.random.key(0)),
-        optax.adam(1e-2),
-        loss="cross_entropy",
-        strategy=strategy,
-        enable_progress_bar=False,
-        **options,
-    )
-    trainer.fit(Batches(loader), Batches(loader), max_epochs=2)
+    trainer = on_one_device(strategy=strategy, **options)
+    trainer.fit(loader, loader, max_epochs=2)
     return trainer
-
-
-def same(one, other):
-    for ours, theirs in zip(*map(jax.tree.leaves, (one, other)), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
 
 
 def split(array):
@@ -80,17 +53,14 @@ def split(array):
     return jax.device_put(array, NamedSharding(mesh, spec))
 
 
+ACCUMULATES = {"accumulate_grad_batches": 4}
 CASES = {
     "one device": (SingleDevice, jnp.asarray, {}),
     "another device": (SingleDevice, lambda x: jax.device_put(x, jax.devices()[1]), {}),
     "split by JAX": (lambda: Sharded(4), jnp.asarray, {}),
     "split already": (lambda: Sharded(4), split, {}),
     "half of a batch": (lambda: FSDP(2), lambda x: x if x.ndim > 1 else split(x), {}),
-    "several batches": (
-        lambda: Sharded(2),
-        jnp.asarray,
-        {"accumulate_grad_batches": 4},
-    ),
+    "several batches": (lambda: Sharded(2), jnp.asarray, ACCUMULATES),
     "several steps": (SingleDevice, jnp.asarray, {"steps_per_execution": 3}),
     "bitwise": (lambda: Bitwise(Sharded(2)), jnp.asarray, {}),
 }
@@ -104,27 +74,22 @@ def test_device_batches_have_the_bits_of_host_batches_and_are_not_fetched(case):
     arrays = [leaf for leaf in jax.tree.leaves(there) if isinstance(leaf, jax.Array)]
     with unread(arrays):
         on_devices = trained(there, strategy(), **options)
-        predicted = on_devices.predict(Batches(there))
-    same(on_devices.state, on_host.state)
-    same(on_devices.history, on_host.history)
-    same(predicted, on_host.predict(Batches(batches(X, Y))))
+        predicted = on_devices.predict(there)
+    assert_equal_leaves(on_devices.state, on_host.state)
+    assert_equal_leaves(on_devices.history, on_host.history)
+    assert_equal_leaves(predicted, on_host.predict(batches(X, Y)))
     assert all(not array.is_deleted() for array in arrays)
 
 
 def test_hooks_get_device_batches_and_weak_types_become_strong():
     seen = []
+    sees = On(on_train_batch_start=lambda trainer, batch, _: seen.append(batch))
 
-    class Sees(Callback):
-        def on_train_batch_start(self, trainer, batch, batch_idx):
-            seen.append(batch)
+    def loss_fn(model, x, time):
+        return jax.vmap(model)(x).sum(1) * time.astype(jnp.float16)
 
     def step(batch):
-        model = eqx.nn.Linear(2, 2, key=jax.random.key(0))
-        trainer = Trainer(
-            model,
-            loss_fn=lambda m, x, t: jax.vmap(m)(x).sum(1) * t.astype(jnp.float16),
-            callbacks=[Sees()],
-        )
+        trainer = quiet(linear(2, 2), loss_fn=loss_fn, callbacks=[sees])
         trainer.fit([batch])
         return trainer.state
 
@@ -133,7 +98,7 @@ def test_hooks_get_device_batches_and_weak_types_become_strong():
     assert weak[0].weak_type and weak[1].array.weak_type
     with unread(weak):
         state = step(weak)
-    same(state, step((x, Whole(time))))
+    assert_equal_leaves(state, step((x, Whole(time))))
     assert seen[0][0] is weak[0]
 
 
