@@ -3,11 +3,11 @@
 import contextlib
 import warnings
 
-import equinox as eqx
-import jax
 import numpy as np
 import pytest
-from toys import Mlp, Recorder, rows
+from test_twins import Draws, Tells
+from toys import On, Recorder, fail_with, rows
+from toys import on_one_device as make
 
 torch = pytest.importorskip("torch")
 
@@ -19,27 +19,19 @@ from torch.utils.data import (  # noqa: E402
     TensorDataset,
 )
 
-from jaxdp import Callback, Trainer  # noqa: E402
-
-TENSORS = TensorDataset(torch.arange(23.0)[:, None], torch.arange(23))
+TENSORS = TensorDataset(*map(torch.from_numpy, rows(23)))
 
 
-def linear():
-    return eqx.nn.Linear(1, 1, key=jax.random.key(0))
-
-
-class Failing(Callback):
-    def on_train_batch_end(self, trainer, metrics, batch_idx):
-        raise RuntimeError("stop")
-
-
-def of_row(model, x, y):
-    return jax.vmap(model)(x)[:, 0]
+def seeded(count):
+    """A shuffling loader of eight rows a batch, or of four."""
+    data = TensorDataset(*map(torch.from_numpy, rows(count)))
+    size, generator = 8 if count == 80 else 4, torch.Generator().manual_seed(3)
+    return DataLoader(data, size, shuffle=True, generator=generator)
 
 
 def test_a_fit_that_fails_restores_the_global_generators():
-    loader = DataLoader([(np.ones(1, np.float32), 0.0)] * 8, 4)
-    trainer = Trainer(linear(), loss_fn=of_row, callbacks=[Failing()])
+    loader = DataLoader([*zip(*rows(8), strict=True)], 4)
+    trainer = make(On(on_train_batch_end=fail_with(RuntimeError("stop"))))
     before = np.random.get_state()[1].tolist()
     with pytest.raises(RuntimeError, match="stop") as kept:
         trainer.fit(loader)
@@ -48,71 +40,44 @@ def test_a_fit_that_fails_restores_the_global_generators():
 
 
 def test_a_fit_continues_the_epoch_of_a_custom_loop(tmp_path):
-    rows = torch.arange(80.0).reshape(80, 1).repeat(1, 4)
+    def see(numbers):
+        def see(trainer, batch, batch_idx):
+            numbers.extend(batch[0][:, 0].tolist())
 
-    def loader():
-        generator = torch.Generator().manual_seed(0)
-        labels = torch.zeros(80, dtype=torch.int64)
-        return DataLoader(
-            TensorDataset(rows, labels), 8, shuffle=True, generator=generator
-        )
+        return On(on_train_batch_start=see)
 
-    class Rows(Callback):
-        def __init__(self):
-            self.seen = []
-
-        def on_train_batch_start(self, trainer, batch, batch_idx):
-            self.seen += batch[0][:, 0].tolist()
-
-    def make(callback):
-        model = eqx.nn.Linear(4, 3, key=jax.random.key(0))
-        return Trainer(model, loss="cross_entropy", callbacks=[callback])
-
-    first, second, shuffled = Rows(), Rows(), loader()
-    trainer = make(first)
+    first, second, shuffled = [], [], seeded(80)
+    trainer = make(see(first))
     trainer.fit(shuffled)
     for number, _ in enumerate(trainer.steps(shuffled), 1):
         if number == 4:
             trainer.save(tmp_path / "14")
             break
-    resumed = make(second)
+    resumed = make(see(second))
     resumed.load(tmp_path / "14")
-    resumed.fit(loader(), max_epochs=2)
-    assert sorted(first.seen[80:] + second.seen) == rows[:, 0].tolist()
+    resumed.fit(seeded(80), max_epochs=2)
+    assert sorted(first[80:] + second) == sorted(rows(80)[0][:, 0].tolist())
     trainer.fit(shuffled, max_epochs=2)
-    assert first.seen[80:][32:] == second.seen
+    assert first[80:][32:] == second
 
 
 def test_an_epoch_that_failed_before_its_first_step_has_the_same_order():
     """The failed epoch has drawn from the loader's generator."""
 
-    class Fails(Recorder):
-        def __init__(self, at):
-            super().__init__()
-            self.at = at
-
-        def on_train_epoch_start(self, trainer):
-            if trainer.current_epoch == self.at:
-                self.at = None
+    def fit(at):
+        def fail(trainer):
+            nonlocal at
+            if trainer.current_epoch == at:
+                at = None
                 raise OSError("once")
 
-    def fit(at):
-        recorder = Fails(at)
-        loader = DataLoader(
-            TensorDataset(torch.from_numpy(x), torch.from_numpy(y)),
-            4,
-            shuffle=True,
-            generator=torch.Generator().manual_seed(3),
-        )
-        trainer = Trainer(
-            Mlp(jax.random.key(0)), callbacks=[recorder], enable_progress_bar=False
-        )
+        loader = seeded(24)
+        trainer = make(recorder := Recorder(), On(on_train_epoch_start=fail))
         with contextlib.suppress(OSError):
             trainer.fit(loader, max_epochs=2)
         trainer.fit(loader, max_epochs=3)
         return recorder.losses
 
-    x, y = rows(24)
     assert fit(0) == fit(1) == fit(None)
 
 
@@ -130,16 +95,7 @@ def test_a_fit_that_reads_nothing_keeps_the_position(tmp_path, way):
 
         def on_train_epoch_end(self, trainer, metrics):
             if way == "nested" and trainer.current_epoch == 0:
-                trainer.fit(loader_of(), max_epochs=5)
-
-    def loader_of():
-        data = TensorDataset(*map(torch.from_numpy, rows(24)))
-        generator = torch.Generator().manual_seed(3)
-        return DataLoader(data, 4, shuffle=True, generator=generator)
-
-    def trainer_of(recorder):
-        model = Mlp(jax.random.key(0))
-        return Trainer(model, callbacks=[recorder], enable_progress_bar=False)
+                trainer.fit(seeded(24), max_epochs=5)
 
     def fit_in_vain(trainer, loader, recorder):
         options = {
@@ -153,15 +109,15 @@ def test_a_fit_that_reads_nothing_keeps_the_position(tmp_path, way):
         recorder.is_due = False
 
     whole, first, rest = Recorder(), Fails(), Fails()
-    trainer_of(whole).fit(loader_of(), max_epochs=3)
-    trainer, loader = trainer_of(first), loader_of()
+    make(whole).fit(seeded(24), max_epochs=3)
+    trainer, loader = make(first), seeded(24)
     with contextlib.suppress(RuntimeError):
         trainer.fit(loader, max_epochs=1)
     fit_in_vain(trainer, loader, first)
     path = trainer.save(tmp_path / "saved")
     assert trainer.global_step == 6
 
-    again, loader = trainer_of(rest), loader_of()
+    again, loader = make(rest), seeded(24)
     again.load(path)
     fit_in_vain(again, loader, rest)
     again.fit(loader, max_epochs=3)
@@ -183,8 +139,7 @@ def test_validation_draws_nothing_before_training():
             return x[index] + self.rng.normal(size=4).astype(np.float32), y[index]
 
     (x, y), data = rows(24), Noisy()
-    trainer = Trainer(Mlp(jax.random.key(0)), enable_progress_bar=False)
-    trainer.fit(DataLoader(data, 8), DataLoader(data, 8))
+    make().fit(DataLoader(data, 8), DataLoader(data, 8))
     assert data.drawn == [*range(24)] * 2
 
 
@@ -207,14 +162,11 @@ class CountingDataset(Counting, IterableDataset):
 
 @pytest.mark.parametrize("kind", [Counting, CountingDataset])
 def test_an_iterator_continues_a_limited_epoch(kind):
-    class Numbers(Callback):
-        def on_train_batch_start(self, trainer, batch, batch_idx):
-            numbers.append(int(batch[0][0, 0]))
+    def see(trainer, batch, batch_idx):
+        numbers.append(int(batch[0][0, 0]))
 
     numbers, loader = [], kind()
-    trainer = Trainer(
-        Mlp(jax.random.key(0)), callbacks=[Numbers()], enable_progress_bar=False
-    )
+    trainer = make(On(on_train_batch_start=see))
     trainer.fit(loader, max_steps=3)
     trainer.fit(loader, max_steps=6)
     assert numbers == [1, 2, 3, 4, 5, 6]
@@ -227,8 +179,7 @@ def test_an_invalid_batch_of_an_iterator_is_discarded():
             return x, y + 100 * (self.number == 3)
 
     loader, recorder = Wrong(), Recorder()
-    options = {"loss": "cross_entropy", "enable_progress_bar": False}
-    trainer = Trainer(Mlp(jax.random.key(0)), callbacks=[recorder], **options)
+    trainer = make(recorder)
     with pytest.raises(ValueError, match="labels must be 0 to"):
         trainer.fit(loader, max_steps=5)
     trainer.fit(loader, max_steps=5)
@@ -251,7 +202,7 @@ SHUFFLED = {
 
 @pytest.mark.parametrize("kind", SHUFFLED)
 def test_predictions_of_a_shuffling_loader_are_warned_of(kind):
-    trainer = Trainer(linear(), loss_fn=of_row, enable_progress_bar=False)
+    trainer = make()
     loader = DataLoader(TENSORS, **{"batch_size": 8} | SHUFFLED[kind]())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -259,5 +210,50 @@ def test_predictions_of_a_shuffling_loader_are_warned_of(kind):
         trainer.validate(loader)
     told = [str(w.message) for w in caught if "`loader` shuffles" in str(w.message)]
     assert len(told) == ("order" not in kind) and len(found) == 23
-    in_order = jax.vmap(linear())(TENSORS.tensors[0].numpy())
+    in_order = trainer.predict([TENSORS.tensors[0].numpy()])
     assert np.allclose(found, in_order) == ("order" in kind)
+
+
+def test_a_save_inside_of_a_validation_restarts_it(tmp_path):
+    paths = []
+
+    def save(trainer, batch_idx):
+        if batch_idx == 1 and trainer.current_epoch == 1 and not paths:
+            paths.append(trainer.save(tmp_path / "inside"))
+
+    def fit(trainer, **options):
+        options |= {"max_epochs": 3, "limit_val_batches": 3}
+        return trainer.fit(DataLoader(TENSORS, 6), seeded(24), **options).state_dict()
+
+    whole = fit(make(On(on_validation_batch_end=save)))
+    assert fit(make(), ckpt_path=paths[0]) == whole
+
+
+class Counts(Draws):
+    """Counts its epochs, and has no state."""
+
+    epochs, generator = 0, None
+
+    def __iter__(self):
+        self.epochs += 1
+        return iter(np.random.default_rng(self.epochs).permutation(23).tolist())
+
+
+class Seeded(Counts):
+    """The number of an epoch decides its order."""
+
+    def set_epoch(self, epoch):
+        self.epochs = epoch
+
+
+@pytest.mark.parametrize("sampler", [Counts, Seeded, lambda _: Tells(), Draws])
+def test_a_sampler_without_a_saved_state_is_reported(caplog, sampler):
+    loader = DataLoader(TENSORS, 6, sampler=sampler(torch))
+    make().validate(loader)
+    assert "no checkpoint contains" not in caplog.text
+    for _ in range(2):
+        make().fit(loader, max_steps=1)
+    texts = [r.getMessage() for r in caplog.records if "resumed run takes" in r.msg]
+    assert len(texts) == (sampler is Counts)
+    for part in ("`train_loader`", "Counts", "state_dict", "torch.Gen", "set_epoch"):
+        assert not texts or part in texts[0]
