@@ -4,10 +4,10 @@ import jax
 import numpy as np
 import optax
 import pytest
-from toys import Mlp, Recorder, batches
+from toys import Mlp, On, Recorder, batches, on_one_device
 from twins import check_twins
 
-from jaxdp import FSDP, Arrays, LocalSGD, Pmap, Sharded, SingleDevice, Trainer, Whole
+from jaxdp import FSDP, Arrays, LocalSGD, Pmap, Sharded, SingleDevice, Whole
 
 SIZES = 16, 11, 16, 5
 
@@ -42,14 +42,15 @@ def from_data(impl):
     return loss_fn
 
 
-def fit(data, loss_fn=loss_fn, recorder=None, **options):
-    recorder = recorder or Recorder()
-    trainer = Trainer(
-        Mlp(jax.random.key(0)), optax.adam(0.05), loss_fn=loss_fn,
-        callbacks=[recorder], enable_progress_bar=False, **options,
-    )  # fmt: skip
+def make(*callbacks, loss_fn=loss_fn, **options):
+    options = {"loss": None, "loss_fn": loss_fn} | options
+    return on_one_device(*callbacks, **options)
+
+
+def fit(data, loss_fn=loss_fn, **options):
+    trainer = make(recorder := Recorder(), loss_fn=loss_fn, **options)
     history = trainer.fit(data, data[:2], max_epochs=2)
-    return recorder.losses, history["val_loss"], trainer
+    return recorder.losses, history["val_loss"]
 
 
 LAYOUTS = {
@@ -66,19 +67,9 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_keys_train_as_their_data(layout):
     impl = "rbg" if layout == "jit" else None
-    losses, val, _ = fit(keyed(impl), **LAYOUTS[layout]())
+    found = fit(keyed(impl), **LAYOUTS[layout]())
     data, loss_fn = keyed(impl, typed=False), from_data(impl)
-    expected, of_val, _ = fit(data, loss_fn, **LAYOUTS[layout]())
-    assert losses == expected and val == of_val
-
-
-class Sees(Recorder):
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def on_train_batch_start(self, trainer, batch, batch_idx):
-        self.seen.append(batch)
+    assert found == fit(data, loss_fn, **LAYOUTS[layout]())
 
 
 def test_callbacks_get_keys_and_a_run_with_keys_resumes(tmp_path):
@@ -86,19 +77,15 @@ def test_callbacks_get_keys_and_a_run_with_keys_resumes(tmp_path):
         def __iter__(self):
             return iter(keyed())
 
-    def trainer_of(callbacks):
-        return Trainer(
-            Mlp(jax.random.key(0)), optax.adam(0.05), loss_fn=loss_fn,
-            callbacks=callbacks, enable_progress_bar=False,
-        )  # fmt: skip
-
-    sees = Sees()
-    trainer_of([sees]).fit(Loader())
-    *_, of_rows, of_all = sees.seen[1]
+    seen = []
+    sees = On(on_train_batch_start=lambda trainer, batch, _: seen.append(batch))
+    make(sees).fit(Loader())
+    *_, of_rows, of_all = seen[1]
     *_, given_rows, given_all = keyed()[1]
     assert (of_rows == given_rows).all()
     assert of_all.array["of all"] == given_all.array["of all"]
-    check_twins(tmp_path, trainer_of, lambda t, **more: t.fit(Loader(), **more), {3})
+    fit = lambda trainer, **more: trainer.fit(Loader(), **more)  # noqa: E731
+    check_twins(tmp_path, lambda callbacks: make(*callbacks), fit, {3})
 
 
 def test_a_model_may_use_a_key_of_its_row():
@@ -106,9 +93,8 @@ def test_a_model_may_use_a_key_of_its_row():
         def __call__(self, x_and_key):
             return super().__call__(x_and_key[0], key=x_and_key[1])
 
-    model = Noisy(jax.random.key(0))
     data = [((x, keys), y) for x, y, keys, _ in keyed()]
-    trainer = Trainer(model, loss="cross_entropy", enable_progress_bar=False)
+    trainer = on_one_device(model=Noisy(jax.random.key(0)))
     trainer.fit(data, data, max_epochs=1)
     np.testing.assert_array_equal(
         trainer.predict(data)[16:27], trainer.predict(data[1:2])
@@ -125,13 +111,8 @@ def test_arrays_may_contain_keys():
     def of_rows(model, x, y, drawn):
         return losses_of(model, x, y, drawn, jax.random.key(0))
 
-    def val_loss(loader):
-        trainer = Trainer(
-            Mlp(jax.random.key(0)), loss_fn=of_rows, enable_progress_bar=False
-        )
-        return trainer.validate(loader)
-
-    assert val_loss(loader) == val_loss(data)
+    trainer = make(loss_fn=of_rows)
+    assert trainer.validate(loader) == trainer.validate(data)
     with pytest.raises(ValueError, match="is a single PRNG key"):
         Arrays(x, jax.random.key(0))
 
@@ -139,6 +120,6 @@ def test_arrays_may_contain_keys():
 @pytest.mark.parametrize("options", [{}, {"loss": "mse"}, {"loss": "cross_entropy"}])
 def test_keys_are_refused_as_weights(options):
     x, y, keys, _ = keyed()[0]
-    trainer = Trainer(Mlp(jax.random.key(0)), enable_progress_bar=False, **options)
+    trainer = on_one_device(**{"loss": None, **options})
     with pytest.raises(TypeError, match=r"third element.*`loss_fn\(model, \*batch\)`"):
         trainer.fit([(x, y, keys)])
