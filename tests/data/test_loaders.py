@@ -3,11 +3,10 @@
 import itertools
 import random
 
-import equinox as eqx
 import jax
 import numpy as np
 import pytest
-from toys import rows
+from toys import On, linear, quiet, rows
 
 torch = pytest.importorskip("torch")
 
@@ -22,7 +21,6 @@ from torch.utils.data import (  # noqa: E402
     WeightedRandomSampler,
 )
 
-from jaxdp import Callback, Trainer  # noqa: E402
 from jaxdp.data import Position, open_loader  # noqa: E402
 from jaxdp.data.random_states import make_seed  # noqa: E402
 
@@ -88,18 +86,14 @@ TENSORS = TensorDataset(torch.arange(23.0)[:, None], torch.arange(23))
 @pytest.mark.parametrize(
     "dataset", [Squares(), Many(), TENSORS, Subset(TENSORS, range(3, 20))]
 )
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"batch_size": 4},
-        {"batch_size": 4, "shuffle": True},
-        {"batch_size": 4, "shuffle": True, "drop_last": True},
-        {"batch_size": 4, "sampler": RandomSampler(range(17), replacement=True)},
-        {"batch_size": 4, "sampler": WeightedRandomSampler([0.1] * 17, 30)},
-        {"batch_size": 4, "sampler": [5, 3, 1, 1, 2]},
-        {"batch_sampler": [[1, 2], [3], [4, 5, 6]]},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("options", [
+    {"batch_size": 4},
+    {"batch_size": 4, "shuffle": True, "drop_last": True},
+    {"batch_size": 4, "sampler": RandomSampler(range(17), replacement=True)},
+    {"batch_size": 4, "sampler": WeightedRandomSampler([0.1] * 17, 30)},
+    {"batch_size": 4, "sampler": [5, 3, 1, 1, 2]},
+    {"batch_sampler": [[1, 2], [3], [4, 5, 6]]},
+])  # fmt: skip
 def test_batches_equal_those_of_plain_iteration(dataset, options):
     loader = DataLoader(dataset, **options)
     source = open_loader(loader, "train_loader", seed=7)
@@ -113,18 +107,14 @@ def test_batches_equal_those_of_plain_iteration(dataset, options):
 def test_batches_beyond_the_length_count():
     loader = DataLoader(Sized(), 4, num_workers=2)
     assert len(loader) == 3
-    trainer = Trainer(
-        linear(), loss_fn=lambda model, x: (x + 0 * jax.vmap(model)(x))[:, 0]
+    trainer = quiet(
+        linear(1, 1), loss_fn=lambda model, x: (x + 0 * jax.vmap(model)(x))[:, 0]
     )
     found = [trainer.validate(loader)["val_loss"], trainer.test(loader)["test_loss"]]
     history = trainer.fit([np.ones((4, 1), np.float32)], loader)
     assert [*found, *history["val_loss"]] == [4.5] * 3
     trainer.fit(loader, max_epochs=2)
     assert trainer.global_step == 5
-
-
-def linear():
-    return eqx.nn.Linear(1, 1, key=jax.random.key(0))
 
 
 @pytest.mark.parametrize("dataset", [Squares(), TENSORS])
@@ -137,15 +127,12 @@ def test_a_custom_sampler_is_drawn_as_it_is_needed(dataset):
     assert found == [0, 1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize(
-    ("lists", "error", "match"),
-    [
-        ([[0, 1], []], IndexError, "without indices"),
-        ([[0, 1], [0.5, 1.0]], TypeError, "integer"),
-        ([[0, 1], ["1"]], TypeError, "integer"),
-        ([[0, 1], [23]], IndexError, "out of bounds"),
-    ],
-)
+@pytest.mark.parametrize("lists, error, match", [
+    ([[0, 1], []], IndexError, "without indices"),
+    ([[0, 1], [0.5, 1.0]], TypeError, "integer"),
+    ([[0, 1], ["1"]], TypeError, "integer"),
+    ([[0, 1], [23]], IndexError, "out of bounds"),
+])  # fmt: skip
 def test_invalid_indices_are_refused_in_their_batch(lists, error, match):
     loader = DataLoader(TENSORS, batch_sampler=lists)
     batches = open_loader(loader, "train_loader", seed=7).read_epoch()
@@ -211,14 +198,6 @@ def test_incomplete_epochs_restore_the_global_generators():
         assert not torch.equal(torch.get_rng_state(), before)
     source.close()
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_iterable_datasets_are_iterated():
-    for workers in (0, 2):
-        loader = DataLoader(Stream(), 4, num_workers=workers)
-        source = open_loader(loader, "train_loader", seed=0)
-        seen = np.concatenate([batch for batch in source.read_epoch()])
-        assert sorted(seen) == list(range(20))
 
 
 class Shuffled(IterableDataset):
@@ -361,14 +340,13 @@ def collate_in_place(items):
 def test_a_loader_may_reuse_its_memory(make):
     seen = []
 
-    class Seen(Callback):
-        def on_train_batch_start(self, trainer, batch, batch_idx):
-            seen.append(batch[0].ravel().tolist())
+    def see(trainer, batch, batch_idx):
+        seen.append(batch[0].ravel().tolist())
 
-    trainer = Trainer(
-        linear(),
+    trainer = quiet(
+        linear(1, 1),
         loss_fn=lambda model, x: jax.vmap(model)(x)[:, 0],
-        callbacks=[Seen()],
+        callbacks=[On(on_train_batch_start=see)],
         steps_per_execution=2,
     )
     trainer.fit(make())
