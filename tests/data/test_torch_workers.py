@@ -6,7 +6,6 @@ import subprocess
 import sys
 import warnings
 
-import equinox as eqx
 import jax
 import numpy as np
 import pytest
@@ -15,21 +14,18 @@ torch = pytest.importorskip("torch")
 
 from squares import Squares, assert_same, flat  # noqa: E402
 from torch.utils.data import DataLoader, Subset, TensorDataset  # noqa: E402
+from toys import linear  # noqa: E402
 
 from jaxdp import Arrays, Trainer  # noqa: E402
 from jaxdp.callbacks import ModelCheckpoint  # noqa: E402
 from jaxdp.data import Position, open_loader  # noqa: E402
 
 
-def linear():
-    return eqx.nn.Linear(1, 1, key=jax.random.key(0))
-
-
 def test_a_worker_that_imports_a_training_script_is_reported_at_once(
     monkeypatch, tmp_path
 ):
     saver = ModelCheckpoint(tmp_path / "checkpoints")
-    trainer = Trainer(linear(), loss_fn=lambda *_: 0.0, callbacks=[saver])
+    trainer = Trainer(linear(1, 1), loss_fn=lambda *_: 0.0, callbacks=[saver])
     worker = multiprocessing.current_process()
     monkeypatch.setattr(worker, "_inheriting", True, raising=False)
     for train in (trainer.fit, trainer.steps):
@@ -42,7 +38,7 @@ def test_a_worker_that_imports_a_training_script_is_reported_at_once(
 
 def test_persistent_workers_end_with_the_fit():
     loader = DataLoader(Squares(), 4, num_workers=1, persistent_workers=True)
-    trainer = Trainer(linear(), loss_fn=lambda model, i, x: model.weight[0] * x)
+    trainer = Trainer(linear(1, 1), loss_fn=lambda model, i, x: model.weight[0] * x)
     for steps in (2, 4):
         trainer.fit(loader, loader, max_steps=steps, limit_val_batches=1)
         assert not multiprocessing.active_children()
@@ -121,6 +117,11 @@ def test_errors_at_the_start_of_workers_are_explained(parts, error, match):
     assert not multiprocessing.active_children()
 
 
+def run(*command, **options):
+    options |= {"capture_output": True, "text": True, "timeout": 300}
+    return subprocess.run([sys.executable, *command], **options)
+
+
 UNPACKED = """
 import jax
 import numpy as np
@@ -156,13 +157,7 @@ def test_workers_leave_gpus_alone_before_they_unpack_their_dataset(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(UNPACKED)
     environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = run(str(script), env=environment)
     assert done.stdout.splitlines() == ["None", str([[True] * 2] * 2)], done.stderr
 
 
@@ -187,13 +182,8 @@ next(open_loader(loader, "train_loader", seed=0).read_epoch())
 def test_a_dataset_of_a_notebook_gets_the_remedy():
     folder = os.path.dirname(__file__)
     paths = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
-    done = subprocess.run(
-        [sys.executable, "-c", SESSION],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    done = run("-c", SESSION, env=environment)
     assert "notebook (put it into a module)" in done.stderr
 
 
@@ -208,7 +198,7 @@ def test_workers_that_end_later_are_explained():
     # What the next batches are sent by ends with them, so the error varies.
     loader = DataLoader(Dying(), 4, num_workers=1)
     with pytest.raises((RuntimeError, ConnectionError, EOFError)) as raised:
-        Trainer(linear(), loss="mse").fit(loader)
+        Trainer(linear(1, 1), loss="mse").fit(loader)
     notes = " ".join(raised.value.__notes__)
     assert "a worker of `train_loader` ended" in notes and '"__main__":`' in notes
 
