@@ -6,8 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec
-from toys import Deep, Recorder, bits, counting, hand_written, quiet
+from toys import Deep, Recorder, bits, counting, hand_written, on_one_device
 from twins import check_twins
 
 from jaxdp import (
@@ -18,7 +17,6 @@ from jaxdp import (
     Pmap,
     Sharded,
     SingleDevice,
-    TensorParallel,
     Whole,
 )
 from jaxdp.data.conversion import to_host
@@ -61,15 +59,9 @@ DATA = [
 """Two horizons; every batch has times of its own, and some are ragged."""
 
 
-def make(*callbacks, strategy=None, model=None, **options):
-    return quiet(
-        Ode() if model is None else model,
-        optax.adam(1e-2),
-        strategy=strategy or SingleDevice(),
-        callbacks=callbacks,
-        **({} if {"loss", "loss_fn"} & {*options} else {"loss": "mse"}),
-        **options,
-    )
+def make(*callbacks, **options):
+    loss = None if "loss_fn" in options else "mse"
+    return on_one_device(*callbacks, **{"model": Ode(), "loss": loss} | options)
 
 
 def by_row(model, x, y):
@@ -107,14 +99,6 @@ def test_times_without_rows_train_as_by_hand(kind, by_hand):
     expected = [jax.vmap(model, ((0, None),))(as_plain(each)[0]) for each in other]
     predicted = trainer.predict(other)
     np.testing.assert_allclose(predicted, np.concatenate(expected), rtol=1e-3)
-
-
-def test_layers_may_be_sharded(by_hand):
-    rules = [("field.layers[0].weight", PartitionSpec("model", None))]
-    recorder = Recorder()
-    strategy = TensorParallel({"data": 4, "model": 2}, rules)
-    make(recorder, strategy=strategy).fit(DATA, max_epochs=2)
-    np.testing.assert_allclose(recorder.losses, by_hand[1], rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -173,10 +157,8 @@ def test_each_micro_batch_has_its_own_array(lengths):
     plain = [{k: getattr(v, "array", v) for k, v in each.items()} for each in data]
     _, losses = hand_written(Ode(), optax.adam(1e-2), [(plain, 0)], 2, loss_of)
     for kind in SingleDevice, Sharded:
-        recorder = Recorder()
-        trainer = make(
-            recorder, strategy=kind(), loss_fn=loss_fn, accumulate_grad_batches=3
-        )
+        options = {"loss_fn": loss_fn, "accumulate_grad_batches": 3}
+        trainer = make(recorder := Recorder(), strategy=kind(), **options)
         trainer.fit(data, max_epochs=2)
         np.testing.assert_allclose(recorder.losses, losses, rtol=1e-5)
 
@@ -199,15 +181,6 @@ def test_a_growing_horizon_is_resumed_bit_for_bit(tmp_path):
         lambda trainer, **more: trainer.fit(DATA, **more),
         {4},
     )
-
-
-def test_another_length_is_compiled_once_and_reported(caplog):
-    data = [scaled(8, 1.0, length) for length in (3, 6, 3, 6, 3)]
-    recorder, strategy = Recorder(), counting(Sharded)
-    make(recorder, strategy=strategy, loss_fn=weighted).fit(data, max_epochs=2)
-    (again,) = [t for t in map(str, caplog.messages) if "compiled again" in t]
-    said = "because batch['shift'].array was (3,) and is (6,)"
-    assert strategy.count == 2 and said in again
 
 
 def test_a_plan_has_the_array_on_every_device():
@@ -259,14 +232,6 @@ def test_a_tree_of_arrays_may_have_no_rows():
 
 
 # As data.
-
-
-def test_a_whole_is_a_pytree_with_a_repr():
-    whole = Whole(np.zeros(3, np.float32))
-    assert repr(whole) == "Whole(array=f32[3](numpy))"
-    assert jax.tree.map(lambda leaf: leaf + 1, whole).array.tolist() == [1, 1, 1]
-    ((path, _),) = jax.tree_util.tree_leaves_with_path((whole,))
-    assert jax.tree_util.keystr(path) == "[0].array"
 
 
 def test_arrays_of_a_whole_are_converted():
