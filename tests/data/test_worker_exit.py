@@ -16,27 +16,17 @@ if not pathlib.Path("/proc/self/stat").exists():
 SCRIPT = '''
 """Trains with workers that last, and then does nothing."""
 import time
-import equinox as eqx, jax, numpy as np, optax
-from torch.utils.data import DataLoader, Dataset
-import jaxdp
+from torch.utils.data import DataLoader
+from toys import On, make_small, rows
 
-class Rows(Dataset):
-    def __len__(self):
-        return 16
-
-    def __getitem__(self, index):
-        return np.full(4, index, np.float32), index % 3
+def wait(trainer, metrics):
+    print("waits", flush=True)
+    time.sleep(600)
 
 if __name__ == "__main__":
-    loader = DataLoader(Rows(), 4, num_workers=2, persistent_workers=True)
-    trainer = jaxdp.Trainer(eqx.nn.Linear(4, 3, key=jax.random.key(0)), optax.sgd(0.1),
-                            loss="cross_entropy", enable_progress_bar=False)
-    class Wait(jaxdp.Callback):
-        def on_train_epoch_end(self, trainer, metrics):
-            print("waits", flush=True)
-            time.sleep(600)
-    trainer.callbacks.append(Wait())
-    trainer.fit(loader)
+    pairs = [*zip(*rows(16), strict=True)]
+    loader = DataLoader(pairs, 4, num_workers=2, persistent_workers=True)
+    make_small(callbacks=[On(on_train_epoch_end=wait)]).fit(loader)
 '''
 
 
@@ -66,8 +56,11 @@ def is_running(pid):
 def test_workers_end_with_a_killed_trainer(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
+    before = os.environ.get("PYTHONPATH", "")
+    paths = os.pathsep.join([str(pathlib.Path(__file__).parents[1]), before])
     with subprocess.Popen(
         [sys.executable, "-W", "ignore", str(script)],
+        env=os.environ | {"PYTHONPATH": paths},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
