@@ -19,7 +19,7 @@ from torch.utils.data import (  # noqa: E402
     TensorDataset,
 )
 
-TENSORS = TensorDataset(*map(torch.from_numpy, rows(23)))
+TENSORS = TensorDataset(*map(torch.from_numpy, rows(29)))
 
 
 def seeded(count):
@@ -188,10 +188,10 @@ def test_an_invalid_batch_of_an_iterator_is_discarded():
 
 SHUFFLED = {
     "in order": lambda: {},
-    "in order, by a sampler": lambda: {"sampler": range(23)},
+    "in order, by a sampler": lambda: {"sampler": range(29)},
     "shuffle=True": lambda: {"shuffle": True},
-    "a subset": lambda: {"sampler": data.SubsetRandomSampler(range(23))},
-    "weights": lambda: {"sampler": data.WeightedRandomSampler([1.0] * 23, 23)},
+    "a subset": lambda: {"sampler": data.SubsetRandomSampler(range(29))},
+    "weights": lambda: {"sampler": data.WeightedRandomSampler([1.0] * 29, 29)},
     "a batch sampler": lambda: {
         "batch_size": 1,
         "batch_sampler": data.BatchSampler(data.RandomSampler(TENSORS), 8, False),
@@ -209,7 +209,7 @@ def test_predictions_of_a_shuffling_loader_are_warned_of(kind):
         found = trainer.predict(loader)
         trainer.validate(loader)
     told = [str(w.message) for w in caught if "`loader` shuffles" in str(w.message)]
-    assert len(told) == ("order" not in kind) and len(found) == 23
+    assert len(told) == ("order" not in kind) and len(found) == 29
     in_order = trainer.predict([TENSORS.tensors[0].numpy()])
     assert np.allclose(found, in_order) == ("order" in kind)
 
@@ -236,11 +236,11 @@ class Counts:
         self.epochs = 0
 
     def __len__(self):
-        return 23
+        return 29
 
     def __iter__(self):
         self.epochs += 1
-        return iter(np.random.default_rng(self.epochs).permutation(23).tolist())
+        return iter(np.random.default_rng(self.epochs).permutation(29).tolist())
 
 
 class Seeded(Counts):
