@@ -5,9 +5,8 @@ import resource
 import signal
 
 import pytest
-from toys import batches, linear_trainer
+from toys import At, batches, linear_trainer
 
-from jaxdp import Callback
 from jaxdp.basics.files import (
     add_path_to_errors,
     append_atomically,
@@ -63,18 +62,18 @@ def test_a_torn_row_after_the_checkpoint_comes_again(tmp_path):
 def test_rows_are_written_whole_or_not_at_all(tmp_path, little_room):
     table = tmp_path / "metrics.csv"
 
-    class Fills(Callback):
-        def on_boundary(self, trainer):
-            if trainer.global_step == 12:  # rows are read late
-                self.whole = table.read_bytes()
-                little_room(len(self.whole) + 5)
+    written = []
 
-    disk = Fills()
+    def fill(trainer):
+        written.append(table.read_bytes())
+        little_room(len(written[0]) + 5)
+
+    disk = At(12, fill, "on_boundary")  # rows are read late
     trainer = linear_trainer(CSVLogger(tmp_path), disk, log_every_n_steps=1)
     loader = batches(*[8] * 20)
     with pytest.raises(OSError, match=r"CSVLogger`: .* can't be written"):
         trainer.fit(loader)
-    assert table.read_bytes() == disk.whole
+    assert table.read_bytes() == written[0]
     little_room(10**6)
     trainer.fit(loader)
     rows = table.read_bytes().decode().split("\r\n")
@@ -103,12 +102,8 @@ def test_a_full_disk_of_logs_costs_no_checkpoint(tmp_path):
             with add_path_to_errors("rows", "Full"):
                 raise OSError(28, "No space left on device")
 
-    class Saves(Callback):
-        def on_boundary(self, trainer):
-            if trainer.global_step == 2:
-                trainer.save(tmp_path / "2")
-
-    trainer = linear_trainer(Full(tmp_path), Saves(), log_every_n_steps=1)
+    saves = At(2, lambda trainer: trainer.save(tmp_path / "2"), "on_boundary")
+    trainer = linear_trainer(Full(tmp_path), saves, log_every_n_steps=1)
     with (
         pytest.raises(OSError, match="`Full`: 'rows' can't be written: No space left"),
         pytest.warns(UserWarning, match="These rows are missing"),
