@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toys import batches, make_small, quiet
+from toys import On, batches, make_small, quiet
 
 import jaxdp
 from jaxdp import Callback
@@ -80,9 +80,8 @@ def loss_fn(model, x, y):
     raise ZeroDivisionError("in the loss")
 
 
-class Failing(Callback):
-    def on_train_batch_end(self, trainer, metrics, batch_idx):
-        raise ZeroDivisionError("in a callback")
+def fail(trainer, metrics, batch_idx):
+    raise ZeroDivisionError("in a callback")
 
 
 class Rows(torch.utils.data.Dataset):
@@ -109,7 +108,9 @@ MODEL = Predicting(jnp.ones(3))
 
 CASES = {
     "loss": lambda: make_small(loss_fn=loss_fn).fit(batches(8)),
-    "callback": lambda: make_small(callbacks=[Failing()]).fit(batches(8)),
+    "callback": lambda: make_small(callbacks=[On(on_train_batch_end=fail)]).fit(
+        batches(8)
+    ),
     "dataset": lambda: make_small().fit(torch.utils.data.DataLoader(Rows(), 4)),
     "generator": lambda: make_small().fit(gives()),
     "validate": lambda: make_small(loss_fn=loss_fn).validate(batches(8)),
