@@ -75,17 +75,6 @@ def test_a_new_run_moves_the_files_of_the_old_one_aside(tmp_path, caplog):
         assert record["hyperparameters"]["seed"] == seed
 
 
-def test_two_trainers_in_turns_do_not_share_a_table(tmp_path):
-    one = linear_trainer(CSVLogger(tmp_path))
-    one.fit(batches(8, 8), max_epochs=1)
-    other = linear_trainer(CSVLogger(tmp_path), metrics=[])
-    other.fit(batches(8, 8), max_epochs=1)
-    one.fit(batches(8, 8), max_epochs=2)
-    folders = tmp_path / "before-1", tmp_path / "before-2", tmp_path
-    found = [steps(folder) for folder in folders]
-    assert found == [["2", "2"], ["2", "2"], ["4", "4"]]
-
-
 def test_a_resumed_run_removes_what_was_logged_after_its_checkpoint(tmp_path):
     data = batches(*[8] * 4), batches(8)
     whole = CSVLogger(tmp_path / "whole")
