@@ -3,13 +3,12 @@
 import collections
 
 import equinox as eqx
-import numpy as np
 import optax
 import pytest
 from logs import read
 from toys import On, batches, linear, linear_on_one_device
 
-from jaxdp import Callback, Sharded
+from jaxdp import Sharded
 from jaxdp.callbacks import CSVLogger, LearningRateMonitor
 
 SCHEDULE = optax.linear_schedule(1e-2, 0.0, 10)
@@ -116,19 +115,6 @@ def test_an_optimizer_without_a_rate_in_its_state_is_refused(optimizer, listed):
     message = rf"keeps no learning rate.*\({listed}.*inject_hyperp.*Monitor\(schedule="
     with pytest.raises(ValueError, match=message):
         rates_of(optimizer)
-
-
-def test_the_rate_is_the_factor_of_the_update():
-    class Updates(Callback):
-        def inside_step(self, grads, updates, state):
-            return {"grad": grads.weight, "update": updates.weight}
-
-        def on_train_batch_end(self, trainer, metrics, batch_idx):
-            expected = -metrics["lr"] * metrics["grad"]
-            np.testing.assert_allclose(metrics["update"], expected, rtol=1e-5)
-
-    trainer = make(injected(optax.sgd, SCHEDULE), LearningRateMonitor(), Updates())
-    trainer.fit(batches(8, 8, 8))
 
 
 def test_an_epoch_has_the_rate_of_its_last_step(tmp_path):
