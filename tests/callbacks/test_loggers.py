@@ -82,14 +82,6 @@ def test_only_scalars_are_logged_in_their_kind_and_short_form(tmp_path):
     assert scalars(values) == {"loss": 0.1, "count": 3, "skipped": 1}
 
 
-def test_the_default_folder_is_the_trainers(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    trainer = linear_trainer(CSVLogger(), LivePlot(), default_root_dir="out/runs")
-    trainer.fit(batches(8, 8))
-    names = {path.name for path in (tmp_path / "out" / "runs").iterdir()}
-    assert names == {"metrics.csv", "metrics.json", "curves.png"}
-
-
 @pytest.mark.parametrize("make", [
     CSVLogger, TensorBoardLogger, lambda path: LivePlot(path / "a.png"),
 ])  # fmt: skip
