@@ -86,16 +86,6 @@ def test_a_second_trainer_gets_a_callback_as_new(make, tmp_path):
     assert_equal_leaves(second.state.params, expected.state.params)
 
 
-def test_no_trainer_gets_the_best_weights_of_another(caplog):
-    stopping = EarlyStopping("val_loss", patience=2, restore_best=True)
-    fit(stopping)
-    assert stopping.reason
-    caplog.clear()
-    fit(stopping, [9.0, 8.0, 7.0, 6.0, 5.0])
-    assert stopping.reason is None and stopping.best_score == 5.0
-    assert "back to step" not in caplog.text
-
-
 def test_the_state_belongs_to_one_run_and_everything_else_stays(tmp_path):
     counter = Counter()
     for _ in range(3):
