@@ -1,7 +1,6 @@
 """Saving and loading the whole trainer."""
 
 import concurrent.futures
-import os
 import signal
 import time
 
@@ -15,8 +14,6 @@ from toys import (
     Mlp,
     On,
     batches,
-    fail_with,
-    leaves,
     linear,
     mlp,
     steps_in,
@@ -168,26 +165,6 @@ def test_what_a_signal_saves_before_its_validation_is_judged_by_it(tmp_path):
     assert resumed.best_model_score == history["val_loss"][0]
 
 
-def test_a_callback_in_a_second_trainer_begins_anew(tmp_path):
-    checkpoint = ModelCheckpoint(monitor="loss")
-    for root, model in (("one", Mlp(jax.random.key(1))), ("two", None)):
-        folder = tmp_path / root
-        options = {} if model is None else {"model": model}
-        trainer = make(checkpoint, default_root_dir=folder, **options)
-        trainer.fit(DATA, max_epochs=2)
-        assert steps_in(folder / "checkpoints") == [6]
-        assert checkpoint.best_model_path == str(folder / "checkpoints" / "6")
-        assert checkpoint.best_model_score == trainer.history["loss"][1]
-    given = ModelCheckpoint(tmp_path / "given")
-    for key in range(2):
-        trainer = make(given, model=Mlp(jax.random.key(key)))
-        trainer.fit(DATA)
-        saved = make()
-        saved.load(given.best_model_path)
-        assert [*map(bits, leaves(saved))] == [*map(bits, leaves(trainer))]
-    assert os.listdir(tmp_path / "given" / "before-1") == ["3"]
-
-
 def test_a_validation_outside_of_a_fit_judges_nothing(tmp_path):
     checkpoint = ModelCheckpoint(
         tmp_path, monitor="val_loss", every_n_train_steps=2, save_top_k=-1
@@ -243,17 +220,6 @@ def test_training_goes_on_where_the_folder_is_gone(tmp_path):
     with pytest.warns(UserWarning, match="could not be written"):
         trainer.fit(DATA, max_epochs=3)
     assert trainer.global_step == 9
-
-
-def test_an_error_at_the_end_of_an_epoch_leaves_the_place_right(tmp_path):
-    fails = At(3, fail_with(KeyError("once")), "on_train_epoch_end")
-    trainer = make(fails)
-    with pytest.raises(KeyError, match="once"):
-        trainer.fit(DATA, max_epochs=2)
-    trainer.fit(DATA, max_steps=5)
-    resumed = make()
-    history = resumed.fit(DATA, max_epochs=2, ckpt_path=trainer.save(tmp_path / "5"))
-    assert (resumed.global_step, history.epochs) == (6, [0, 1])
 
 
 def test_saves_of_several_threads_do_not_meet(tmp_path):
