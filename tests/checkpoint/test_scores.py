@@ -159,15 +159,6 @@ def test_what_is_kept(tmp_path, values, interval, options, expected):
     assert steps_in(tmp_path) == sorted(expected)
 
 
-def test_a_fit_ends_with_a_score(tmp_path):
-    saver = ModelCheckpoint(tmp_path, monitor="val_loss", every_n_train_steps=2)
-    trainer = make(saver)
-    trainer.fit(DATA, VAL, check_val_every_n_epoch=2)
-    assert steps_in(tmp_path) == [6]
-    # A fit ends with a validation.
-    assert saver.best_model_score == trainer.callback_metrics["val_loss"]
-
-
 def test_no_score_is_no_best(tmp_path):
     trainer = make(ModelCheckpoint(tmp_path, monitor="val_loss", every_n_train_steps=2))
     for _, batch_idx in zip(trainer.steps(DATA), range(2), strict=False):
