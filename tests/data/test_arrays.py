@@ -114,14 +114,6 @@ def test_validation_and_prediction_do_not_shuffle():
 
 # On a device.
 
-STRATEGIES = {
-    "SingleDevice": SingleDevice,
-    "Sharded": Sharded,
-    "Pmap": Pmap,
-    "FSDP": FSDP,
-    "Bitwise": lambda: Bitwise(Sharded()),
-}
-
 
 def all_numbers(place, strategy=SingleDevice, **options):
     """Returns the results of training, validation and prediction."""
@@ -138,21 +130,18 @@ def all_numbers(place, strategy=SingleDevice, **options):
     return recorder.losses, bits(trainer.state), str(history), predicted, mixed
 
 
-OPTIONS = {
-    "donated": {"callbacks": [DonateBuffers("all")]},
-    "accumulated": {"accumulate_grad_batches": 2},
-    "several": {"steps_per_execution": 3},
-}
-
-
-@pytest.mark.slow_but("SingleDevice-several", "Sharded-accumulated", "FSDP-donated")
-@pytest.mark.parametrize("way", OPTIONS)
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_rows_selected_on_a_device_have_the_bits_of_the_host(name, way):
+@pytest.mark.slow_cases("Pmap-options3", "<lambda>-options4")
+@pytest.mark.parametrize("strategy, options", [
+    (SingleDevice, {"steps_per_execution": 3}),
+    (Sharded, {"accumulate_grad_batches": 2}),
+    (FSDP, {"callbacks": [DonateBuffers("all")]}),
+    (Pmap, {"steps_per_execution": 3}),
+    (lambda: Bitwise(Sharded()), {"accumulate_grad_batches": 2}),
+])  # fmt: skip
+def test_rows_selected_on_a_device_have_the_bits_of_the_host(strategy, options):
     def place(array):
         return array if array is Y else there(array)  # one array stays on the host
 
-    strategy, options = STRATEGIES[name], OPTIONS[way]
     found = all_numbers(place, strategy, **options)
     assert found == all_numbers(np.asarray, strategy, **options)
 
