@@ -355,19 +355,6 @@ def test_a_loader_may_reuse_its_memory(make):
     assert [batch[0].ravel().tolist() for batch in batches] == seen
 
 
-def test_errors_have_their_batch():
-    class Broken(Squares):
-        def __getitem__(self, i):
-            if i == 9:
-                raise RuntimeError("item nine is bad")
-            return super().__getitem__(i)
-
-    source = open_loader(DataLoader(Broken(), 4), "train_loader", seed=0)
-    with pytest.raises(RuntimeError, match="item nine is bad") as caught:
-        list(source.read_epoch(Position(1)))
-    assert caught.value.__notes__[0] == "in batch 2 of epoch 1 of `train_loader`"
-
-
 def test_a_dataset_that_runs_out_does_not_end_the_epoch_early():
     def out_of_rows(rows):
         return next(iter(()))
