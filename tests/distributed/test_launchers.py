@@ -59,20 +59,17 @@ def variables(monkeypatch):
     return set_them
 
 
-@pytest.mark.parametrize(
-    ("environ", "index", "count", "host", "devices"),
-    [
-        (TORCHRUN, 3, 4, "node7", [1]),
-        (TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}, 3, 4, "127.0.0.1", [1]),
-        (TORCHRUN | {"LOCAL_WORLD_SIZE": "1"}, 3, 4, "node7", None),
-        (TORCHRUN | {"CUDA_VISIBLE_DEVICES": "6"}, 3, 4, "node7", None),
-        (SLURM, 5, 8, "node003", [1]),
-        (OPEN_MPI_4, 2, 4, "192.0.2.2", [0]),
-        (KUBERNETES, 1, 2, "train-0.train", None),
-        (TORCHRUN | {"JAX_COORDINATOR_ADDRESS": "[fd00::2]:77"}, 3, 4, "fd00::2", [1]),
-        (TORCHRUN | {"JAX_PROCESS_ID": "0"}, 0, 4, "node7", None),
-    ],
-)
+@pytest.mark.parametrize("environ, index, count, host, devices", [
+    (TORCHRUN, 3, 4, "node7", [1]),
+    (TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}, 3, 4, "127.0.0.1", [1]),
+    (TORCHRUN | {"LOCAL_WORLD_SIZE": "1"}, 3, 4, "node7", None),
+    (TORCHRUN | {"CUDA_VISIBLE_DEVICES": "6"}, 3, 4, "node7", None),
+    (SLURM, 5, 8, "node003", [1]),
+    (OPEN_MPI_4, 2, 4, "192.0.2.2", [0]),
+    (KUBERNETES, 1, 2, "train-0.train", None),
+    (TORCHRUN | {"JAX_COORDINATOR_ADDRESS": "[fd00::2]:77"}, 3, 4, "fd00::2", [1]),
+    (TORCHRUN | {"JAX_PROCESS_ID": "0"}, 0, 4, "node7", None),
+])  # fmt: skip
 def test_launchers_say_which_process_this_is(
     variables, environ, index, count, host, devices
 ):
@@ -87,24 +84,21 @@ EIGHT = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
 UUIDS = ",".join(f"MIG-{number}aa-77/3/0" for number in range(4))
 
 
-@pytest.mark.parametrize(
-    ("environ", "devices"),
-    [
-        (TORCHRUN | EIGHT, [4, 5, 6, 7]),
-        (TORCHRUN | EIGHT | {"LOCAL_RANK": "0"}, [0, 1, 2, 3]),
-        (TORCHRUN | EIGHT | {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}, None),
-        (TORCHRUN | {"CUDA_VISIBLE_DEVICES": "5,6,7"}, [1]),
-        (TORCHRUN | {"CUDA_VISIBLE_DEVICES": ""}, None),
-        (TORCHRUN | {"CUDA_VISIBLE_DEVICES": "-1"}, None),
-        (TORCHRUN | {"CUDA_VISIBLE_DEVICES": UUIDS}, [2, 3]),
-        (TORCHRUN | {"CUDA_VISIBLE_DEVICES": "GPU-8f6b-1"}, None),
-        (SLURM | EIGHT | {"SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, [2, 3]),
-        (SLURM | EIGHT | {"SLURM_STEP_TASKS_PER_NODE": "4(x2),2"}, [1]),
-        (SLURM | EIGHT, [1]),
-        (OPEN_MPI_4 | EIGHT | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, [0, 1, 2, 3]),
-        (KUBERNETES | EIGHT, None),
-    ],
-)
+@pytest.mark.parametrize("environ, devices", [
+    (TORCHRUN | EIGHT, [4, 5, 6, 7]),
+    (TORCHRUN | EIGHT | {"LOCAL_RANK": "0"}, [0, 1, 2, 3]),
+    (TORCHRUN | EIGHT | {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}, None),
+    (TORCHRUN | {"CUDA_VISIBLE_DEVICES": "5,6,7"}, [1]),
+    (TORCHRUN | {"CUDA_VISIBLE_DEVICES": ""}, None),
+    (TORCHRUN | {"CUDA_VISIBLE_DEVICES": "-1"}, None),
+    (TORCHRUN | {"CUDA_VISIBLE_DEVICES": UUIDS}, [2, 3]),
+    (TORCHRUN | {"CUDA_VISIBLE_DEVICES": "GPU-8f6b-1"}, None),
+    (SLURM | EIGHT | {"SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, [2, 3]),
+    (SLURM | EIGHT | {"SLURM_STEP_TASKS_PER_NODE": "4(x2),2"}, [1]),
+    (SLURM | EIGHT, [1]),
+    (OPEN_MPI_4 | EIGHT | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, [0, 1, 2, 3]),
+    (KUBERNETES | EIGHT, None),
+])  # fmt: skip
 def test_processes_share_the_gpus_of_their_machine(variables, environ, devices):
     variables(environ)
     assert detect_rank().devices == devices
@@ -117,36 +111,26 @@ def test_arguments_come_first(variables):
     assert detect_rank(num_processes=1) is None
 
 
-@pytest.mark.parametrize(
-    "environ",
-    [
-        {},
-        TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_WORLD_SIZE": "1"},
-        {k: v for k, v in SLURM.items() if k == "SLURM_JOB_ID"},  # sbatch
-        {"KUBERNETES_SERVICE_HOST": "10.0.0.1"},
-    ],
-)
+@pytest.mark.parametrize("environ", [
+    {},
+    TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+    {k: v for k, v in SLURM.items() if k == "SLURM_JOB_ID"},  # sbatch
+    {"KUBERNETES_SERVICE_HOST": "10.0.0.1"},
+])  # fmt: skip
 def test_a_process_alone_is_alone(variables, environ):
     variables(environ)
     assert detect_rank() is None
 
 
-@pytest.mark.parametrize(
-    ("environ", "text"),
-    [
-        (
-            {k: v for k, v in TORCHRUN.items() if k != "MASTER_ADDR"},
-            "`coordinator_address` is not known",
-        ),
-        (TORCHRUN | {"WORLD_SIZE": "x"}, "WORLD_SIZE is 'x', but must be an integer"),
-        (TORCHRUN | {"JAX_COORDINATOR_ADDRESS": "node7"}, "must be 'host:port'"),
-        (
-            {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"},
-            "`coordinator_address` is not known",
-        ),
-        (OPEN_MPI_5, "`coordinator_address`, `num_processes`, `process_id` is not"),
-    ],
-)
+@pytest.mark.parametrize("environ, text", [
+    ({k: v for k, v in TORCHRUN.items() if k != "MASTER_ADDR"},
+     "`coordinator_address` is not known"),
+    (TORCHRUN | {"WORLD_SIZE": "x"}, "WORLD_SIZE is 'x', but must be an integer"),
+    (TORCHRUN | {"JAX_COORDINATOR_ADDRESS": "node7"}, "must be 'host:port'"),
+    ({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"},
+     "`coordinator_address` is not known"),
+    (OPEN_MPI_5, "`coordinator_address`, `num_processes`, `process_id` is not"),
+])  # fmt: skip
 def test_a_wrong_variable_is_named(variables, environ, text):
     variables(environ)
     with pytest.raises(ValueError, match=text):
