@@ -7,12 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-from toys import batches, leaves
+from toys import At, On, assert_equal_leaves, batches, fail_with
 from toys import on_one_device as make
 
-from jaxdp import Callback
 from jaxdp.distributed import Preempted, ProcessGroup, SignalHandler
 
 TESTS = Path(__file__).parents[1]
@@ -48,18 +46,16 @@ def trained(tmp_path_factory):
 
 def assert_same(first, second):
     assert first.global_step == second.global_step
-    for ours, theirs in zip(leaves(first), leaves(second), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    assert_equal_leaves(first.state, second.state)
 
 
 MOMENTS = [0.02, 0.3, 0.6, 0.9]
 
 
 @pytest.mark.slow_cases("15-Preempted")
-@pytest.mark.parametrize(
-    ("number", "kind"),
-    [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Preempted)],
-)
+@pytest.mark.parametrize("number, kind", [
+    (signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Preempted),
+])  # fmt: skip
 def test_a_signal_while_saving_is_raised_once_that_is_whole(
     trained, tmp_path, number, kind
 ):
@@ -84,18 +80,15 @@ def test_ctrl_c_while_restoring_is_raised_once_that_is_whole(trained):
         make().load(path)
     for moment in MOMENTS[:3]:  # its waits are more or fewer calls on a busy machine
         again = make()
-        with (
-            pytest.raises(KeyboardInterrupt),
-            Press(signal.SIGINT, int(press.calls * moment)),
-        ):
+        at = int(press.calls * moment)
+        with pytest.raises(KeyboardInterrupt), Press(signal.SIGINT, at):
             again.load(path)
         assert_same(again, trainer)
 
 
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [("SIGTERM", "SIGHUP"), ("SIGHUP", "SIGTERM"), ("SIGHUP", "SIGHUP")],
-)
+@pytest.mark.parametrize("first, second", [
+    ("SIGTERM", "SIGHUP"), ("SIGHUP", "SIGTERM"), ("SIGHUP", "SIGHUP"),
+])  # fmt: skip
 def test_a_hangup_beside_another_signal_ends_nothing_at_once(
     monkeypatch, first, second
 ):
@@ -115,15 +108,12 @@ def test_a_hangup_beside_another_signal_ends_nothing_at_once(
 
 
 def test_an_error_without_a_text_after_ctrl_c_is_noted():
-    class Careless(Callback):
-        def on_train_batch_end(self, trainer, metrics, batch_idx):
-            raise KeyboardInterrupt
-
-        def on_exception(self, trainer, exception):
-            raise AssertionError
-
+    careless = On(
+        on_train_batch_end=fail_with(KeyboardInterrupt()),
+        on_exception=fail_with(AssertionError()),
+    )
     with pytest.raises(KeyboardInterrupt) as raised:
-        make(Careless()).fit(batches(8, 8))
+        make(careless).fit(batches(8, 8))
     assert raised.value.__notes__[-1] == "and after that: AssertionError: "
 
 
@@ -177,14 +167,12 @@ def test_in_the_callers_code_a_signal_ends_the_process():
     assert subprocess.run(command, cwd=TESTS).returncode == -signal.SIGTERM
 
 
-class Presses(Callback):
-    def on_train_batch_end(self, trainer, metrics, batch_idx):
-        if batch_idx == 1:
-            signal.raise_signal(signal.SIGINT)
+def presses():
+    return At(2, lambda trainer: signal.raise_signal(signal.SIGINT))
 
 
 def test_another_trainer_holds_signals_back_between_the_steps_of_a_loop():
-    data, first, second = batches(8, 8, 8, 8), make(), make(Presses())
+    data, first, second = batches(8, 8, 8, 8), make(), make(presses())
     steps = first.steps(data)
     next(steps), next(steps)  # a program's second call takes longer than the next ones
     with pytest.raises(KeyboardInterrupt, match="stopped after step 2"):
@@ -199,7 +187,7 @@ def test_another_trainer_holds_signals_back_between_the_steps_of_a_loop():
 
 
 def test_loops_of_two_trainers_hold_signals_back_by_turns():
-    data, first, second = batches(8, 8, 8), make(), make(Presses())
+    data, first, second = batches(8, 8, 8), make(), make(presses())
     with pytest.raises(KeyboardInterrupt, match="nothing is lost"):
         for _ in zip(first.steps(data), second.steps(data), strict=True):
             pass
@@ -209,17 +197,16 @@ def test_loops_of_two_trainers_hold_signals_back_by_turns():
 
 @pytest.mark.parametrize("method", ["validate", "predict", "steps"])
 def test_a_signal_outside_of_a_fit_is_logged_once(method, caplog):
-    class Signals(Callback):
-        def on_train_batch_end(self, trainer, metrics, batch_idx):
-            signal.raise_signal(signal.SIGTERM)
+    def kill(*_):
+        signal.raise_signal(signal.SIGTERM)
 
     def loader():
         for number, batch in enumerate(batches(8, 8, 8)):
             if number == 1 and method != "steps":
-                signal.raise_signal(signal.SIGTERM)
+                kill()
             yield batch
 
     with pytest.raises(Preempted):
-        for _ in getattr(make(Signals()), method)(loader()):
+        for _ in getattr(make(On(on_train_batch_end=kill)), method)(loader()):
             pass
     assert caplog.text.count("SIGTERM: stopped between two steps") == 1
