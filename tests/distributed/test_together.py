@@ -1,7 +1,6 @@
 """Real processes that train as one: the numbers, the rows, the files, the ends."""
 
 import json
-import pathlib
 import re
 import shutil
 
@@ -10,12 +9,10 @@ import pytest
 
 pytest.importorskip("torch")
 
-import own_values
 import streams
 import together
-import wholes
 from crew import LIMIT
-from toys import Deep
+from toys import Deep, steps_in
 
 import jaxdp
 
@@ -29,6 +26,17 @@ def told(outputs):
         [json.loads(line) for line in re.findall(r"^told (.*)$", text, re.M)]
         for text in outputs
     ]
+
+
+@pytest.fixture
+def tell_alone(capsys):
+    """Returns what this process alone tells in a scene."""
+
+    def tell(scene, *arguments):
+        scene(*arguments)
+        return told([capsys.readouterr().out])[0][0]
+
+    return tell
 
 
 @pytest.fixture(scope="module")
@@ -72,21 +80,15 @@ def slow_scenes(shared_crew, folder):
     path = jaxdp.save_weights(Deep(4), folder / "deep.safetensors", NAMES)
     scenes = {
         "plans": ("together.planned", {}),
-        "best": ("best.ends", {"into": str(folder / "best")}),
+        "best": ("together.best", {"into": str(folder / "best")}),
         "bad batches": ("together.bad_batches", {"into": str(folder / "bad")}),
-        "pruned": ("own_values.prune", {}),
+        "pruned": ("together.prune", {}),
         "streams": ("streams.resume_all", {"into": str(folder / "streams")}),
         "weights": ("streams.pretrained", {"path": path, "into": str(folder / "two")}),
     }
-    of_both = {
-        "buckets": "together.buckets",
-        "wholes": "wholes.train",
-        "there": "there.train",
-        "values": "own_values.train",
-    }
-    for name, task in of_both.items():
+    for name in ("buckets", "wholes", "on_devices", "values"):
         for local in (False, True):
-            scenes[f"{name}, local={local}"] = (task, {"local": local})
+            scenes[f"{name}, local={local}"] = (f"together.{name}", {"local": local})
     return play(shared_crew, scenes)
 
 
@@ -106,14 +108,11 @@ def assert_same(found, expected, rtol=1e-5):
         )
 
 
-@pytest.mark.parametrize(
-    ("processes", "devices", "names"),
-    [
-        (2, 2, ["Sharded", "Pmap", "ZeRO", "FSDP", "TensorParallel", "across"]),
-        pytest.param(4, 1, ["Sharded", "FSDP"], marks=pytest.mark.slow),
-        pytest.param(2, 2, ["sequence", "rows and sequence"], marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("processes, devices, names", [
+    (2, 2, ["Sharded", "Pmap", "ZeRO", "FSDP", "TensorParallel", "across"]),
+    pytest.param(4, 1, ["Sharded", "FSDP"], marks=pytest.mark.slow),
+    pytest.param(2, 2, ["sequence", "rows and sequence"], marks=pytest.mark.slow),
+])  # fmt: skip
 def test_the_numbers_are_those_of_one_device(crew, alone, processes, devices, names):
     outputs = crew(
         "together.all_numbers",
@@ -166,9 +165,8 @@ def test_bitwise_holds_across_processes(crew):
 
 
 @pytest.mark.slow
-def test_every_loader_gives_what_it_gives_one_process(crew, capsys):
-    together.loaders()
-    (expected,) = told([capsys.readouterr().out])[0]
+def test_every_loader_gives_what_it_gives_one_process(crew, tell_alone):
+    expected = tell_alone(together.loaders)
     outputs = crew("together.loaders").finish()
     found = [each[0] for each in told(outputs)]
     for name, losses in expected["found"].items():
@@ -183,9 +181,8 @@ def test_every_loader_gives_what_it_gives_one_process(crew, capsys):
 
 
 @pytest.mark.slow
-def test_workers_fetch_the_rows_of_their_process(crew, capsys):
-    together.workers()
-    (expected,) = told([capsys.readouterr().out])[0]
+def test_workers_fetch_the_rows_of_their_process(crew, tell_alone):
+    expected = tell_alone(together.workers)
     outputs = crew("together.workers").finish()
     for (each,) in told(outputs):
         np.testing.assert_allclose(each["losses"], expected["losses"], rtol=1e-5)
@@ -276,29 +273,15 @@ def assert_resumed(found, expected, step):
     np.testing.assert_allclose(found["weights"], expected["weights"], atol=1e-4)
 
 
-def steps_in(folder):
-    return [int(path.name) for path in pathlib.Path(folder).iterdir() if
-            path.name.isdecimal()]  # fmt: skip
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("by", "who", "hook", "code"),
-    [
-        ("SIGTERM", 0, "on_validation_start", 143),
-        ("SIGINT", 1, "on_train_batch_end", 130),
-    ],
-)
+@pytest.mark.parametrize("by, who, hook, code", [
+    ("SIGTERM", 0, "on_validation_start", 143),
+    ("SIGINT", 1, "on_train_batch_end", 130),
+])  # fmt: skip
 def test_a_signal_to_one_stops_all(crew, tmp_path, by, who, hook, code):
     folder = str(tmp_path / "saved")
-    outputs = crew(
-        "together.stopped",
-        strategy="Sharded",
-        into=folder,
-        by=by,
-        who=who,
-        hook=hook,
-    ).finish(code)
+    options = {"strategy": "Sharded", "into": folder, "by": by, "who": who}
+    outputs = crew("together.stopped", **options, hook=hook).finish(code)
     ends = [each[0] for each in told(outputs)]
     assert ends[0] == ends[1]
     assert ends[0]["end"] == {143: "Preempted", 130: "KeyboardInterrupt"}[code]
@@ -364,9 +347,10 @@ def test_one_process_speaks_for_all(scenes, folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("local", [False, True])
-def test_batches_of_several_shapes_are_those_of_one_process(slow_scenes, capsys, local):
-    together.buckets()
-    (expected,) = told([capsys.readouterr().out])[0]
+def test_batches_of_several_shapes_are_those_of_one_process(
+    slow_scenes, tell_alone, local
+):
+    expected = tell_alone(together.buckets)
     for (each,) in told(slow_scenes[f"buckets, local={local}"]):
         np.testing.assert_allclose(each["losses"], expected["losses"], rtol=1e-5)
         if local:
@@ -375,9 +359,8 @@ def test_batches_of_several_shapes_are_those_of_one_process(slow_scenes, capsys,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("local", [False, True])
-def test_what_has_no_rows_is_whole_in_every_process(slow_scenes, capsys, local):
-    wholes.train(local)
-    (expected,) = told([capsys.readouterr().out])[0]
+def test_what_has_no_rows_is_whole_in_every_process(slow_scenes, tell_alone, local):
+    expected = tell_alone(together.wholes, local)
     for (each,) in told(slow_scenes[f"wholes, local={local}"]):
         for name in "losses", "predicted":
             np.testing.assert_allclose(each[name], expected[name], rtol=1e-4)
@@ -387,7 +370,7 @@ def test_what_has_no_rows_is_whole_in_every_process(slow_scenes, capsys, local):
 @pytest.mark.slow
 @pytest.mark.parametrize("local", [False, True])
 def test_batches_on_devices_give_the_bits_of_the_host(slow_scenes, local):
-    for (each,) in told(slow_scenes[f"there, local={local}"]):
+    for (each,) in told(slow_scenes[f"on_devices, local={local}"]):
         for name in "weights", "predictions":
             on_host, *others = each[name]
             assert others == [on_host] * 3
@@ -397,10 +380,9 @@ def test_batches_on_devices_give_the_bits_of_the_host(slow_scenes, local):
 @pytest.mark.slow
 @pytest.mark.parametrize("local", [False, True])
 def test_metrics_of_sets_and_own_values_are_those_of_one_process(
-    slow_scenes, capsys, local
+    slow_scenes, tell_alone, local
 ):
-    own_values.train(local)
-    (expected,) = told([capsys.readouterr().out])[0]
+    expected = tell_alone(together.values, local)
     for (each,) in told(slow_scenes[f"values, local={local}"]):
         # The values of process 0 are everybody's, and end every process's fit.
         assert each["val_own"] == expected["val_own"] == [0.0, 1.0]
@@ -433,10 +415,10 @@ def test_loaders_of_other_libraries_go_on_in_several_processes(slow_scenes):
 
 @pytest.mark.slow
 def test_weights_of_a_file_and_adapters_are_split_between_processes(
-    slow_scenes, folder, capsys
+    slow_scenes, folder, tell_alone
 ):
     (first,), (second,) = told(slow_scenes["weights"])
     assert first["same"] and first == second
-    streams.pretrained(folder / "deep.safetensors", str(folder / "alone"))
-    ((expected,),) = told([capsys.readouterr().out])
+    arguments = folder / "deep.safetensors", str(folder / "alone")
+    expected = tell_alone(streams.pretrained, *arguments)
     np.testing.assert_allclose(first["weights"], expected["weights"], atol=2e-5)
