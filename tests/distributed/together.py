@@ -19,17 +19,19 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import torch
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
-from toys import Deep, Mlp, NormNet, Recorder, rows
+from toys import At, Deep, Mlp, NormNet, On, Recorder, linear, mlp, rows, scores
 
 from jaxdp import (
     Arrays,
     Bitwise,
     LocalSGD,
+    PassMetric,
     Pipeline,
     Pmap,
     SequenceParallel,
@@ -37,13 +39,14 @@ from jaxdp import (
     SingleDevice,
     TensorParallel,
     Trainer,
+    Whole,
 )
 from jaxdp.callbacks import (
-    Callback,
     CSVLogger,
     EarlyStopping,
     ModelCheckpoint,
     NanGuard,
+    OptunaPruning,
     ProgressBar,
     ReduceLROnPlateau,
 )
@@ -123,6 +126,43 @@ def weights_of(run):
     return np.concatenate([np.asarray(leaf).ravel() for leaf in leaves]).tolist()
 
 
+def of_process(batches, local):
+    """The rows of this process of each batch, if it has any; or all, if not `local`."""
+    own = slice(jax.process_index(), None, jax.process_count())
+
+    def select(node):
+        return node if isinstance(node, Whole) else node[own]
+
+    def is_array(node):
+        return isinstance(node, Whole | np.ndarray)
+
+    found = [jax.tree.map(select, each, is_leaf=is_array) for each in batches]
+    return [each for each in found if len(each[1])] if local else batches
+
+
+def kind_of(local):
+    return "local" if local else "global"
+
+
+def refusal(function, *arguments, **options):
+    try:
+        function(*arguments, **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+def here(index, step, what, hook="on_train_batch_end"):
+    """Does something in one process, when it has done so many steps."""
+    is_here = index == jax.process_index()
+    return At(step if is_here else None, what, hook)
+
+
+def slow(seconds=0.02):
+    """Steps of a length that a clock can see."""
+    return On(on_train_batch_end=lambda *_: time.sleep(seconds))
+
+
 def all_numbers(cases):
     for name, options in cases.items():
         tell(name=name, found=numbers(**options))
@@ -141,10 +181,9 @@ def plateaus():
     )
     run.fit(DataLoader(data(), 16), DataLoader(data(), 16), max_epochs=3)
     tell(rate=run.hyperparams["learning_rate"], weights=weights_of(run))
-    try:
-        run.set_hyperparams(learning_rate=0.1 * (1 + jax.process_index()))
-    except RuntimeError as error:
-        tell(error=str(error), rate=run.hyperparams["learning_rate"])
+    rate = 0.1 * (1 + jax.process_index())
+    error = refusal(run.set_hyperparams, learning_rate=rate)
+    tell(error=error, rate=run.hyperparams["learning_rate"])
 
 
 def planned():
@@ -281,37 +320,121 @@ def buckets(local=False):
 
     Then, of its own rows, each process has another length than the others.
     """
-    index, count = jax.process_index(), jax.process_count()
-    model = Lengths(eqx.nn.Linear(4, 3, key=jax.random.key(0)))
+    model = Lengths(linear())
 
     def batch(length, number):
         x, y = rows(length * number, seed=length)
         return x.reshape(number, length, 4), y[:number]
 
-    def own(each):
-        return tuple(leaf[index::count] for leaf in each) if local else each
-
     data = [batch(2, 16), batch(3, 8), batch(2, 16), batch(3, 1)]
-    mine = [found for found in map(own, data) if len(found[0])]
-    recorder, data_is = Recorder(), "local" if local else "global"
-    run = trainer(callbacks=[recorder], model=model, data=data_is)
-    run.fit(mine, max_epochs=2)
-    wrong = ""
-    if local:
-        try:
-            run.fit([batch(2 + index, 8)], max_epochs=3)
-        except ValueError as error:
-            wrong = str(error)
+    recorder = Recorder()
+    run = trainer(callbacks=[recorder], model=model, data=kind_of(local))
+    run.fit(of_process(data, local), max_epochs=2)
+    other = [batch(2 + jax.process_index(), 8)]
+    wrong = refusal(run.fit, other, max_epochs=3) if local else ""
     tell(losses=recorder.losses, wrong=wrong)
 
 
-class CountsPredictions(Callback):
-    def __init__(self):
-        self.rows, self.sum = 0, 0.0
+class Timed(eqx.Module):
+    """Classifies a row, weighed by times that all rows share."""
 
-    def on_predict_batch_end(self, trainer, predictions, batch_idx):
-        self.rows += len(predictions)
-        self.sum += float(predictions.sum())
+    last: eqx.nn.Linear
+
+    def __call__(self, x):
+        row, times = x
+        return self.last(row * times.sum())
+
+
+def wholes(local=False):
+    """Of all rows, or of own ones; then with other values in each process.
+
+    Of the last batch the second process has no rows.
+    """
+
+    def batch(count, times):
+        x, y = rows(count, seed=count)
+        return (x, Whole(np.asarray(times, np.float32))), y
+
+    # One that has no batch left goes on with the times that it had.
+    last = [1.0, 2.0] if local else [0.5, 1.5, 0.5]
+    mine = of_process([batch(16, [1.0, 2.0]), batch(1, last)], local)
+    recorder = Recorder()
+    run = trainer(callbacks=[recorder], model=Timed(linear()), data=kind_of(local))
+    run.fit(mine, max_epochs=2)
+    predicted = run.predict(mine).sum(axis=0).tolist()
+    losses, other = [*recorder.losses], [batch(8, [jax.process_index(), 1.0])]
+    wrong = refusal(run.fit, other, max_epochs=3) if local else ""
+    tell(losses=losses, predicted=predicted, wrong=wrong)
+
+
+def on_devices(local=False):
+    """On NumPy's arrays, on JAX's, and put there ahead; then on one that spans all."""
+    x, y = rows(22)  # the last batch is short
+    data = [(x[start : start + 8], y[start : start + 8]) for start in range(0, 22, 8)]
+    data = of_process(data, local)
+    there = jax.tree.map(jnp.asarray, data)
+    weights, predictions = [], []
+    for batches, ahead in (data, False), (there, False), (data, True), (there, True):
+        run = trainer(data=kind_of(local))
+        run.run.engine.prefetches = ahead
+        run.fit(batches, batches, max_epochs=2)
+        weights.append([np.asarray(w).tolist() for w in jax.tree.leaves(run.model)[:2]])
+        predictions.append(run.predict(batches).tolist())
+
+    mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    of_all = jax.make_array_from_callback((8, 4), sharding, x[:8].__getitem__)
+    wrong = refusal(run.fit, [(of_all, y[:8])], max_epochs=3)
+    tell(weights=weights, predictions=predictions, wrong=wrong)
+
+
+def values(local=False):
+    """Metrics of whole sets, and values that differ by process, of a callback."""
+    x, y = rows(21)
+    data = [(x[:16], y[:16]), (x[16:20], y[16:20]), (x[20:], y[20:])]
+    data, index, targets = of_process(data, local), jax.process_index(), []
+
+    def keep(predictions, labels):
+        targets.append(np.asarray(labels).tolist())
+        return {"rows": len(labels), "mean": predictions.mean()}
+
+    logs = On(
+        on_validation_end=lambda trainer, _: trainer.log(
+            "val_own", 10.0 * index + trainer.current_epoch
+        ),
+        on_train_batch_end=lambda trainer, *_: trainer.log("process", index),
+    )
+    run = trainer(
+        callbacks=[logs, EarlyStopping("val_own", patience=1)],
+        model=mlp(),  # without dropout
+        metrics={"accuracy": "accuracy", "kept": PassMetric(keep)},
+        data=kind_of(local),
+    )
+    history = run.fit(data, data, max_epochs=4)
+    names = "val_own", "process", "val_kept_rows", "val_kept_mean"
+    tell(targets=targets, **{name: history[name] for name in names})
+
+
+class Trial:
+    """One that is pruned after two reports; the first process alone has it."""
+
+    def __init__(self):
+        self.steps = []
+
+    def report(self, value, step):
+        self.steps.append(step)
+
+    def should_prune(self):
+        return len(self.steps) == 2
+
+
+def prune():
+    """A fit that ends by what one process is told."""
+    trial = None if jax.process_index() else Trial()
+    run = trainer(callbacks=[OptunaPruning(trial, "val_loss")])
+    data = [rows(16)]
+    error = refusal(run.fit, data, data, max_epochs=4).partition(":")[0]
+    tell(error=error, epoch=run.current_epoch, step=run.global_step)
 
 
 def local(sizes):
@@ -321,12 +444,12 @@ def local(sizes):
     start = sum(sizes[:index])
     own = slice(start, start + sizes[index])
     mine = TensorDataset(torch.tensor(x[own]), torch.tensor(y[own], dtype=torch.int64))
-    recorder = Recorder()
-    counts = CountsPredictions()
-    run = trainer(callbacks=[recorder, counts], data="local")
+    recorder, batches = Recorder(), []
+    keeps = On(on_predict_batch_end=lambda trainer, each, _: batches.append(each))
+    run = trainer(callbacks=[recorder, keeps], data="local")
     before = run.validate(DataLoader(mine, 8))
     predictions = run.predict(DataLoader(mine, 8), gather=False)
-    by_batch = counts.rows, counts.sum
+    by_batch = sum(map(len, batches)), sum(float(each.sum()) for each in batches)
     everyone = run.predict(DataLoader(mine, 8))
     run.fit(DataLoader(mine, 8), max_epochs=2)
     tell(
@@ -344,22 +467,6 @@ def local(sizes):
         run.validate(DataLoader(mine, 8) if index == 0 else [])
         tell(bad=True)
     tell(good=True)
-
-
-class At(Callback):
-    """Does something in one process, when it has done so many steps."""
-
-    def __init__(self, step, index, what, hook="on_train_batch_end"):
-        self.step, self.index, self.what = step, index, what
-        setattr(self, hook, self._look)
-
-    def _look(self, trainer, *_):
-        if trainer.global_step == self.step and self.index == jax.process_index():
-            self.what(trainer)
-
-
-def interrupt(name):
-    return lambda trainer: os.kill(os.getpid(), getattr(signal, name))
 
 
 def saver(into, **options):
@@ -382,10 +489,14 @@ def straight(strategy, into):
 
 def stopped(strategy, into, by="SIGTERM", who=1, hook="on_train_batch_end"):
     """A signal to one process: all save the same step and exit."""
+
+    def interrupt(trainer):
+        os.kill(os.getpid(), getattr(signal, by))
+
     # Epochs, and so validations, end with every fourth step.
-    here = At(4 if "validation" in hook else 5, who, interrupt(by), hook)
+    stop = here(who, 4 if "validation" in hook else 5, interrupt, hook)
     # Processes agree within five seconds, however slow the machine: five steps.
-    run = trainer(strategy, [here, Slow(1.0), saver(into)])
+    run = trainer(strategy, [stop, slow(1.0), saver(into)])
     try:
         fit(run, max_epochs=1000)
     except BaseException as end:
@@ -400,16 +511,6 @@ def resumed(strategy, into):
     tell(losses=recorder.losses, weights=weights_of(run))
 
 
-class Slow(Callback):
-    """Steps of a length that a clock can see."""
-
-    def __init__(self, seconds=0.02):
-        self.seconds = seconds
-
-    def on_train_batch_end(self, trainer, metrics, batch_idx):
-        time.sleep(self.seconds)
-
-
 def spoilt(step):
     """Arrays, one batch of them NaN."""
     batches = arrays() * 4
@@ -422,11 +523,11 @@ def decisions():
     """What one process decides, or all by what they see: all do it together."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        stop = At(3, 1, lambda run: setattr(run, "should_stop", True))
-        run = trainer(callbacks=[Slow(), stop])
+        stop = here(1, 3, lambda run: setattr(run, "should_stop", True))
+        run = trainer(callbacks=[slow(), stop])
         fit(run, max_epochs=10_000)
         tell(one_wants_to_stop=run.global_step)
-        run = trainer(callbacks=[Slow()])
+        run = trainer(callbacks=[slow()])
         fit(run, max_epochs=10_000, max_time=0.3)
         tell(max_time=run.global_step)
         run = trainer(callbacks=[EarlyStopping("val_loss", patience=0, min_delta=9.0)])
@@ -445,18 +546,24 @@ def bad_batches(into):
         timed = ModelCheckpoint(
             f"{into}/timed", train_time_interval=datetime.timedelta(seconds=0.1)
         )
-        trainer(callbacks=[Slow(), timed]).fit(arrays() * 4, max_epochs=1)
+        trainer(callbacks=[slow(), timed]).fit(arrays() * 4, max_epochs=1)
         tell(timed=timed.last_model_path)
         error = refusal(trainer(callbacks=[NanGuard()]).fit, spoilt(5), max_epochs=1)
         tell(stopped=error)
 
 
-def refusal(function, *arguments, **options):
-    try:
-        function(*arguments, **options)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "none"
+def best(into):
+    """The weights of a run that is not resumed, and of one that is, at their ends."""
+    weights = []
+    for name, fits in {"whole": [9], "resumed": [3, 9]}.items():
+        for max_epochs in fits:
+            stopping = EarlyStopping(patience=2, restore_best=True)
+            saver = ModelCheckpoint(f"{into}/{name}", "val_loss", save_last=True)
+            run = trainer("FSDP", [stopping, saver, scores([3.0, 1.0, 2.0, 4.0])])
+            fit(run, max_epochs, ckpt_path="auto")
+        assert (run.global_step, stopping.stopped_epoch) == (16, 3)
+        weights.append(weights_of(run))
+    tell(weights=weights)
 
 
 @contextlib.contextmanager
