@@ -19,7 +19,8 @@ class Table:
     def __init__(self, rows):
         self.rows = rows
 
-    def add(self, fault, tries, survived, saw):
+    def add(self, fault, saw, tries=1, survived=None):
+        survived = tries if survived is None else survived
         self.rows.append((fault, tries, survived, saw))
         assert survived == tries, f"{fault}: survived {survived} of {tries}"
 
