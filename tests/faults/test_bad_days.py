@@ -1,20 +1,23 @@
 """Disks, neighbours, loaders, callbacks and clocks that misbehave."""
 
+import functools
 import os
+import pathlib
 import resource
 import signal
 import subprocess
 import sys
 
-import numpy as np
 import pytest
-from toys import batches, leaves
+from toys import At, assert_equal_leaves, batches
 from toys import on_one_device as make
 
 from jaxdp import Callback
 from jaxdp.callbacks import ModelCheckpoint
 from jaxdp.callbacks.base import HOOKS
 from jaxdp.checkpoint import SaveFailed
+
+TESTS = pathlib.Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -57,6 +60,9 @@ def empty(folder):
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
 
+at = functools.partial(At, hook="on_boundary")
+
+
 ORBAX_IS_LOUD = pytest.mark.filterwarnings(
     # Its writing threads end by exceptions that nobody waits for.
     "ignore::pytest.PytestUnhandledThreadExceptionWarning",
@@ -64,21 +70,11 @@ ORBAX_IS_LOUD = pytest.mark.filterwarnings(
 )
 
 
-class At(Callback):
-    """Does something when a step is done."""
-
-    def __init__(self, **what):
-        self.what = {int(name[4:]): run for name, run in what.items()}
-
-    def on_boundary(self, trainer):
-        self.what.get(trainer.global_step, lambda: None)()
-
-
 @ORBAX_IS_LOUD
 def test_a_full_disk_stops_the_fit_and_costs_no_checkpoint(small_disk, table):
     folder = small_disk / "run"
     saver = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=1)
-    trainer = make(saver, At(step3=lambda: fill(small_disk, saver)))
+    trainer = make(saver, at(3, lambda trainer: fill(small_disk, saver)))
     with pytest.raises(SaveFailed, match="run/4 could not be written.*are unchanged"):
         trainer.fit(batches(*[8] * 20))
     empty(small_disk)
@@ -86,12 +82,8 @@ def test_a_full_disk_stops_the_fit_and_costs_no_checkpoint(small_disk, table):
     again = make(ModelCheckpoint(folder, every_n_train_steps=1))
     again.fit(batches(*[8] * 20), ckpt_path="last")
     assert again.global_step == 20
-    table.add(
-        "a full disk",
-        1,
-        1,
-        "SaveFailed at the next step, with the free space; the last checkpoint stays",
-    )
+    saw = "SaveFailed at the next step, with the free space; the last checkpoint stays"
+    table.add("a full disk", saw)
 
 
 @pytest.mark.slow
@@ -99,21 +91,16 @@ def test_a_full_disk_stops_the_fit_and_costs_no_checkpoint(small_disk, table):
 def test_a_full_disk_may_be_survived(small_disk, table):
     folder = small_disk / "run"
     saver = ModelCheckpoint(folder, every_n_train_steps=2, on_save_error="warn")
-    full = At(step3=lambda: fill(small_disk, saver), step7=lambda: empty(small_disk))
-    trainer = make(saver, full)
-    with pytest.warns(
-        UserWarning, match="could not be written.*Training continues"
-    ) as saw:
+    full = at(3, lambda trainer: fill(small_disk, saver))
+    trainer = make(saver, full, at(7, lambda trainer: empty(small_disk)))
+    match = "could not be written.*Training continues"
+    with pytest.warns(UserWarning, match=match) as seen:
         trainer.fit(batches(*[8] * 9))
-    assert len(saw) == 2  # of steps 4 and 6
+    assert len(seen) == 2  # of steps 4 and 6
     assert set(os.listdir(folder)) == {".lock", "8"}
     make().load(folder / "8")
-    table.add(
-        "a full disk, `on_save_error='warn'`",
-        2,
-        2,
-        "a warning each time; it saves again when there is room",
-    )
+    saw = "a warning each time; it saves again when there is room"
+    table.add("a full disk, `on_save_error='warn'`", saw, tries=2)
 
 
 def test_where_nothing_can_be_written_is_found_at_the_start(tmp_path, table):
@@ -123,9 +110,8 @@ def test_where_nothing_can_be_written_is_found_at_the_start(tmp_path, table):
         with pytest.raises(OSError, match="`dirpath`: checkpoints can't be written to"):
             trainer.fit(batches(8, 8))
         assert trainer.global_step == 0
-    table.add(
-        "a dirpath that can't be written to", 3, 3, "an error before the first step"
-    )
+    saw = "an error before the first step"
+    table.add("a dirpath that can't be written to", saw, tries=3)
 
 
 @pytest.mark.slow
@@ -139,46 +125,31 @@ def test_a_second_run_in_one_folder_is_refused(jobs, table):
     process.join()
     with pytest.raises(ValueError, match="another model"):  # no longer the lock
         trainer.fit(batches(8), ckpt_path="last")
-    inside = At(step1=lambda: make(ModelCheckpoint(root / "b")).fit(batches(8)))
+    inside = at(1, lambda trainer: make(ModelCheckpoint(root / "b")).fit(batches(8)))
     with pytest.raises(RuntimeError, match="or another fit of this process"):
         make(ModelCheckpoint(root / "b"), inside).fit(batches(8))
     make(ModelCheckpoint(root / "b")).fit(batches(8))
-    table.add(
-        "two runs in one folder",
-        2,
-        2,
-        "the second is refused, with process and host; a dead run locks nothing",
-    )
-
-
-class Raising:
-    def __init__(self, data, at):
-        self.data, self.at = data, at
-
-    def __iter__(self):
-        for idx, batch in enumerate(self.data):
-            if idx == self.at:
-                raise OSError("no such image")
-            yield batch
+    saw = "the second is refused, with process and host; a dead run locks nothing"
+    table.add("two runs in one folder", saw, tries=2)
 
 
 def test_a_loader_that_raises(tmp_path, table):
+    class Raising:
+        def __iter__(self):
+            yield from data[:5]
+            raise OSError("no such image")
+
     data, folder = batches(*[8] * 6), tmp_path / "run"
     whole = make()
     whole.fit(data)
     with pytest.raises(OSError, match="no such image") as caught:
-        make(ModelCheckpoint(folder, every_n_train_steps=2)).fit(Raising(data, 5))
+        make(ModelCheckpoint(folder, every_n_train_steps=2)).fit(Raising())
     assert "in batch 5 of epoch 0 of `train_loader`" in caught.value.__notes__
     again = make(ModelCheckpoint(folder))
     again.fit(data, ckpt_path="last")
-    for ours, theirs in zip(leaves(again), leaves(whole), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
-    table.add(
-        "the loader raises at step k",
-        1,
-        1,
-        "the error, with epoch and batch; resumed bit for bit",
-    )
+    assert_equal_leaves(again.state, whole.state)
+    saw = "the error, with epoch and batch; resumed bit for bit"
+    table.add("the loader raises at step k", saw)
 
 
 OF_A_FIT = [hook for hook in HOOKS if not hook.startswith(("on_test", "on_predict"))]
@@ -193,7 +164,7 @@ def test_a_callback_that_raises(tmp_path, table, hook):
     bad = type("Bad", (Callback,), {hook: fail})()
     data, folder = (batches(8, 8, 8), batches(8)), tmp_path / "run"
     saver = ModelCheckpoint(folder, every_n_train_steps=1)
-    stop = At(step2=fail) if hook == "on_exception" else Callback()
+    stop = at(2, fail) if hook == "on_exception" else Callback()
     with pytest.raises(RuntimeError, match="a bug") as caught:
         make(bad, saver, stop).fit(*data)
     notes = "\n".join(caught.value.__notes__)
@@ -203,15 +174,10 @@ def test_a_callback_that_raises(tmp_path, table, hook):
     again, whole = make(ModelCheckpoint(folder)), make()
     again.fit(*data, max_epochs=2, ckpt_path="auto")
     whole.fit(*data, max_epochs=2)
-    for ours, theirs in zip(leaves(again), leaves(whole), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    assert_equal_leaves(again.state, whole.state)
     assert again.history["val_loss"] == whole.history["val_loss"]
-    table.add(
-        "a callback raises, in each hook",
-        1,
-        1,
-        "the error, with callback and hook; resumed bit for bit",
-    )
+    saw = "the error, with callback and hook; resumed bit for bit"
+    table.add("a callback raises, in each hook", saw)
 
 
 def test_a_clock_that_jumps_back(jobs, table):
@@ -220,7 +186,7 @@ def test_a_clock_that_jumps_back(jobs, table):
     code, output = jobs.run("clock", epochs=6, prepare=job.turn_back_the_clock)
     assert code == 0, output
     jobs.assert_same("clock", "whole")
-    table.add("the clock jumps back", 1, 1, "nothing")
+    table.add("the clock jumps back", "nothing")
 
 
 @pytest.mark.slow
@@ -236,26 +202,23 @@ def test_a_worker_that_is_killed(jobs, table):
     code, output = jobs.run("worker", **many)
     assert code == 0, output
     jobs.assert_same("worker", "no worker")
-    table.add(
-        "a loader's worker is killed",
-        1,
-        1,
-        "torch's error and a likely cause; resumed bit for bit, without workers",
-    )
+    saw = "torch's error and a likely cause; resumed bit for bit, without workers"
+    table.add("a loader's worker is killed", saw)
 
 
 def test_a_script_that_ends_after_fit_has_its_checkpoint(tmp_path, table):
     script = """
-import jax, jaxdp, equinox as eqx, numpy as np, sys, os
-model = eqx.nn.Linear(500, 500, key=jax.random.key(0))
-saver = jaxdp.callbacks.ModelCheckpoint(sys.argv[1], every_n_train_steps=1)
+import os, sys
+import numpy as np
+from jaxdp.callbacks import ModelCheckpoint
+from toys import linear, on_one_device
+saver = ModelCheckpoint(sys.argv[1], every_n_train_steps=1)
 x = np.ones((8, 500), np.float32)
-jaxdp.Trainer(model, loss="mse", callbacks=[saver]).fit([(x, x)] * 3)
+on_one_device(saver, model=linear(500, 500), loss="mse").fit([(x, x)] * 3)
 os._exit(0)
 """
-    done = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True)
+    command = [sys.executable, "-c", script, tmp_path]
+    done = subprocess.run(command, cwd=TESTS, capture_output=True)
     assert done.returncode == 0, done.stderr
     assert set(os.listdir(tmp_path)) == {".lock", "3"}
-    table.add(
-        "`os._exit` right after `fit`", 1, 1, "nothing: the checkpoint is on disk"
-    )
+    table.add("`os._exit` right after `fit`", "nothing: the checkpoint is on disk")
