@@ -10,7 +10,7 @@ import warnings
 import numpy as np
 import pytest
 from how_long import LONG
-from toys import batches, leaves
+from toys import assert_equal_leaves, batches, leaves
 from toys import on_one_device as make
 
 from jaxdp.callbacks import ModelCheckpoint
@@ -72,10 +72,9 @@ def test_damage_to_any_file_is_seen_or_harmless(saved, table):
     trainer.load(folder / "4")
     table.add(
         "each file of a checkpoint: a flipped bit, zeros, cut off, longer, lost",
-        tried,
-        tried,
         f"{tried - harmless} times `the checkpoint ... is damaged`; the others were"
         " harmless",
+        tried,
     )
 
 
@@ -103,33 +102,24 @@ def test_the_newest_whole_one_is_used(saved, table, tmp_path, word):
     trainer = make(ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1))
     with pytest.warns(UserWarning, match=r"run/4 is damaged.*Skipped"):
         trainer.fit(batches(8, 8, 8, 8), ckpt_path=word)
-    for ours, theirs in zip(leaves(trainer), saved[1], strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    assert_equal_leaves(leaves(trainer), saved[1])
     assert (folder / "before-1" / "4").is_dir()
     make().load(folder / "4")
-    table.add(
-        "the newest checkpoint is damaged",
-        1,
-        1,
-        "a warning that names it; the previous one is used",
-    )
+    saw = "a warning that names it; the previous one is used"
+    table.add("the newest checkpoint is damaged", saw)
 
 
+@pytest.mark.filterwarnings("ignore:.*is damaged")
 def test_a_run_does_not_start_over_when_all_are_damaged(saved, table, tmp_path):
     folder = copied(saved[0], tmp_path)
     harm(folder, 2, 4)
     trainer = make(ModelCheckpoint(folder))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with pytest.raises(
-            CheckpointCorrupt, match="(?s)none is whole.*4.*2.*Nothing w"
-        ):
-            trainer.fit(batches(8), ckpt_path="auto")
+    match = "(?s)none is whole.*4.*2.*Nothing w"
+    with pytest.raises(CheckpointCorrupt, match=match):
+        trainer.fit(batches(8), ckpt_path="auto")
     assert trainer.global_step == 0
     assert set(os.listdir(folder)) == {".lock", "2", "4"}
-    table.add(
-        "all checkpoints are damaged", 1, 1, "an error; the run does not start over"
-    )
+    table.add("all checkpoints are damaged", "an error; the run does not start over")
 
 
 def test_links_and_strange_folders_are_refused(saved, table, tmp_path):
@@ -157,12 +147,8 @@ def test_links_and_strange_folders_are_refused(saved, table, tmp_path):
         with pytest.raises(error, match=str(path)):
             make().load(path)
         assert sorted(os.listdir(folder)) == before
-    table.add(
-        "links, empty and foreign folders",
-        4,
-        4,
-        "an error that says what is there, or a warning",
-    )
+    saw = "an error that says what is there, or a warning"
+    table.add("links, empty and foreign folders", saw, tries=4)
 
 
 def swap(a, b):
@@ -236,14 +222,9 @@ def test_mischief_is_told_and_the_run_ends_as_it_should(saved, table, tmp_path, 
             trainer = make(ModelCheckpoint(folder))
             trainer.fit(batches(8, 8, 8, 8))
     assert any(re.search(told, str(warning.message)) for warning in caught)
-    for ours, theirs in zip(leaves(trainer), saved[1], strict=True):
-        np.testing.assert_array_equal(ours, theirs)
-    table.add(
-        "files, metadata or folders are swapped, forged or replaced",
-        1,
-        1,
-        "a warning or an error that names it",
-    )
+    assert_equal_leaves(leaves(trainer), saved[1])
+    saw = "a warning or an error that names it"
+    table.add("files, metadata or folders are swapped, forged or replaced", saw)
 
 
 def test_links_alone_are_no_reason_to_start_over(tmp_path):
