@@ -54,7 +54,7 @@ def test_kills_at_random_moments(jobs, table, seed):
     assert code == 0, output
     jobs.assert_same(name, "whole")
     text = "`resumed step N`; ends with the bits of an unbroken run"
-    table.add("kill -9 and SIGTERM at random moments", killed, killed, text)
+    table.add("kill -9 and SIGTERM at random moments", text, killed)
 
 
 @pytest.mark.slow
@@ -88,12 +88,8 @@ def test_kills_of_a_run_with_checkpoints_in_memory_too(jobs, table, memory):
     code, output = jobs.run(name, **options)
     assert code == 0, output
     jobs.assert_same(name, "whole")
-    table.add(
-        "kill -9 with a second `ModelCheckpoint` in memory",
-        16,
-        16,
-        "`resumed step N`, the newest whole one of both; the bits of an unbroken run",
-    )
+    saw = "`resumed step N`, the newest whole one of both; the bits of an unbroken run"
+    table.add("kill -9 with a second `ModelCheckpoint` in memory", saw, tries=16)
 
 
 @pytest.mark.slow
@@ -117,12 +113,8 @@ def test_kills_while_a_checkpoint_is_written(jobs, table):
     assert code == 0, output
     assert jobs.run("saved", epochs=6, width=4000)[0] == 0
     jobs.assert_same("saving", "saved")
-    table.add(
-        "kill -9 while a checkpoint is written",
-        killed,
-        killed,
-        "the previous one is used; no leftovers",
-    )
+    saw = "the previous one is used; no leftovers"
+    table.add("kill -9 while a checkpoint is written", saw, killed)
 
 
 @pytest.mark.slow
@@ -151,12 +143,8 @@ def test_kills_while_a_checkpoint_is_removed(jobs, table, tmp_path):
         there.open()
         survived += set(os.listdir(folder)) == {"0", "2", ".lock"}
         there.close()
-    table.add(
-        "kill -9 while an old checkpoint is removed",
-        tries,
-        survived,
-        "it is gone; the next start removes the rest",
-    )
+    saw = "it is gone; the next start removes the rest"
+    table.add("kill -9 while an old checkpoint is removed", saw, tries, survived)
 
 
 MOMENTS = {
@@ -183,12 +171,8 @@ def test_sigterm_at_chosen_moments(jobs, table, moment):
     code, output = jobs.run(name, epochs=6)
     assert code == 0, output
     jobs.assert_same(name, "whole")
-    table.add(
-        "SIGTERM at each of six moments of a run",
-        1,
-        1,
-        "exit code 143; resumed bit for bit",
-    )
+    saw = "exit code 143; resumed bit for bit"
+    table.add("SIGTERM at each of six moments of a run", saw)
 
 
 @pytest.mark.slow
@@ -201,12 +185,8 @@ def test_ctrl_c_is_answered_once_and_workers_keep_quiet(jobs, table):
     code, output = jobs.run("ctrl-c", epochs=6)
     assert code == 0, output
     jobs.assert_same("ctrl-c", "whole")  # whatever the number of workers
-    table.add(
-        "Ctrl-C to all processes, two workers",
-        1,
-        1,
-        "KeyboardInterrupt, no tracebacks of workers",
-    )
+    saw = "KeyboardInterrupt, no tracebacks of workers"
+    table.add("Ctrl-C to all processes, two workers", saw)
 
 
 @pytest.mark.slow
@@ -221,9 +201,5 @@ def test_a_signal_may_hand_control_back(jobs, table):
     code, output = jobs.run("usr1", **options)
     assert code == 0, output
     jobs.assert_same("usr1", "whole")
-    table.add(
-        "SIGUSR1 with Preemption(action='return')",
-        1,
-        1,
-        "`fit` returns after a checkpoint",
-    )
+    saw = "`fit` returns after a checkpoint"
+    table.add("SIGUSR1 with Preemption(action='return')", saw)
