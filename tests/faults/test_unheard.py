@@ -44,7 +44,7 @@ def test_a_signal_is_answered_when_nobody_reads(tmp_path, table, name):
     trainer = make()
     trainer.load(checkpoint)
     assert trainer.global_step == int(progress.read_text())
-    table.add(f"{name} when nobody reads the output", 1, 1, "saved; exit code 143")
+    table.add(f"{name} when nobody reads the output", "saved; exit code 143")
 
 
 @pytest.mark.slow
@@ -55,4 +55,4 @@ def test_a_healthy_run_goes_on_when_nobody_reads(tmp_path, table):
     trainer = make()
     trainer.load(tmp_path / "checkpoints" / "30")
     assert (tmp_path / "metrics.csv").read_text().count("\n") == 4  # a row per epoch
-    table.add("stderr is a broken pipe, on a full disk or none", 3, 3, "nothing")
+    table.add("stderr is a broken pipe, on a full disk or none", "nothing", tries=3)
