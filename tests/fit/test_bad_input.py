@@ -2,16 +2,15 @@
 
 import re
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toys import At, Mlp, On, batches, linear, mlp
+from toys import At, On, batches, linear, mlp
 from toys import make_small as make
 
-from jaxdp.callbacks import ModelCheckpoint, NanGuard
+from jaxdp.callbacks import NanGuard
 
 X = np.ones((8, 4), np.float32)
 Y = np.zeros(8, np.int32)
@@ -37,28 +36,6 @@ def test_arrays_in_the_place_of_loaders_are_told_how_to_be_batches():
         with pytest.raises(TypeError, match=f"a tuple of arrays, .*{one}"):
             method((X, Y))
     assert trainer.global_step == 0
-
-
-@pytest.mark.slow
-def test_what_to_write_for_dicts_does():
-    dicts = [{"x": X, "y": Y}]
-    trainer, other = make(), make(loss_fn=loss_of_dicts, metrics=())
-    with pytest.raises(TypeError) as caught:
-        trainer.predict(dicts)
-    assert "of shape {'x': (4,), 'y': ()}" in caught.value.__notes__[0]
-    history = trainer.fit([(b["x"], b["y"]) for b in dicts])
-    assert other.fit(dicts)["loss"] == pytest.approx(history["loss"])
-    found = trainer.predict([b["x"] for b in dicts])
-    np.testing.assert_allclose(found, jax.vmap(trainer.model)(X), rtol=1e-5)
-
-    class OfDicts(eqx.Module):
-        inner: eqx.nn.MLP = eqx.field(default_factory=mlp)
-
-        def __call__(self, row):
-            return self.inner(row["x"])
-
-    found = make(OfDicts()).predict(dicts)
-    np.testing.assert_allclose(found, jax.vmap(mlp())(X), rtol=1e-5)
 
 
 def loss_of_dicts(model, b):
@@ -114,14 +91,6 @@ def test_a_batch_that_changes_mid_run_is_named_and_the_model_kept():
     assert any(re.search(message, note) for note in caught.value.__notes__)
     assert trainer.global_step == 1
     assert not (trainer.model.layers[0].weight == mlp().layers[0].weight).all()
-
-
-def test_an_unlogged_monitor_is_refused_before_training(tmp_path):
-    trainer = make(callbacks=[ModelCheckpoint(tmp_path, monitor="val_loss")])
-    with pytest.raises(ValueError, match="what is logged: 'loss'") as caught:
-        trainer.fit(batches(8))
-    assert "val_loader" in str(caught.value)
-    assert trainer.global_step == 0
 
 
 def test_an_optimizer_with_parameters_of_its_own_kind_is_explained():
@@ -187,15 +156,6 @@ def test_a_share_of_less_than_a_batch_is_refused():
     assert make().fit(batches(8), batches(8), limit_val_batches=0.0).epochs == [0]
 
 
-def test_integers_may_be_numpys(tmp_path):
-    one = np.int64(1)
-    trainer = make(seed=one, accumulate_grad_batches=one, log_every_n_steps=one)
-    trainer.fit(batches(8, 8), limit_train_batches=one)
-    assert trainer.global_step == 1
-    trainer.save(tmp_path / "saved")
-    make(seed=1).load(tmp_path / "saved")
-
-
 def test_an_epoch_that_was_cut_and_has_no_more_batches_is_said(caplog):
     trainer = make()
     trainer.fit(batches(*[8] * 6), max_steps=4)
@@ -242,8 +202,3 @@ def test_the_inferred_loss_is_said_once(caplog):
     trainer.fit(batches(8, 8), max_epochs=2)
     trainer.fit(batches(8, 8), max_epochs=4)
     assert caplog.text.count("'cross_entropy', as targets are integers") == 1
-
-
-def test_beliefs_about_dropout_models_hold_without_a_key():
-    """A model whose __call__ has no `key` is called without one."""
-    make(Mlp(jax.random.key(0)).first, loss="mse").fit([(X, np.ones((8, 16)))])
