@@ -127,6 +127,10 @@ INJECTED = optax.inject_hyperparams(optax.adam)(1e-3)
     ({"seed": -1}, ValueError, "`seed` must be 0 or more; got -1"),
     ({"seed": 2**70}, ValueError, "`seed` must be 9223372036854775807 or less"),
     ({"remat": 3}, TypeError, "`remat` must be a bool, a policy"),
+    ({"remat": "body"}, ValueError, "`remat`: 'body' matches no submodule"),
+    *(({"remat": each}, ValueError,
+       r"has none.*Stack\(.*there are layers\[0\], layers\[1\]")
+      for each in (True, jax.checkpoint_policies.dots_saveable)),
     ({"data": "shared"}, ValueError, "`data` must be one of 'global', 'local'"),
     ({"filter_spec": {"a": True}}, ValueError, "`filter_spec` must be path patterns"),
     ({"filter_spec": lambda _: False}, ValueError, "0 selected by `filter_spec`"),
