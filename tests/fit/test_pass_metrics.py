@@ -153,18 +153,15 @@ def bad(logits, labels):
     raise RuntimeError("no")
 
 
-@pytest.mark.parametrize(
-    "given, error, match",
-    [
-        (
-            lambda p, y: np.ones(3),
-            TypeError,
-            r"'m' is array\(\[1.*must return a number",
-        ),
-        (lambda p, y: {"a": "x"}, TypeError, "'m_a' is 'x' of type str"),
-        (bad, RuntimeError, "no"),
-    ],
-)
+@pytest.mark.parametrize("given, error, match", [
+    (
+        lambda p, y: np.ones(3),
+        TypeError,
+        r"'m' is array\(\[1.*must return a number",
+    ),
+    (lambda p, y: {"a": "x"}, TypeError, "'m_a' is 'x' of type str"),
+    (bad, RuntimeError, "no"),
+])  # fmt: skip
 def test_what_a_function_gives_is_checked(given, error, match):
     with pytest.raises(error, match=match) as caught:
         make({"m": PassMetric(given)}).validate(DATA)
