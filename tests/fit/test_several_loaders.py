@@ -75,17 +75,14 @@ def once(*sizes):
     yield from batches(*sizes)
 
 
-@pytest.mark.parametrize(
-    "limits, is_refused",
-    [
-        ({"max_epochs": 2}, True),
-        ({"max_epochs": 1}, False),
-        ({"max_epochs": 2, "check_val_every_n_epoch": 2}, False),
-        ({"max_epochs": 1, "val_check_interval": 1}, True),
-        ({"max_epochs": 5, "max_steps": 2}, False),
-        ({"max_epochs": 2, "limit_val_batches": 1}, False),
-    ],
-)
+@pytest.mark.parametrize("limits, is_refused", [
+    ({"max_epochs": 2}, True),
+    ({"max_epochs": 1}, False),
+    ({"max_epochs": 2, "check_val_every_n_epoch": 2}, False),
+    ({"max_epochs": 1, "val_check_interval": 1}, True),
+    ({"max_epochs": 5, "max_steps": 2}, False),
+    ({"max_epochs": 2, "limit_val_batches": 1}, False),
+])  # fmt: skip
 def test_a_generator_is_for_one_validation(limits, is_refused):
     trainer = make()
     if not is_refused:
