@@ -162,18 +162,6 @@ def test_the_loop_reads_no_value_from_the_device(monkeypatch):
     assert not any(steps), reads
 
 
-def test_donated_state_is_overwritten_in_place():
-    _, trainer = run(Sharded(), epochs=1)
-    state = trainer.state
-    trainer.fit(batches(*RAGGED), max_epochs=2)
-    # An epoch starts with new totals; everything else is handed from step to step.
-    carried = jax.tree.leaves(state._replace(totals=None))
-    assert all(leaf.is_deleted() for leaf in carried)
-    memory = trainer.compiled_train_step().memory_analysis()
-    held = sum(x.addressable_data(0).nbytes for x in jax.tree.leaves(trainer.state))
-    assert memory.alias_size_in_bytes == held
-
-
 @pytest.mark.parametrize("as_iterator", [False, True])
 def test_an_epoch_cut_short_is_gone_on_with_by_the_next_fit(as_iterator):
     data = batches(*RAGGED) * 2
@@ -267,18 +255,6 @@ def test_remat_changes_no_number(strategy, remat):
     expected, _ = run(strategy(), Deep(2), epochs=2)
     losses, _ = run(strategy(), Deep(2), epochs=2, remat=remat)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "remat", [True, jax.checkpoint_policies.dots_saveable], ids=["True", "policy"]
-)
-def test_remat_of_blocks_needs_some(remat):
-    model = mlp()
-    match = r"has none.*Stack\(.*there are layers\[0\], layers\[1\]"
-    with pytest.raises(ValueError, match=match):
-        Trainer(model, remat=remat)
-    with pytest.raises(ValueError, match="`remat`: 'body' matches no submodule"):
-        Trainer(model, remat="body")
 
 
 def test_gradient_clipping_is_by_global_norm():
