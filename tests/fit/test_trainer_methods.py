@@ -226,16 +226,13 @@ def test_all_unknown_arguments_are_told_of_at_once():
         Trainer(None, None, lambda: 0)
 
 
-@pytest.mark.parametrize(
-    "name, instead",
-    [
-        ("stop_training", "trainer.should_stop"),
-        ("evaluate", "trainer.validate"),
-        ("shoud_stop", "trainer.should_stop"),
-        ("global_steps", "trainer.global_step"),
-        ("callback_metric", "trainer.callback_metrics"),
-    ],
-)
+@pytest.mark.parametrize("name, instead", [
+    ("stop_training", "trainer.should_stop"),
+    ("evaluate", "trainer.validate"),
+    ("shoud_stop", "trainer.should_stop"),
+    ("global_steps", "trainer.global_step"),
+    ("callback_metric", "trainer.callback_metrics"),
+])  # fmt: skip
 def test_attributes_by_other_names_are_refused(name, instead):
     trainer = make_small()
     for use in (lambda: getattr(trainer, name), lambda: setattr(trainer, name, True)):
