@@ -159,15 +159,12 @@ def test_it_is_planned():
     assert found.plan([Whole(POINTS)]).rows == 1
 
 
-@pytest.mark.parametrize(
-    "options, arguments, error, match",
-    [
-        ({}, {}, ValueError, "no `train_loader`.*pass `max_steps`"),
-        ({}, {"max_steps": -1}, ValueError, "no `train_loader`.*pass `max_steps`"),
-        ({"loss_fn": residual}, {"max_steps": 2}, TypeError, "0 element"),
-        ({"loss_fn": None, "loss": "mse"}, {"max_steps": 2}, TypeError, "NoneType"),
-    ],
-)
+@pytest.mark.parametrize("options, arguments, error, match", [
+    ({}, {}, ValueError, "no `train_loader`.*pass `max_steps`"),
+    ({}, {"max_steps": -1}, ValueError, "no `train_loader`.*pass `max_steps`"),
+    ({"loss_fn": residual}, {"max_steps": 2}, TypeError, "0 element"),
+    ({"loss_fn": None, "loss": "mse"}, {"max_steps": 2}, TypeError, "NoneType"),
+])  # fmt: skip
 def test_what_has_no_end_or_wants_a_batch_is_told(options, arguments, error, match):
     _, found = trainer(**options)
     with pytest.raises(error, match=match):
