@@ -16,7 +16,7 @@ from jaxdp.callbacks import Callback
 pytest.importorskip("torch")
 
 import benchmarks.__main__ as everything
-from benchmarks import growth, memory, models, processes, quick, report, start
+from benchmarks import memory, models, processes, quick, report
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import steps
 from benchmarks.peers import PEERS, Skip
@@ -122,14 +122,6 @@ def test_all_in_one_command_writes_json_a_table_and_a_chart(tmp_path, capsys):
     assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_crash_is_shown_and_an_unknown_name_is_refused():
-    broken = dataclasses.replace(WORKS["W1"], name="W0")
-    shown = processes.run_one(broken, "expert")["failed"]
-    assert "invalid choice: 'W0'" in shown
-    with pytest.raises(SystemExit, match="`--only` has 'W9'; there are W1"):
-        processes.choose("W9", None)
-
-
 def one_round(**seconds):
     empty = {"busy": {}, "skipped": {}, "failed": {}, "loss": {}}
     return {"work": "W1", "seconds_per_step": seconds, **empty}
@@ -172,17 +164,6 @@ def test_the_quick_watch_flags_what_became_slower(tmp_path, capsys):
     capsys.readouterr()
 
 
-@pytest.mark.slow
-def test_the_time_to_the_first_loss_is_measured(capsys):
-    found = start.main(["--only", "W1", "--depths", "4", "--repeats", "1"])
-    assert all(0 < first and 0 < second for first, second in found.values())
-    printed = capsys.readouterr().out
-    assert "| W1, import to first loss: cold; warm cache |" in printed
-    assert "| MLP of depth 4, first loss: by hand; with jaxdp |" in printed
-    cold, warm = found["W1, fit to first loss: cold; warm cache"]
-    assert warm < cold < found["W1, import to first loss: cold; warm cache"][0]
-
-
 @pytest.mark.parametrize("what", ["steps", "trainers"])
 def test_memory_is_flat(what, capsys):
     assert memory.main([f"--{what}", "40"]) == 0
@@ -208,25 +189,6 @@ def test_a_leak_of_arrays_is_seen():
     )
     trainer.fit(work.batches(), max_steps=200)
     assert memory.growth(watch.samples)[1] > memory.GROWTH_ARRAYS
-
-
-def test_gpu_benchmark_at_its_size_is_not_for_a_cpu(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        gpu.main(["--output", str(tmp_path)])
-    assert "needs a GPU or TPU" in capsys.readouterr().err
-
-
-def test_a_part_that_dies_keeps_its_results_and_stops_no_other():
-    failed = {"failed": "exit code -11: Segmentation fault", "seconds": 1.0}
-    found = {"profile": None, "float32 products": "TF32", "check: a": ["ok      yes"]}
-    table = gpu.format_table(
-        {"correct": {"device": "1 x H100", "found": found} | failed, "bits": failed}
-    )
-    assert table.startswith("1 x H100.")
-    assert "| correct | its profile | not known; float32 products in TF32 |" in table
-    assert "| correct | ok | yes |" in table
-    for part in ("correct", "bits"):
-        assert f"| {part} | FAILED | exit code -11: Segmentation fault |" in table
 
 
 def test_a_part_over_its_time_limit_is_stopped(tmp_path, monkeypatch):
@@ -294,14 +256,3 @@ def test_times_that_noise_hides_are_not_shown():
         "1 ms a step, MFU not known",
     ]
     assert steps.is_too_short(1.0, 0.9) and not steps.is_too_short(1.0, 2.0)
-
-
-def test_growth_compares_both_loops_in_a_process(capsys):
-    growth.main(["--toy", "--turns", "1", "--only", "leaves,rows"])
-    lines = capsys.readouterr().out.splitlines()
-    rows = [
-        line.split("|")[1:-1] for line in lines if line.startswith(("| 10", "| 1,"))
-    ]
-    assert [len(row) for row in rows] == [4, 6]
-    for _, hand, fit, ratio, *_ in rows:
-        assert float(ratio) == pytest.approx(float(fit) / float(hand), rel=0.02)
