@@ -104,19 +104,16 @@ def test_what_waits_until_it_is_asked_for_is_there():
         jaxdp.callbacks.EarlyStoping  # noqa: B018
 
 
-@pytest.mark.parametrize(
-    "line, answer",
-    [
-        (
-            "from jaxdp import EarlyStopping",
-            "from jaxdp.callbacks import EarlyStopping",
-        ),
-        ("from jaxdp import mse", "from jaxdp.losses import mse"),
-        ("from jaxdp import LightningModule", r"jaxdp.Trainer\(model"),
-        ("from jaxdp.callbacks import TerminateOnNaN", "NanGuard"),
-        ("from jaxdp import optax", "cannot import name 'optax'"),
-    ],
-)
+@pytest.mark.parametrize("line, answer", [
+    (
+        "from jaxdp import EarlyStopping",
+        "from jaxdp.callbacks import EarlyStopping",
+    ),
+    ("from jaxdp import mse", "from jaxdp.losses import mse"),
+    ("from jaxdp import LightningModule", r"jaxdp.Trainer\(model"),
+    ("from jaxdp.callbacks import TerminateOnNaN", "NanGuard"),
+    ("from jaxdp import optax", "cannot import name 'optax'"),
+])  # fmt: skip
 def test_names_of_elsewhere_say_where_they_are(line, answer):
     with pytest.raises(ImportError, match=answer):
         exec(line)
