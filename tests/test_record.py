@@ -1,11 +1,12 @@
 """The record of a run: when values are read, and which readers get them."""
 
+import contextlib
 import functools
 import sys
 
 import numpy as np
 import pytest
-from toys import batches, linear_trainer
+from toys import At, On, batches, fail_with, linear_trainer
 
 from jaxdp import Callback
 from jaxdp.callbacks import Logger, NanGuard
@@ -47,33 +48,9 @@ class Watches(Callback):
         self.latest.append(trainer.record.latest("loss"))
 
 
-class Reads(Callback):
-    """Has a function called with the means."""
-
-    def __init__(self, function):
-        self.function = function
-
-    def setup(self, trainer):
-        trainer.record.read_means(self.function)
-
-
-class Logs(Callback):
-    """Logs a value of its own for each validation, and for each epoch."""
-
-    def on_validation_end(self, trainer, metrics):
-        trainer.log("worst", 1.0)
-
-    def on_train_epoch_end(self, trainer, metrics):
-        trainer.log("own", 2.0)
-
-
-class Saves(Callback):
-    def __init__(self, path, step):
-        self.path, self.step = path, step
-
-    def on_boundary(self, trainer):
-        if trainer.global_step == self.step:
-            trainer.save(self.path)
+def reads(function):
+    """Returns a callback that has a function called with the means."""
+    return On(setup=lambda trainer: trainer.record.read_means(function))
 
 
 def test_steps_are_read_in_order_once_the_device_has_finished_them():
@@ -102,8 +79,12 @@ def test_a_sink_that_fails_takes_nothing_from_the_others(tmp_path):
 
 def test_a_validation_has_its_own_row_or_that_of_its_epoch(tmp_path):
     sink, means = Keeps(tmp_path), []
+    logs = On(
+        on_validation_end=lambda trainer, metrics: trainer.log("worst", 1.0),
+        on_train_epoch_end=lambda trainer, metrics: trainer.log("own", 2.0),
+    )
     # The one that logs comes later in the list than the one that reads.
-    callbacks = sink, Reads(means.append), Logs()
+    callbacks = sink, reads(means.append), logs
     trainer = linear_trainer(*callbacks, log_every_n_steps=9)
     trainer.fit(batches(*[8] * 4), batches(8), val_check_interval=2)
     trainer.validate(batches(8))
@@ -130,36 +111,23 @@ class Longer:
         return iter(batches(*[8] * 8))
 
 
-class Stops(Callback):
-    """Stops at a step, by a wish or by an error at the end of the epoch."""
-
-    def __init__(self, step=None, error=None):
-        self.step, self.error = step, error
-
-    def on_train_batch_end(self, trainer, metrics, batch_idx):
-        trainer.should_stop |= trainer.global_step == self.step
-
-    def on_train_epoch_end(self, trainer, metrics):
-        if self.error is not None:
-            raise self.error
+def stop(trainer):
+    trainer.should_stop = True
 
 
-@pytest.mark.parametrize(
-    "loader, callback, steps",
-    [
-        (Longer(), Stops(), [2, 4, 6, 8]),
-        (batches(*[8] * 8), Stops(step=4), [2, 4]),
-        (batches(*[8] * 8), Stops(error=KeyError("at the end")), [2, 4, 6, 8]),
-    ],
-    ids=["longer than it says", "stopped at a validation", "failed at the end"],
-)
+FAILS = On(on_train_epoch_end=fail_with(KeyError("at the end")))
+
+
+@pytest.mark.parametrize("loader, callback, steps", [
+    pytest.param(Longer(), Callback(), [2, 4, 6, 8], id="longer than it says"),
+    pytest.param(batches(*[8] * 8), At(4, stop), [2, 4], id="stopped at a validation"),
+    pytest.param(batches(*[8] * 8), FAILS, [2, 4, 6, 8], id="failed at the end"),
+])  # fmt: skip
 def test_each_validation_is_written_once(loader, callback, steps, tmp_path):
     sink = Keeps(tmp_path)
     trainer = linear_trainer(sink, callback, log_every_n_steps=9)
-    try:
+    with contextlib.suppress(KeyError):
         trainer.fit(loader, batches(8), val_check_interval=2)
-    except KeyError:
-        pass
     assert [row.step for row in sink.rows if "val_loss" in row.numbers()] == steps
 
 
@@ -167,7 +135,7 @@ def test_passes_outside_of_fits_add_no_readers():
     def read(row):
         pass
 
-    trainer = linear_trainer(Reads(read))
+    trainer = linear_trainer(reads(read))
     before = sys.getrefcount(read)
     for _ in range(3):
         trainer.validate(batches(8))
@@ -214,7 +182,7 @@ def test_a_fit_logs_no_step_of_a_loop_before_it(tmp_path):
 def test_a_resumed_run_rewinds_once_and_writes_the_rest(tmp_path):
     data, options = (batches(*[8] * 5), batches(8)), {"val_check_interval": 2}
     first, second = Keeps(tmp_path), Keeps(tmp_path)
-    saves = Saves(tmp_path / "saved", 3)
+    saves = At(3, lambda trainer: trainer.save(tmp_path / "saved"), "on_boundary")
     linear_trainer(first, saves, log_every_n_steps=9).fit(*data, **options)
     resumed = linear_trainer(second, log_every_n_steps=9)
     resumed.load(tmp_path / "saved")
@@ -234,15 +202,15 @@ def test_a_save_waits_for_no_step_without_readers(tmp_path):
             waits.append(1)
             return np.float32(0)
 
-    class Replaces(Saves):
-        def on_train_batch_end(self, trainer, metrics, batch_idx):
-            metrics.means = Slow()
+    def replace(trainer, metrics, batch_idx):
+        metrics.means = Slow()
 
-        def on_boundary(self, trainer):
-            super().on_boundary(trainer)
-            assert not waits or trainer.global_step == 3
+    def save(trainer):
+        trainer.save(tmp_path / "saved")
+        assert not waits
 
-    linear_trainer(Replaces(tmp_path / "saved", 2)).fit(batches(*[8] * 3))
+    replaces = On(on_train_batch_end=replace)
+    linear_trainer(replaces, At(2, save, "on_boundary")).fit(batches(*[8] * 3))
 
 
 def test_a_guard_checks_own_loops_up_to_a_save_and_after_a_failed_fit(tmp_path):
@@ -263,12 +231,12 @@ def test_a_guard_checks_own_loops_up_to_a_save_and_after_a_failed_fit(tmp_path):
 
 
 def test_the_latest_logged_value_is_the_newest_one():
-    class Mine(Callback):
-        def on_train_batch_end(self, trainer, metrics, batch_idx):
-            trainer.log("mine", batch_idx)
-            assert trainer.record.latest("mine") == batch_idx
+    def log(trainer, metrics, batch_idx):
+        trainer.log("mine", batch_idx)
+        assert trainer.record.latest("mine") == batch_idx
 
-        def on_train_batch_start(self, trainer, batch, batch_idx):
-            assert not batch_idx or trainer.record.latest("mine") == batch_idx - 1
+    def look(trainer, batch, batch_idx):
+        assert not batch_idx or trainer.record.latest("mine") == batch_idx - 1
 
-    linear_trainer(Mine()).fit(batches(*[8] * 20))
+    mine = On(on_train_batch_end=log, on_train_batch_start=look)
+    linear_trainer(mine).fit(batches(*[8] * 20))
