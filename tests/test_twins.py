@@ -61,17 +61,19 @@ class Stream:
 
 
 class Telling:
-    """The same, with other orders in other passes, that tells where it is."""
+    """Other orders in other passes, drawn at their starts; it tells where it is."""
+
+    data = DATA
 
     def __init__(self):
-        self.at, self.generator = 0, np.random.default_rng(0)
-        self.order = self.generator.permutation(STEPS).tolist()
+        self.at, self.reads, self.generator = 0, 0, np.random.default_rng(0)
+        self.order = self.generator.permutation(len(self.data)).tolist()
 
     def __iter__(self):
-        while self.at < STEPS:
-            self.at += 1
-            yield DATA[self.order[self.at - 1]]
-        self.at, self.order = 0, self.generator.permutation(STEPS).tolist()
+        while self.at < len(self.data):
+            self.at, self.reads = self.at + 1, self.reads + 1
+            yield self.data[self.order[self.at - 1]]
+        self.at, self.order = 0, self.generator.permutation(len(self.data)).tolist()
 
     def state_dict(self):
         drawn = self.generator.bit_generator.state
@@ -284,6 +286,7 @@ QUICK = [
     ("a list", "SingleDevice", "the second fit"),
     ("a list", "a schedule", "the last step, before the validation"),
     ("a list", "a plateau", "after an epoch"),
+    ("a list", "averaged weights", "inside an epoch"),
     ("a list", "early stopping", "after an epoch"),
     ("Arrays", "Sharded", "inside an epoch"),
     ("Arrays", "blocks", "inside an epoch"),
@@ -317,16 +320,13 @@ SLOW = [
 
 
 @pytest.mark.filterwarnings("ignore:.*set_vital")
-@pytest.mark.parametrize(
-    ("loader", "way", "moment"),
-    [
-        pytest.param(
-            *case,
-            marks=[pytest.mark.slow] * (case not in QUICK),
-        )
-        for case in dict.fromkeys([*QUICK, *SLOW])
-    ],
-)
+@pytest.mark.parametrize("loader, way, moment", [
+    pytest.param(
+        *case,
+        marks=[pytest.mark.slow] * (case not in QUICK),
+    )
+    for case in dict.fromkeys([*QUICK, *SLOW])
+])  # fmt: skip
 def test_a_run_goes_on_as_its_twin(tmp_path, loader, way, moment):
     settings = {"max_epochs": 2, "val_loader": VAL}
     if loader in ENDLESS:
