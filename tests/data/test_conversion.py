@@ -9,7 +9,6 @@ import pytest
 
 from jaxdp.data import open_loader
 from jaxdp.data.conversion import to_host
-from jaxdp.data.packing import Packer
 
 
 def test_lists_become_tuples_and_nested_batches_keep_their_structure():
@@ -55,17 +54,3 @@ def test_rows_that_are_lists_of_numbers_have_a_short_error():
     with pytest.raises(ValueError, match=r"and 45 more.*np\.asarray") as caught:
         to_host([[float(i) for i in range(50)]])
     assert len(str(caught.value)) < 500
-
-
-def test_a_batch_that_changes_is_named_leaf_by_leaf():
-    packer = Packer(1, "train")
-    packer.pack([[{"x": np.ones((4, 2), np.float32), "y": np.ones(4, np.int32)}]])
-    with pytest.raises(ValueError) as caught:
-        packer.pack([[{"x": np.ones((4, 3), np.float32), "y": np.ones(4, np.float32)}]])
-    for part in (
-        "batch['x'] was float32 (rows, 2), is float32 (rows, 3)",
-        "batch['y'] was int32 (rows, -), is float32 (rows, -)",
-    ):
-        assert part in str(caught.value)
-    with pytest.raises(ValueError, match="structure"):
-        packer.pack([[{"x": np.ones((4, 2), np.float32)}]])
