@@ -128,6 +128,16 @@ def rows(count=64):
     )
 
 
+def load(data=None, size=8, **options):
+    return torch.utils.data.DataLoader(data or rows(), size, **options)
+
+
+def make(model=None, optimizer=None, **options):
+    model = Net() if model is None else model
+    options = {"loss": "cross_entropy", "enable_progress_bar": False} | options
+    return jaxdp.Trainer(model, optimizer, **options)
+
+
 def mine(value, other, index=1):
     """`value`, and `other` in one process."""
     return other if jax.process_index() == index else value
@@ -157,10 +167,9 @@ def fit(
     def pick(value, other):
         return mine(value, value if other is None else other)
 
-    loader = torch.utils.data.DataLoader(
-        rows(pick(64, other_rows)), pick(batch, other_batch), shuffle=True
-    )
-    trainer = jaxdp.Trainer(
+    data, size = rows(pick(64, other_rows)), pick(batch, other_batch)
+    loader = load(data, size, shuffle=True)
+    trainer = make(
         Net(pick(width, other_width), pick(key, other_key)),
         optax.sgd(1e-2),
         loss=mine(cross_entropy, half) if loss_of_1 else cross_entropy,
@@ -171,7 +180,6 @@ def fit(
             *([Before(*before)] if before else []),
             *([callbacks.CSVLogger(logs)] if logs else []),
         ],
-        enable_progress_bar=False,
         **options,
     )
     trainer.fit(loader, loader if validates else None, max_epochs=epochs)
@@ -223,15 +231,8 @@ class Slow(jaxdp.Callback):
 
 
 def measure():
-    loader = torch.utils.data.DataLoader(rows(), 8)
     monitor = callbacks.ThroughputMonitor()
-    trainer = jaxdp.Trainer(
-        Net(),
-        loss="cross_entropy",
-        callbacks=[monitor, Slow()],
-        enable_progress_bar=False,
-    )
-    trainer.fit(loader, max_epochs=4)
+    make(callbacks=[monitor, Slow()]).fit(load(), max_epochs=4)
     say("waited", monitor.summary["callbacks"])
 
 
@@ -251,14 +252,11 @@ class Failing(torch.utils.data.Dataset):
 
 
 def fit_with_a_broken_row():
-    loader = torch.utils.data.DataLoader(Failing(mine(False, True)), 8)
-    trainer = jaxdp.Trainer(Net(), loss="cross_entropy", enable_progress_bar=False)
-    trainer.fit(loader, max_epochs=1)
+    make().fit(load(Failing(mine(False, True))), max_epochs=1)
 
 
 def be_elsewhere():
-    loader = torch.utils.data.DataLoader(rows(), 8)
-    trainer = jaxdp.Trainer(Net(), loss="cross_entropy", enable_progress_bar=False)
+    trainer, loader = make(), load()
     trainer.fit(loader, max_epochs=1)
     trainer.validate(loader) if jax.process_index() else trainer.fit(loader)
 
@@ -275,9 +273,7 @@ class Stream(torch.utils.data.IterableDataset):
 
 def evaluate_apart():
     """Not the same passes, and passes that are not equally long."""
-    trainer = jaxdp.Trainer(Net(), loss="cross_entropy", enable_progress_bar=False)
-    loader = torch.utils.data.DataLoader(rows(), 8)
-    stream = torch.utils.data.DataLoader(Stream(mine(64, 40)), 8)
+    trainer, loader, stream = make(), load(), load(Stream(mine(64, 40)))
     for call in (
         mine(lambda: trainer.test(loader), lambda: trainer.predict(loader)),
         lambda: trainer.test(stream),
@@ -292,16 +288,10 @@ def evaluate_apart():
 
 def test_late():
     """One comes too late to a test, and there was no fit before."""
-    trainer = jaxdp.Trainer(
-        Net(),
-        loss="cross_entropy",
-        callbacks=[callbacks.Lockstep(timeout=2.0, warn_after=1.0)],
-        enable_progress_bar=False,
-    )
-    loader = torch.utils.data.DataLoader(rows(), 8)
-    trainer.test(loader)
+    trainer = make(callbacks=[callbacks.Lockstep(timeout=2.0, warn_after=1.0)])
+    trainer.test(load())
     time.sleep(mine(0, 8))
-    trainer.test(loader)
+    trainer.test(load())
 
 
 def nothing():
@@ -317,10 +307,9 @@ def fail_alone():
 def catch_it():
     """Both fail alike and go on: none of the other's business."""
     for broken in (True, False):
-        loader = torch.utils.data.DataLoader(Failing(broken), 8)
-        trainer = jaxdp.Trainer(Net(), loss="cross_entropy", enable_progress_bar=False)
+        trainer = make()
         try:
-            trainer.fit(loader, max_epochs=1)
+            trainer.fit(load(Failing(broken)), max_epochs=1)
         except OSError as error:
             say("caught", error)
             time.sleep(4)  # longer than the others are given
@@ -330,19 +319,10 @@ def catch_it():
 def survive(path, killed=None, at=8, memory=None):
     """Trains from the last checkpoint on, if there is one; may be killed first."""
     often = [callbacks.ModelCheckpoint(memory, every_n_train_steps=2)] if memory else []
-    loader = torch.utils.data.DataLoader(rows(), 8, shuffle=True)
-    trainer = jaxdp.Trainer(
-        Net(),
-        optax.adam(1e-2),
-        loss="cross_entropy",
-        callbacks=[
-            callbacks.ModelCheckpoint(path, every_n_train_steps=3),
-            *often,
-            At(-1 if killed is None else killed, at, kill),
-        ],
-        enable_progress_bar=False,
-    )
-    trainer.fit(loader, max_epochs=2, ckpt_path="auto")
+    saver = callbacks.ModelCheckpoint(path, every_n_train_steps=3)
+    killer = At(-1 if killed is None else killed, at, kill)
+    trainer = make(optimizer=optax.adam(1e-2), callbacks=[saver, *often, killer])
+    trainer.fit(load(shuffle=True), max_epochs=2, ckpt_path="auto")
     return tell_end(trainer)
 
 
@@ -356,14 +336,8 @@ def tell_end(trainer):
 
 def save_often(path):
     """Saves at every second step what takes longer to write than to train."""
-    trainer = jaxdp.Trainer(
-        Net(100_000),
-        optax.adam(1e-3),
-        loss="cross_entropy",
-        strategy=jaxdp.FSDP(),
-        callbacks=[callbacks.ModelCheckpoint(path, every_n_train_steps=2)],
-        enable_progress_bar=False,
-    )
-    loader = torch.utils.data.DataLoader(rows(), 8, shuffle=True)
-    trainer.fit(loader, max_epochs=3, ckpt_path="auto")
+    saver = callbacks.ModelCheckpoint(path, every_n_train_steps=2)
+    options = {"strategy": jaxdp.FSDP(), "callbacks": [saver]}
+    trainer = make(Net(100_000), optax.adam(1e-3), **options)
+    trainer.fit(load(shuffle=True), max_epochs=3, ckpt_path="auto")
     tell_end(trainer)
