@@ -229,11 +229,6 @@ def test_a_loss_fn_that_takes_the_state_returns_it():
         trainer.fit([X])
 
 
-def test_predictions_of_several_shapes_are_refused_before_all_are_made():
-    with pytest.raises(ValueError, match=r"\(4,\) for a row of batch 0 and \(2,\) for"):
-        make(eqx.nn.PReLU(), loss="mse").predict([X, X[:, :2], X])
-
-
 WRONG = ValueError, TypeError
 
 
