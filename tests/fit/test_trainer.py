@@ -106,26 +106,6 @@ def test_trainer_model_has_values_inside_functions_that_jax_traces(is_fitted):
     trainer.fit([(x, x[:, :2])], max_epochs=3)
 
 
-@pytest.mark.parametrize("strategy, data, options, shapes", [
-    (Sharded, RAGGED, {}, [(16, 4), (5, 4)]),
-    (SingleDevice, [16] * 8, {"accumulate_grad_batches": 2}, [(16, 4)]),
-    (SingleDevice, [16] * 8, {"steps_per_execution": 2}, [(16, 4)]),
-    (SingleDevice, [16] * 8,
-     {"steps_per_execution": 2, "accumulate_grad_batches": 2}, [(16, 4)]),
-])  # fmt: skip
-def test_a_loss_of_a_batch_is_traced_once_for_each_size(
-    strategy, data, options, shapes
-):
-    traces = []
-
-    def loss_fn(model, x, y):
-        traces.append(x.shape)
-        return cross_entropy(eqx.nn.inference_mode(model), x, y)
-
-    run(strategy(), data=batches(*data), epochs=3, loss_fn=loss_fn, **options)
-    assert traces == shapes
-
-
 def test_a_loss_of_one_example_is_traced_once_for_all_sizes_and_fits():
     traces = []
 
@@ -289,18 +269,6 @@ def test_epoch_means_are_exact_over_more_rows_than_float32_counts():
         totals = jax.jit(add_to_totals)(totals, one[0], one * 3)
     means = compute_means(np.asarray(totals), Facts(("loss",), None))
     assert means["loss"] == pytest.approx((2**24 + 192) / (2**24 + 64), rel=1e-12)
-
-
-def test_a_compilation_for_another_size_is_announced_with_the_leaf(caplog):
-    def mean(model, x, y):
-        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
-
-    x = np.random.default_rng(0).normal(size=(12, 4)).astype(np.float32)
-    trainer = Trainer(linear(4, 4), loss_fn=mean, strategy=SingleDevice())
-    trainer.fit([(x, x), (x, x), (x[:7], x[:7])], [(x, x)], max_epochs=2)
-    (said,) = [text for text in caplog.messages if "compiled again" in text]
-    assert said.startswith("the training step was compiled again, in ")
-    assert "because batch[0] was (12, 4) and is (7, 4)" in said
 
 
 def test_a_mistake_in_validation_shows_before_the_first_step():
