@@ -51,6 +51,18 @@ class Field(eqx.Module):
         return self.mlp(jnp.append(y, t)).reshape(self.shape)
 
 
+def solve(term, times, start, **options):
+    return diffrax.diffeqsolve(
+        term,
+        diffrax.Heun(),
+        t0=times[0],
+        t1=times[-1],
+        y0=start,
+        stepsize_controller=ADAPTIVE,
+        **options,
+    ).ys
+
+
 class NeuralODE(eqx.Module):
     """The path from a point, at the times asked for."""
 
@@ -63,19 +75,9 @@ class NeuralODE(eqx.Module):
 
     def __call__(self, inputs):
         start, times = inputs
-        solution = diffrax.diffeqsolve(
-            diffrax.ODETerm(self.field),
-            diffrax.Heun(),
-            t0=times[0],
-            t1=times[-1],
-            dt0=times[1] - times[0],
-            y0=start,
-            saveat=diffrax.SaveAt(ts=times),
-            stepsize_controller=ADAPTIVE,
-            max_steps=32,
-            throw=self.throw,
-        )
-        return solution.ys
+        options = {"dt0": times[1] - times[0], "saveat": diffrax.SaveAt(ts=times)}
+        options |= {"max_steps": 32, "throw": self.throw}
+        return solve(diffrax.ODETerm(self.field), times, start, **options)
 
 
 class NeuralCDE(eqx.Module):
@@ -96,18 +98,10 @@ class NeuralCDE(eqx.Module):
     def __call__(self, inputs):
         times, coefficients = inputs
         path = diffrax.CubicInterpolation(times, coefficients)
-        solution = diffrax.diffeqsolve(
-            diffrax.ControlTerm(self.field, path).to_ode(),
-            diffrax.Heun(),
-            t0=times[0],
-            t1=times[-1],
-            dt0=None,
-            y0=self.initial(path.evaluate(times[0])),
-            stepsize_controller=ADAPTIVE,
-            max_steps=64,
-            throw=self.throw,
-        )
-        return self.readout(solution.ys[-1])
+        term = diffrax.ControlTerm(self.field, path).to_ode()
+        start = self.initial(path.evaluate(times[0]))
+        options = {"dt0": None, "max_steps": 64, "throw": self.throw}
+        return self.readout(solve(term, times, start, **options)[-1])
 
 
 def generator(seed):
@@ -241,14 +235,9 @@ print(json.dumps(test_diffrax.train({form!r}, Sharded(), throw=True)))
         "EQX_ON_ERROR": "nan",
         "XLA_FLAGS": " ".join([os.environ.get("XLA_FLAGS", ""), EIGHT]),
     }
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env=os.environ | environment,
-        cwd=pathlib.Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    options = {"cwd": pathlib.Path(__file__).parent, "capture_output": True}
+    options |= {"env": os.environ | environment, "text": True}
+    done = subprocess.run([sys.executable, "-c", script], **options)
     assert done.returncode == 0, done.stderr
     losses = json.loads(done.stdout)
     np.testing.assert_allclose(losses, by_hand(form.split()[0])[1], rtol=1e-5)
