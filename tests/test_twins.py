@@ -22,6 +22,7 @@ from jaxdp import (
     Ensemble,
     LocalSGD,
     Members,
+    Part,
     Pmap,
     Sharded,
     SingleDevice,
@@ -225,6 +226,18 @@ def ensemble():
     return {"model": eqx.filter_vmap(Mlp)(keys), "ensemble": ensemble}
 
 
+def loss_of_part(model, x, y, keys):
+    logits = jax.vmap(lambda x, key: model(x, key=key))(x, keys)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y)
+
+
+def clip(model, step):
+    bound = 0.3 - 0.01 * step
+    return eqx.tree_at(
+        lambda m: m.first.weight, model, model.first.weight.clip(-bound, bound)
+    )
+
+
 # What makes the trainer, and what is passed to `fit`.
 WAYS = {
     "SingleDevice": lambda: {},
@@ -270,6 +283,11 @@ WAYS = {
     "max_steps at an epoch's end": lambda: {"max_steps": STEPS},
     "max_steps in blocks": lambda: {"steps_per_execution": 4, "max_steps": 6},
     "max_steps, validations": lambda: {"max_steps": 6, "val_check_interval": 2},
+    "parts": lambda: {
+        "loss": None, "optimizer": [Part(name, loss_of_part, optax.adam(1e-2), every=n)
+                                    for n, name in enumerate(["first", "last"], 1)],
+    },
+    "after_update": lambda: {"after_update": clip},
     "overfit_batches": lambda: {"overfit_batches": 3},
 }  # fmt: skip
 OF_FIT = (

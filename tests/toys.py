@@ -199,6 +199,21 @@ def bits(tree):
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
+def arrays(tree):
+    """The arrays of a tree, on the host."""
+
+    def is_array(leaf):
+        return isinstance(leaf, jax.Array | np.ndarray | np.generic)
+
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(eqx.filter(tree, is_array))]
+
+
+def assert_close(found, expected, rtol=1e-5, atol=1e-6):
+    """Compares the arrays of two trees; with zeros, to the bit."""
+    for one, other in zip(arrays(found), arrays(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=rtol, atol=atol)
+
+
 def leaves(trainer):
     return [np.asarray(leaf) for leaf in jax.tree.leaves(trainer.state)]
 
@@ -214,29 +229,37 @@ def steps_in(folder):
 
 
 def hand_written(
-    model, optimizer, data, epochs, loss_of, filter_spec=eqx.is_inexact_array
+    model,
+    optimizer,
+    data,
+    epochs,
+    loss_of,
+    filter_spec=eqx.is_inexact_array,
+    after=lambda model, step: model,
 ):
     """Plain JAX: the model, and the loss of every step.
 
-    `loss_of(model, *batch)` is the mean loss of a batch.
+    `loss_of(model, *batch)` is the mean loss of a batch; `after` changes the model.
     """
     params, static = eqx.partition(model, filter_spec)
     state = optimizer.init(params)
 
-    @jax.jit
-    def step(params, state, batch):
+    @eqx.filter_jit
+    def take_step(params, static, state, number, batch):
         def loss(params):
             return loss_of(eqx.combine(params, static), *batch)
 
         value, grads = jax.value_and_grad(loss)(params)
         updates, state = optimizer.update(grads, state, params)
-        return eqx.apply_updates(params, updates), state, value
+        model = eqx.combine(eqx.apply_updates(params, updates), static)
+        return *eqx.partition(after(model, number), filter_spec), state, value
 
     losses = []
-    for _ in range(epochs):
-        for batch in data:
-            params, state, value = step(params, state, batch)
-            losses.append(float(value))
+    for number, batch in enumerate(list(data) * epochs, 1):
+        params, static, state, value = take_step(
+            params, static, state, jnp.int32(number), batch
+        )
+        losses.append(float(value))
     return eqx.combine(params, static), losses
 
 
