@@ -4,36 +4,13 @@ import functools
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
-from toys import Recorder
+from kinds_of_models import Gru
+from toys import Recorder, quiet
 
-from jaxdp import SingleDevice, Trainer
+from jaxdp import SingleDevice
 from jaxdp.extras.plan import hlo
-
-
-class Cnn(eqx.Module):
-    """(1, 8, 8) -> 10."""
-
-    layers: list
-
-    def __init__(self, key):
-        keys = jax.random.split(key, 3)
-        self.layers = [
-            eqx.nn.Conv2d(1, 16, 3, padding=1, key=keys[0]),
-            jax.nn.relu,
-            eqx.nn.MaxPool2d(2, 2),
-            eqx.nn.Conv2d(16, 32, 3, padding=1, key=keys[1]),
-            jax.nn.relu,
-            jnp.ravel,
-            eqx.nn.Linear(512, 10, key=keys[2]),
-        ]
-
-    def __call__(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
 
 class Block(eqx.Module):
@@ -77,95 +54,6 @@ class Transformer(eqx.Module):
         return jax.vmap(self.head)(x)
 
 
-class Gru(eqx.Module):
-    """(6, 8) -> (10,) logits, by a loop."""
-
-    cell: eqx.nn.GRUCell
-    last: eqx.nn.Linear
-
-    def __init__(self, key):
-        keys = jax.random.split(key)
-        self.cell = eqx.nn.GRUCell(8, 64, key=keys[0])
-        self.last = eqx.nn.Linear(64, 10, key=keys[1])
-
-    def __call__(self, x):
-        def turn(hidden, row):
-            return self.cell(row, hidden), None
-
-        return self.last(jax.lax.scan(turn, jnp.zeros(64), x)[0])
-
-
-class UNet(eqx.Module):
-    """Noise in (1, 8, 8) images, at a time, by two resolutions and a skip between."""
-
-    time: eqx.nn.MLP
-    down: list[eqx.nn.Conv2d]
-    norms: list[eqx.nn.GroupNorm]
-    middle: eqx.nn.MultiheadAttention
-    up: eqx.nn.ConvTranspose2d
-    last: eqx.nn.Conv2d
-
-    def __init__(self, key):
-        keys = jax.random.split(key, 6)
-        self.time = eqx.nn.MLP("scalar", 16, 16, 1, key=keys[0])
-        self.down = [
-            eqx.nn.Conv2d(1, 16, 3, padding=1, key=keys[1]),
-            eqx.nn.Conv2d(16, 16, 3, stride=2, padding=1, key=keys[2]),
-        ]
-        self.norms = [eqx.nn.GroupNorm(4, 16), eqx.nn.GroupNorm(4, 16)]
-        self.middle = eqx.nn.MultiheadAttention(2, 16, key=keys[3])
-        self.up = eqx.nn.ConvTranspose2d(16, 16, 4, 2, padding=1, key=keys[4])
-        self.last = eqx.nn.Conv2d(32, 1, 3, padding=1, key=keys[5])
-
-    def __call__(self, x, t):
-        h = self.norms[0](self.down[0](x) + self.time(t)[:, None, None])
-        skipped = jax.nn.silu(h)
-        h = jax.nn.silu(self.norms[1](self.down[1](skipped)))
-        places = h.reshape(16, -1).T
-        h = h + self.middle(places, places, places).T.reshape(h.shape)
-        return self.last(jnp.concatenate([self.up(h), skipped]))
-
-
-def diffusion(model, x, keys):
-    """For each row: a time and noise of its own, and how well the noise is found."""
-
-    def of_row(x, key):
-        for_time, for_noise = jax.random.split(key)
-        t = jax.random.uniform(for_time)
-        noise = jax.random.normal(for_noise, x.shape)
-        return (
-            (model(jnp.sqrt(1 - t) * x + jnp.sqrt(t) * noise, t) - noise) ** 2
-        ).mean()
-
-    return jax.vmap(of_row)(x, keys)
-
-
-class VisionTransformer(eqx.Module):
-    """(3, 8, 8) -> 10, by patches of 2 x 2, a token for the class, and two blocks."""
-
-    patches: eqx.nn.Conv2d
-    token: jax.Array
-    places: jax.Array
-    blocks: list[Block]
-    head: eqx.nn.Sequential
-
-    def __init__(self, key):
-        keys = jax.random.split(key, 6)
-        self.patches = eqx.nn.Conv2d(3, 32, 2, stride=2, key=keys[0])
-        self.token = jax.random.normal(keys[1], (1, 32))
-        self.places = jax.random.normal(keys[2], (17, 32))
-        self.blocks = [Block(32, key) for key in keys[3:5]]
-        linear = eqx.nn.Linear(32, 10, key=keys[5])
-        self.head = eqx.nn.Sequential([eqx.nn.LayerNorm(32), linear])
-
-    def __call__(self, x, key=None):
-        x = self.patches(x).reshape(32, -1).T
-        x = jnp.concatenate([self.token, x]) + self.places
-        for index, block in enumerate(self.blocks):
-            x = block(x, None if key is None else jax.random.fold_in(key, index))
-        return self.head(x[0])
-
-
 def make(name):
     """A model, and three batches of 32, 32 and 13 rows."""
     key, random = jax.random.key(0), np.random.default_rng(0)
@@ -174,12 +62,9 @@ def make(name):
     if name == "mlp":
         x = [random.normal(size=(size, 64)) for size in sizes]
         model = eqx.nn.MLP(64, 10, 128, 3, key=key)
-    elif name == "cnn":
-        x = [random.normal(size=(size, 1, 8, 8)) for size in sizes]
-        model = Cnn(key)
     elif name == "gru":
         x = [random.normal(size=(size, 6, 8)) for size in sizes]
-        model = Gru(key)
+        model = Gru(key, 64)
     else:
         x = [random.integers(0, 40, (size, 8)) for size in sizes]
         labels = x
@@ -191,11 +76,9 @@ def train(model, data, strategy, optimizer=None, epochs=2, **arguments):
     recorder = Recorder()
     if "loss_fn" not in arguments:
         arguments.setdefault("loss", "cross_entropy")
-    trainer = Trainer(
-        model, optimizer or optax.adamw(1e-2), strategy=strategy,
-        callbacks=[recorder, *arguments.pop("callbacks", ())],
-        enable_progress_bar=False, **arguments,
-    )  # fmt: skip
+    callbacks = [recorder, *arguments.pop("callbacks", ())]
+    arguments |= {"strategy": strategy, "callbacks": callbacks}
+    trainer = quiet(model, optimizer or optax.adamw(1e-2), **arguments)
     trainer.fit(data, max_epochs=epochs)
     return trainer, recorder.losses
 
@@ -234,20 +117,3 @@ def resident(tree):
         )
         for device in devices
     )
-
-
-@functools.cache
-def large(name):
-    """A model, batches for it, how it is trained, and what one device makes of it."""
-    random = np.random.default_rng(0)
-    if name == "unet":
-        data = [random.normal(size=(size, 1, 8, 8)) for size in (16, 16, 5)]
-        model, arguments = UNet(jax.random.key(0)), {"loss_fn": diffusion}
-    else:
-        data = [
-            (random.normal(size=(size, 3, 8, 8)), random.integers(0, 10, size))
-            for size in (16, 16, 5)
-        ]
-        model, arguments = VisionTransformer(jax.random.key(0)), {}
-    arguments["optimizer"] = optax.adamw(1e-3)
-    return model, data, arguments, train(model, data, SingleDevice(), **arguments)[1]

@@ -4,10 +4,9 @@ import importlib.util
 
 import equinox as eqx
 import jax
-import numpy as np
 import optax
 import pytest
-from toys import batches, make_small
+from toys import assert_close, batches, make_small
 
 from jaxdp import FSDP, Bitwise, Pmap, Sharded, SingleDevice, ZeRO
 from jaxdp.callbacks import DonateBuffers, WeightAveraging
@@ -30,16 +29,10 @@ def fitted(**options):
     return trainer
 
 
-def bits(trainer):
-    """What a fit has come to, on the host."""
-    state = fetch(trainer.state)
-    logged = [trainer.history[name] for name in ("loss", "val_loss")]
-    return *jax.tree.leaves(state), np.array(logged)
-
-
 def assert_same_bits(trainer, other):
-    for own, expected in zip(bits(trainer), bits(other), strict=True):
-        np.testing.assert_array_equal(own, expected)
+    assert_close(fetch(trainer.state), fetch(other.state), 0, 0)
+    for name in "loss", "val_loss":
+        assert trainer.history[name] == other.history[name]
 
 
 def kinds(trainer):
@@ -94,21 +87,7 @@ def test_averages_that_are_on_the_host_are_evaluated():
         for offload in ("optimizer", None)
     ]
     assert_same_bits(*pair)
-    models = [jax.tree.leaves(eqx.filter(t.model, eqx.is_array)) for t in pair]
-    for own, expected in zip(*models, strict=True):
-        np.testing.assert_array_equal(own, expected)
-
-
-@pytest.mark.slow
-def test_steps_can_be_debugged():
-    trainer = make(strategy=SingleDevice(), offload="optimizer")
-    with jax.debug_nans(True):
-        trainer.fit(DATA[:1])
-    assert (True, "pinned_host") in kinds(trainer)
-    with jax.disable_jit():  # JAX then leaves results where they were computed
-        trainer.fit(DATA[:1], max_epochs=2)
-    trainer.fit(DATA[:1], max_epochs=3)
-    assert trainer.global_step == 3
+    assert_close(*(trainer.model for trainer in pair), 0, 0)
 
 
 @pytest.mark.slow_cases("ZeRO-8")

@@ -2,47 +2,15 @@
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec
 from layered_models import make, resident, size, train
 from optax import contrib
-from toys import batches
+from toys import assert_close, batches
 
 from jaxdp import FSDP, SingleDevice, ZeRO
-
-
-def kronecker(rate):
-    """A small Shampoo: two matrices per weight, none of the weight's shape."""
-
-    def init(params):
-        return [
-            jax.tree.map(lambda p: 1e-3 * jnp.eye(p.shape[0]), params),
-            jax.tree.map(lambda p: 1e-3 * jnp.eye(p.shape[-1]), params),
-        ]
-
-    def root(matrix):
-        values, vectors = jnp.linalg.eigh(matrix)
-        return (vectors * jnp.maximum(values, 1e-6)[None] ** -0.25) @ vectors.T
-
-    def update(grads, state, params=None):
-        def both(g, left, right):
-            g = g if g.ndim == 2 else g[:, None]
-            left = left + g @ g.T
-            right = right + g.T @ g if right.shape[0] == g.shape[1] else right
-            step = root(left) @ g
-            step = step @ root(right) if right.shape[0] == g.shape[1] else step
-            return -rate * step, left, right
-
-        found = jax.tree.map(both, grads, *state)
-        is_three = lambda node: isinstance(node, tuple) and len(node) == 3  # noqa: E731
-        take = lambda i: jax.tree.map(lambda t: t[i], found, is_leaf=is_three)  # noqa: E731
-        updates = jax.tree.map(lambda u, g: u.reshape(g.shape), take(0), grads)
-        return updates, [take(1), take(2)]
-
-    return optax.GradientTransformation(init, update)
 
 
 def by_rank(params):
@@ -52,7 +20,6 @@ def by_rank(params):
 OPTIMIZERS = {
     "clip": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-3)),
     "adafactor": lambda: optax.adafactor(1e-3),
-    "lion": lambda: optax.lion(1e-3),
     "schedule_free": lambda: contrib.schedule_free_adamw(1e-3),
     "muon": lambda: contrib.muon(1e-3),
     "multi_transform": lambda: optax.multi_transform(
@@ -64,16 +31,14 @@ OPTIMIZERS = {
     "inject": lambda: optax.inject_hyperparams(optax.adamw)(
         optax.linear_schedule(1e-2, 0, 10)
     ),
-    "kronecker": lambda: kronecker(1e-3),
     "flatten": lambda: optax.flatten(optax.adam(1e-3)),
-    "lamb": lambda: optax.lamb(1e-3),
     "multi_steps": lambda: optax.MultiSteps(
         optax.adam(1e-3), 2
     ).gradient_transformation(),
 }
 
 
-@pytest.mark.slow_but("kronecker")
+@pytest.mark.slow_but("adafactor")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_any_optimizer_gives_the_numbers_of_one_device(name):
     """Norms over all parameters, and over rows and columns, are those of the whole."""
@@ -83,15 +48,10 @@ def test_any_optimizer_gives_the_numbers_of_one_device(name):
     data = [(np.tile(x, 2)[:, :width], y) for x, y in make("mlp")[1]]
     optimizer = OPTIMIZERS[name]()
     one, expected = train(model, data, SingleDevice(), optimizer)
-    whole = eqx.filter(one.model, eqx.is_array)
     for strategy in (ZeRO(), FSDP()):
         trainer, losses = train(model, data, strategy, optimizer)
         np.testing.assert_allclose(losses, expected, rtol=1e-5)
-        found = eqx.filter(trainer.model, eqx.is_array)
-        for ours, theirs in zip(
-            jax.tree.leaves(found), jax.tree.leaves(whole), strict=True
-        ):
-            np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=2e-6)
+        assert_close(trainer.model, one.model, rtol=1e-4, atol=2e-6)
         opt_state = trainer.state.opt_state
         if name != "flatten":  # one vector, of a length that 8 does not divide
             assert resident(opt_state) <= 1.05 * size(opt_state) / 8 + 100

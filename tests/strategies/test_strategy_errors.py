@@ -5,7 +5,7 @@ import jax
 import optax
 import pytest
 from jax.sharding import AxisType, PartitionSpec
-from toys import Deep, NormNet, batches, make_small
+from toys import Deep, NormNet, batches, linear, make_small
 
 import jaxdp
 from jaxdp import (
@@ -88,7 +88,7 @@ REFUSED = {
          "`groups` and `mesh` were both given"),
     ],
     "layouts": [
-        (lambda: fit(Splitting("data"), eqx.nn.Linear(4, 3, key=jax.random.key(0))),
+        (lambda: fit(Splitting("data"), linear()),
          ValueError, r"weight of shape \(3, 4\): axis 0 of size 3"),
         (lambda: fit(Splitting("model")), ValueError, "no axis 'model'"),
         (lambda: fit(Unnamed()), ValueError,
@@ -162,6 +162,10 @@ REFUSED = {
          r" \(3, 64\): axis 0 of size 3 is not divisible by 2"),
         (lambda: by_rules("layers[0].bias", P(None, "model")), WRONG,
          r"gave .* for layers\[0\].bias of shape \(64,\): more entries"),
+        (lambda: TensorParallel({"data": 4, "model": 2}, gather="blocks"), ValueError,
+         "`gather`: 'blocks' is about an axis 'fsdp'"),
+        (lambda: TensorParallel({"data": 2, "fsdp": 4}, gather="often"), ValueError,
+         "`gather` must be one of"),
     ],
 }  # fmt: skip
 

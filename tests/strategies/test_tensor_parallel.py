@@ -1,7 +1,5 @@
 """Layers split by rules: one device's numbers, and what theory says is moved."""
 
-import functools
-
 import equinox as eqx
 import jax
 import numpy as np
@@ -10,15 +8,15 @@ from jax.sharding import PartitionSpec
 from layered_models import (
     Transformer,
     bytes_moved,
-    large,
     make,
     on_one_device,
     resident,
     size,
     train,
 )
+from toys import linear
 
-from jaxdp import FSDP, TensorParallel, ZeRO
+from jaxdp import TensorParallel
 from jaxdp.extras.plan import hlo
 from jaxdp.strategies import tensor_rules
 
@@ -101,7 +99,7 @@ def test_tensor_rules_are_for_pairs_of_layers():
     ]
     assert odd == ["layers[0].weight", "layers[0].bias", "layers[1].weight"]
     with pytest.raises(ValueError, match="has no eqx.nn.MLP of two or more layers"):
-        tensor_rules(eqx.nn.Linear(4, 3, key=jax.random.key(0)))
+        tensor_rules(linear())
 
 
 @pytest.mark.parametrize("order", [("model", "fsdp"), ("fsdp", "model")])
@@ -111,34 +109,3 @@ def test_one_array_axis_may_be_split_over_two_mesh_axes(order):
     strategy = TensorParallel({"data": 2, "fsdp": 2, "model": 2}, rules)
     _, losses = train(model, data, strategy)
     np.testing.assert_allclose(losses, on_one_device("mlp", 1), rtol=1e-5)
-
-
-@pytest.mark.slow_cases("unet-FSDP", "vit-tensor")
-@pytest.mark.parametrize(
-    ("name", "strategy"),
-    [
-        ("unet", FSDP),
-        ("vit", "tensor"),
-        *[
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in (
-                ("unet", ZeRO),
-                ("unet", "tensor"),
-                ("vit", ZeRO),
-                ("vit", FSDP),
-            )
-        ],
-    ],
-)
-def test_models_of_many_kinds_of_layers_give_the_numbers_of_one_device(name, strategy):
-    model, data, arguments, expected = large(name)
-    if strategy == "tensor":
-        rules = tensor_rules(model)
-        if name == "unet":
-            rules += [
-                ("down[0].*", PartitionSpec("model")),  # by channels that come out
-                ("up.weight", PartitionSpec(None, "model")),  # by those that go in
-            ]
-        strategy = functools.partial(TensorParallel, {"data": 4, "model": 2}, rules)
-    _, found = train(model, data, strategy(), **arguments)
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
