@@ -4,42 +4,35 @@ import contextlib
 import itertools
 import re
 
-import jax
 import numpy as np
 import pytest
-from toys import Mlp, Recorder, batches, on_one_device
+from toys import Recorder, batches, on_one_device
 
-from jaxdp import Callback, SingleDevice, Trainer
-from jaxdp.callbacks import (
-    ThroughputMonitor,
-)
+from jaxdp import Callback
+from jaxdp.callbacks import ThroughputMonitor
 
 
 class Flaky:
     """Raises once, before batch 4, and continues afterwards."""
 
     def __init__(self, data):
-        self.left = list(data)
-        self.failed = False
+        self.given, self.data = 0, data
 
     def __iter__(self):
         return self
 
     def __next__(self):
-        if len(self.left) == 4 and not self.failed:
-            self.failed = True
+        self.given += 1
+        if self.given == 5:
             raise TimeoutError("once")
-        if not self.left:
+        if self.given > len(self.data) + 1:
             raise StopIteration
-        return self.left.pop(0)
+        return self.data[self.given - 1 - (self.given > 5)]
 
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_batches_before_an_error_of_the_loader_are_trained_on(steps):
-    trainer = Trainer(
-        Mlp(jax.random.key(0)), steps_per_execution=steps, strategy=SingleDevice()
-    )
-    data = Flaky(batches(*[8] * 8))
+    trainer, data = in_blocks(steps), Flaky(batches(*[8] * 8))
     with pytest.raises(TimeoutError, match="once"):
         trainer.fit(data)
     assert trainer.global_step == 4
@@ -83,9 +76,7 @@ def test_errors_have_the_number_of_the_invalid_batch():
     with pytest.raises(ValueError, match="labels must be 0 to 2") as caught:
         trainer.test([*data, (data[0][0], data[0][1] + 7)])
     assert caught.value.__notes__[0] == "in batch 4"
-    trainer = Trainer(
-        Mlp(jax.random.key(0)), accumulate_grad_batches=3, enable_progress_bar=False
-    )
+    trainer = on_one_device(accumulate_grad_batches=3)
     with pytest.raises(TypeError) as caught:
         trainer.fit([*data, *wrong], max_epochs=1)
     *notes, where = caught.value.__notes__
@@ -123,20 +114,21 @@ class Positioned:
     """An iterator over `numbered` with a state."""
 
     def __init__(self):
-        self.given = 0
+        self.load_state_dict({"given": 0})
 
     def __iter__(self):
         return self
 
     def __next__(self):
         self.given += 1
-        return next(itertools.islice(numbered(), self.given - 1, None))
+        return next(self.batches)
 
     def state_dict(self):
         return {"given": self.given}
 
     def load_state_dict(self, state):
         self.given = state["given"]
+        self.batches = itertools.islice(numbered(), self.given, None)
 
 
 @pytest.mark.parametrize("steps", [1, 4])
