@@ -8,12 +8,9 @@ import re
 import subprocess
 import sys
 
-import equinox as eqx
 import jax
 import pytest
-from toys import batches
-
-from jaxdp import Trainer
+from toys import batches, make_small
 
 TRAIN = """
 import json, logging, resource, statistics
@@ -177,8 +174,7 @@ def test_tracing_pauses_the_garbage_collector(is_on, fault):
             raise fault
         return jax.vmap(model)(x).sum(axis=1)
 
-    model = eqx.nn.Linear(4, 3, key=jax.random.key(0))
-    trainer = Trainer(model, loss_fn=loss_fn, enable_progress_bar=False)
+    trainer = make_small(loss_fn=loss_fn)
     (gc.enable if is_on else gc.disable)()
     try:
         trainer.fit(batches(8))
