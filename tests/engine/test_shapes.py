@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toys import Recorder, bits, counting, cross_entropy, hand_written
+from toys import Recorder, bits, counting, cross_entropy, hand_written, on_one_device
 
-from jaxdp import FSDP, Pmap, Sharded, SingleDevice, Trainer
+from jaxdp import FSDP, Pmap, Sharded, SingleDevice
 
 
 class Text(eqx.Module):
@@ -46,16 +46,9 @@ DATA = [
 """Three lengths; the last batch of two of them is ragged."""
 
 
-def make(*callbacks, strategy=None, model=None, **options):
-    return Trainer(
-        Text() if model is None else model,
-        options.pop("optimizer", optax.adam(1e-2)),
-        strategy=strategy or SingleDevice(),
-        callbacks=callbacks,
-        enable_progress_bar=False,
-        **({} if "loss_fn" in options else {"loss": "cross_entropy"}),
-        **options,
-    )
+def make(*callbacks, **options):
+    options.setdefault("loss", None if "loss_fn" in options else "cross_entropy")
+    return on_one_device(*callbacks, **{"model": Text()} | options)
 
 
 @pytest.fixture(scope="module")
@@ -112,18 +105,6 @@ def test_unequal_micro_batches_have_one_mean_over_rows(kind):
     # The same batches in another order share the program.
     trainer.fit([DATA[place] for place in (2, 0, 1, 5, 3, 4)], max_epochs=3)
     assert strategy.count == 2
-
-
-@pytest.mark.slow
-def test_dropout_of_unequal_batches_is_the_same_on_any_devices():
-    def losses(strategy, **options):
-        recorder = Recorder()
-        make(recorder, strategy=strategy, model=Text(0.3), **options).fit(DATA)
-        return recorder.losses
-
-    for options in {}, {"accumulate_grad_batches": 3}:
-        expected = losses(SingleDevice(), **options)
-        np.testing.assert_allclose(losses(Sharded(), **options), expected, rtol=1e-5)
 
 
 def test_batches_of_equal_shapes_form_dispatches():
