@@ -8,16 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toys import Mlp, NormNet, Recorder, batches, bits, on_one_device
+from toys import At, Mlp, NormNet, Recorder, batches, bits, fail_with, on_one_device
 
 import jaxdp
-from jaxdp import FSDP, Callback, Pmap, Sharded, SingleDevice, Trainer, ZeRO
-from jaxdp.callbacks import (
-    CSVLogger,
-    GradientMonitor,
-    ModelCheckpoint,
-    NanGuard,
-)
+from jaxdp import FSDP, Callback, Pmap, Sharded, Trainer, ZeRO
+from jaxdp.callbacks import CSVLogger, GradientMonitor, ModelCheckpoint, NanGuard
 
 pytestmark = pytest.mark.bits
 
@@ -54,16 +49,9 @@ class Rnn(eqx.Module):
 
 
 def train(steps_per_execution, *callbacks, model=None, fit=None, data=None, **kwargs):
-    kwargs = {"strategy": SingleDevice(), "loss": "cross_entropy"} | kwargs
     recorder = Recorder()
-    trainer = Trainer(
-        Mlp(jax.random.key(0)) if model is None else model,
-        optax.adam(1e-2),
-        steps_per_execution=steps_per_execution,
-        callbacks=[recorder, *callbacks],
-        enable_progress_bar=False,
-        **kwargs,
-    )
+    kwargs["steps_per_execution"] = steps_per_execution
+    trainer = on_one_device(recorder, *callbacks, model=model, **kwargs)
     trainer.fit(batches(*RAGGED) if data is None else data, **(fit or {}))
     return recorder.losses, trainer
 
@@ -201,34 +189,64 @@ def test_hooks_get_every_step_and_limits_end_dispatches(fit):
     assert logs[0].events == logs[1].events
 
 
-class At(Callback):
-    """Calls `what` in a hook of a step."""
-
-    def __init__(self, step, what, hook="on_train_batch_end"):
-        self.step, self.what = step, what
-        setattr(self, hook, lambda trainer, *_: self.call(trainer))
-        self.seen = None
-
-    def call(self, trainer):
-        if trainer.global_step == self.step:
-            self.seen = self.what(trainer)
-
-
 def test_hooks_get_the_metrics_of_each_step_and_the_state_after_the_dispatch():
-    looks = {
-        steps: [
-            At(
-                step,
-                lambda trainer: (trainer.run.progress.global_step, bits(trainer.model)),
-            )
-            for step in (6, 8)
-        ]
-        for steps in (1, 4)
-    }
-    same(train(1, *looks[1]), train(4, *looks[4]))
-    assert [step for step, _ in (look.seen for look in looks[4])] == [6, 8]
-    ends = [look.seen[1] for look in looks[4]]
-    assert ends == [looks[1][1].seen[1]] * 2
+    seen = {1: [], 4: []}
+
+    def look(steps):
+        def note(trainer):
+            seen[steps].append((trainer.global_step, bits(trainer.model)))
+
+        return [At(step, note) for step in (6, 8)]
+
+    same(train(1, *look(1)), train(4, *look(4)))
+    end = seen[1][1][1]
+    assert seen[4] == [(6, end), (8, end)]
+
+
+def by_hand(steps, loader, epochs=2, **options):
+    """Returns the losses of the loop with their steps, of hooks, and the trainer."""
+    recorder, found = Recorder(), []
+    trainer = on_one_device(recorder, steps_per_execution=steps, **options)
+    for _ in range(epochs):
+        for metrics in trainer.steps(loader()):
+            found.append((float(metrics["loss"]), trainer.global_step))
+    return found, recorder.losses, trainer
+
+
+@pytest.mark.parametrize("loader", [list, iter])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_custom_loop_has_dispatches_of_several_steps(loader, accumulate, monkeypatch):
+    data, options = batches(*[16] * 8), {"accumulate_grad_batches": accumulate}
+    size = 4 // accumulate
+    runs, calls, call = [], [], jax.stages.Compiled.__call__
+
+    def count(self, *arguments):
+        calls[-1] += len(arguments) == 2  # of the train step
+        return call(self, *arguments)
+
+    monkeypatch.setattr(jax.stages.Compiled, "__call__", count)
+    for steps in 1, size:
+        calls.append(0)
+        runs.append(by_hand(steps, lambda: loader(data), **options))
+    one, other = runs
+    assert one[0] == other[0] and one[1] == other[1]
+    assert [loss for loss, _ in one[0]] == one[1]
+    assert bits(one[2].state) == bits(other[2].state)
+    assert other[2].current_epoch == 2
+    assert calls == [16 // accumulate, 16 // accumulate // size]
+
+
+@pytest.mark.parametrize("use", ["save", "load", "fit"])
+def test_methods_are_refused_inside_a_dispatch_of_a_custom_loop(use, tmp_path):
+    data = batches(*[16] * 8)
+    _, _, trainer = by_hand(4, lambda: data, epochs=1)
+    steps = trainer.steps(data)
+    next(steps)
+    with pytest.raises(RuntimeError, match=f"`{use}`.* step 9, .* that of step 12"):
+        getattr(trainer, use)(data if use == "fit" else tmp_path / "saved")
+    steps.close()
+    assert trainer.global_step == 12  # the state has all steps of the dispatch
+    trainer.save(tmp_path / "saved")
 
 
 def test_save_and_load_are_refused_inside_a_dispatch(tmp_path):
@@ -241,10 +259,8 @@ def test_save_and_load_are_refused_inside_a_dispatch(tmp_path):
 
 
 def test_counters_equal_the_state_after_a_hook_raised_inside_a_dispatch():
-    def fail(trainer):
-        raise RuntimeError("six")
-
-    trainer = on_one_device(failing := At(6, fail), steps_per_execution=4)
+    failing = At(6, fail_with(RuntimeError("six")))
+    trainer = on_one_device(failing, steps_per_execution=4)
     with pytest.raises(RuntimeError, match="six"):
         trainer.fit(batches(*[8] * 12))
     assert trainer.global_step == int(trainer.state.step) == 8
@@ -285,21 +301,14 @@ def test_checkpoints_by_steps_are_saved_after_the_dispatch(tmp_path):
     names = [[p.name for p in (tmp_path / s).iterdir()] for s in ("1", "4")]
     found = [{int(name) for name in each if name.isdecimal()} for each in names]
     assert found == [{3, 6, 9, 12}, {4, 8, 9, 12}]  # the last three are single steps
-    model = jaxdp.load_model(tmp_path / "4" / "12", like=Mlp(jax.random.key(1)))
-    single = jaxdp.load_model(tmp_path / "1" / "12", like=Mlp(jax.random.key(1)))
-    assert bits(eqx.filter(model, eqx.is_array)) == bits(
-        eqx.filter(single, eqx.is_array)
-    )
+    like = Mlp(jax.random.key(1))
+    models = (jaxdp.load_model(tmp_path / s / "12", like=like) for s in ("1", "4"))
+    single, model = (bits(eqx.filter(one, eqx.is_array)) for one in models)
+    assert model == single
 
 
 def test_a_dispatch_overwrites_the_state_in_place():
-    trainer = Trainer(
-        Mlp(jax.random.key(0)),
-        loss="cross_entropy",
-        steps_per_execution=4,
-        enable_progress_bar=False,
-    )
-    trainer.fit(batches(*[16] * 4))
+    _, trainer = train(4, data=batches(*[16] * 4))
     step = trainer.compiled_train_step()
     held = sum(x.nbytes for x in trainer.run.engine.device_state.leaves)
     assert step.memory_analysis().alias_size_in_bytes == held
@@ -324,14 +333,6 @@ def test_convolutions_are_outside_of_loops_on_cpus(options, caplog):
     convolutions = [line for line in program.splitlines() if " convolution(" in line]
     assert convolutions and not any("/while/" in line for line in convolutions)
     assert ("inside loops" in caplog.text) == (steps == 4)
-
-
-@pytest.mark.slow
-def test_growing_batches_have_the_bits_of_single_steps():
-    def run(steps):
-        return train(steps, data=batches(8, 16, 33, 50, 50, 20), fit={"max_epochs": 2})
-
-    same(run(1), run(3))
 
 
 def test_nan_does_not_reach_other_steps_of_a_dispatch():
