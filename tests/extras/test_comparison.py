@@ -114,13 +114,3 @@ def test_it_follows_the_trainers_options():
     assert len(found.reference.losses) == 2  # batches in pairs, and one left over
     assert any(name.startswith("model state: ") for name in found.reference.leaves)
     found.assert_close(2e-2)
-
-
-def test_bad_arguments_are_refused():
-    trainer = make()
-    with pytest.raises(TypeError, match="`strategy` is the class Pmap"):
-        trainer.compare(batches(16), Pmap)
-    with pytest.raises(ValueError, match="`steps` must be 1 or more; got 0"):
-        trainer.compare(batches(16), steps=0)
-    with pytest.raises(ValueError, match="`loader`"):
-        trainer.compare([], Pmap())

@@ -5,7 +5,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from toys import Mlp, batches, cross_entropy, quiet
+from toys import Mlp, assert_close, batches, cross_entropy, quiet
 
 from jaxdp import Sharded, SingleDevice
 from jaxdp.callbacks import CSVLogger, WeightAveraging
@@ -94,10 +94,9 @@ def test_the_trainer_and_the_loader_stay_as_they_are(tmp_path):
             assert torch.equal(before, torch.get_rng_state())
             assert trainer.global_step == 6 and len(trainer.history.epochs) == 1
         trainer.fit(loader, max_epochs=2)
-        return jax.tree.leaves(trainer.state)
+        return trainer.state
 
-    for a, b in zip(run(True), run(False), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_close(run(True), run(False), 0, 0)
 
 
 def test_it_stops_when_the_loss_explodes(tmp_path):
@@ -129,16 +128,6 @@ def test_the_suggestion_is_where_the_loss_falls_fastest():
     assert spoilt.suggestion() == pytest.approx(finder.suggestion(), rel=0.1)
 
 
-def test_losses_are_smoothed_as_in_lightning():
-    losses = list(np.random.default_rng(0).normal(size=200) ** 2)
-    mean, expected = 0.0, []
-    for step, loss in enumerate(losses):
-        mean = 0.98 * mean + 0.02 * loss
-        expected.append(mean / (1 - 0.98 ** (step + 1)))
-    found = LRFinder(list(np.geomspace(1e-6, 1, 200)), losses)
-    assert found._smooth_losses() == pytest.approx(expected)
-
-
 @pytest.mark.parametrize("threshold", [4.0, None])
 def test_a_loss_that_is_not_finite_is_the_last(threshold, caplog):
     data = batches(*[8] * 40)
@@ -150,18 +139,3 @@ def test_a_loss_that_is_not_finite_is_the_last(threshold, caplog):
     assert len(losses) == len(found.results["lr"]) == 31 and np.isnan(losses[-1])
     assert np.isfinite(losses[:-1]).all() and found.suggestion() is not None
     assert f"ends at a rate of {found.results['lr'][-1]:.3g}: nan loss" in caplog.text
-
-
-def test_nonsense_is_refused():
-    trainer, data = make_trainer(optax.adam(0.1)), batches(8)
-    for options, text in [
-        ({"min_lr": 1.0, "max_lr": 0.1}, "the first less than the second"),
-        ({"num_training": 1}, "must be 2 or more"),
-        ({"mode": "cosine"}, "must be one of 'exponential', 'linear'"),
-    ]:
-        with pytest.raises(ValueError, match=text):
-            lr_find(trainer, data, **options)
-    schedule = injected(optax.sgd, optax.linear_schedule(0.1, 0.0, 9))
-    for optimizer in (optax.adam(0.1), schedule):
-        with pytest.raises(ValueError, match="no learning rate.*optimizer=optax.adam"):
-            lr_find(make_trainer(optimizer), data)

@@ -14,14 +14,13 @@ from attending import (
     PLAIN,
     QUERIES,
     Model,
-    batches,
     layer_and_inputs,
     losses,
     tokens,
-    trainer_of,
 )
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.test_util import check_grads
+from toys import assert_close
 
 from jaxdp import Stack, fuse_attention
 from jaxdp.strategies import tensor_rules
@@ -36,11 +35,9 @@ def check_alike(layer, others, inputs, **keywords):
         return (result * weights).sum()
 
     gradient = eqx.filter_jit(eqx.filter_value_and_grad(total))
-    wanted = jax.tree.leaves(gradient((layer, inputs)))
+    wanted = gradient((layer, inputs))
     for other in others:
-        got = jax.tree.leaves(gradient((other, inputs)))
-        for one, two in zip(got, wanted, strict=True):
-            np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-5)
+        assert_close(gradient((other, inputs)), wanted, 1e-5, 1e-5)
 
 
 def masks(heads):
@@ -93,10 +90,6 @@ def test_heads_are_processed_as_before():
 
     fused = [fuse_attention(layer)]
     check_alike(layer, fused, [tokens(9)] * 3, process_heads=turned)
-    with pytest.raises(ValueError, match="must not change the shape"):
-        fuse_attention(layer)(
-            *[tokens(9)] * 3, process_heads=lambda q, k, v: (q[1:], k, v)
-        )
 
 
 # Dropout. ------------------------------------------------------------------------
@@ -199,21 +192,6 @@ def test_layers_keep_their_leaves_and_paths():
     assert (layer.causal, again.causal) == (False, True)
 
 
-@pytest.mark.slow
-def test_checkpoints_fit_both(tmp_path):
-    def fit(model, epochs, saved=None):
-        trainer = trainer_of(model)
-        history = trainer.fit(batches(), max_epochs=epochs, ckpt_path=saved)
-        trainer.save(tmp_path / f"{epochs}")
-        return history["loss"][-1]
-
-    fit(fuse_attention(Model(), block=5), 1)
-    last = fit(Model(), 2, tmp_path / "1")
-    np.testing.assert_allclose(last, losses(False)[1], rtol=1e-5)
-    last = fit(fuse_attention(Model(), block=5), 3, tmp_path / "2")
-    np.testing.assert_allclose(last, losses(False)[2], rtol=1e-5)
-
-
 @pytest.mark.parametrize("remat", [False, "blocks.stacked"])
 @pytest.mark.parametrize("strategy", ["single", "sharded", "fsdp", "tensor"])
 @pytest.mark.slow_but("single-False", "fsdp-blocks.stacked")
@@ -294,9 +272,7 @@ def test_split_tokens_are_gathered_a_block_at_a_time():
     of_tokens = NamedSharding(mesh, PartitionSpec("seq"))
     whole = NamedSharding(mesh, PartitionSpec())
     bytes_split, text = temporary(
-        fused,
-        in_shardings=(whole, of_tokens),
-        out_shardings=(whole, of_tokens),
+        fused, in_shardings=(whole, of_tokens), out_shardings=(whole, of_tokens)
     )
     assert bytes_split < 0.25 * temporary(fused)[0]
     gathered = [line for line in text.splitlines() if " all-gather(" in line]
@@ -304,60 +280,3 @@ def test_split_tokens_are_gathered_a_block_at_a_time():
 
 
 # Errors. -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
-        ({"causal": "decoder.*"}, ValueError, "'decoder.*' matches no"),
-        ({"causal": 1}, TypeError, "`causal` must be True, False, or path patterns"),
-        ({"causal": []}, TypeError, "`causal` must be"),
-        ({"block": 0}, ValueError, "`block` must be 1 or more"),
-        ({"block": 2.0}, TypeError, "`block` must be an int"),
-        ({"implementation": "flash"}, ValueError, "`implementation` must be one of"),
-    ],
-)
-def test_arguments_that_do_not_fit_are_named(arguments, error, text):
-    with pytest.raises(error, match=text.replace("*", r"\*")):
-        fuse_attention(Model(), **arguments)
-
-
-def test_models_without_attention_are_refused():
-    with pytest.raises(ValueError, match="has no eqx.nn.MultiheadAttention"):
-        fuse_attention(eqx.nn.MLP(2, 2, 2, 2, key=jax.random.key(0)))
-
-    class Own(eqx.nn.MultiheadAttention):
-        pass
-
-    with pytest.raises(ValueError, match="subclasses of it are left alone"):
-        fuse_attention(Own(4, 16, key=jax.random.key(0)))
-
-
-@pytest.mark.parametrize(
-    ("options", "changes", "error", "text"),
-    [
-        ({}, {"value": tokens(16)}, ValueError, "17 tokens and `value` of 16"),
-        (
-            {},
-            {"query": jnp.ones((2, 13, 16))},
-            ValueError,
-            "call the layer by jax.vmap",
-        ),
-        ({"causal": True}, {}, ValueError, "13 queries and 17 keys"),
-        ({}, {"mask": jnp.ones((17, 13), bool)}, ValueError, r"\(13, 17\)"),
-        ({}, {"mask": jnp.zeros((13, 17))}, TypeError, "`mask` must be of booleans"),
-        ({}, {"segment_ids": jnp.zeros(13, int)}, ValueError, r"keys,\) = \(17,\)"),
-        (
-            {},
-            {"segment_ids": (jnp.zeros(13), jnp.zeros(17))},
-            TypeError,
-            "`segment_ids` must be integers; got float32",
-        ),
-        ({"implementation": "cudnn"}, {}, ValueError, "heads are float32"),
-    ],
-)
-def test_calls_that_do_not_fit_are_named(options, changes, error, text):
-    layer, (query, key_, value) = layer_and_inputs()
-    arguments = {"query": query, "key_": key_, "value": value, **changes}
-    with pytest.raises(error, match=text):
-        fuse_attention(layer, **options)(**arguments)

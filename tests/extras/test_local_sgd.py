@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toys import Mlp, Recorder, batches, make_small
+from toys import Mlp, Recorder, arrays, assert_close, batches, make_small
 
 from jaxdp import LocalSGD, Sharded
 from jaxdp.callbacks import GradientMonitor, WeightAveraging
@@ -31,22 +31,6 @@ def fitted(
     )
     trainer.fit(DATA if data is None else data, max_epochs=max_epochs)
     return trainer, recorder.losses
-
-
-def arrays(tree):
-    return [
-        np.asarray(leaf) for leaf in jax.tree.leaves(eqx.filter(tree, eqx.is_array))
-    ]
-
-
-def assert_close(tree, other, rtol=1e-5, atol=1e-6):
-    for own, expected in zip(arrays(tree), arrays(other), strict=True):
-        np.testing.assert_allclose(own, expected, rtol=rtol, atol=atol)
-
-
-def assert_same(tree, other):
-    for own, expected in zip(arrays(tree), arrays(other), strict=True):
-        np.testing.assert_array_equal(own, expected)
 
 
 def local_of(trainer):
@@ -137,37 +121,6 @@ def test_the_numbers_are_those_of_a_loop_by_hand(options):
     assert_close(eqx.filter(trainer.model, eqx.is_inexact_array), mean)
 
 
-def test_rows_interact_within_a_replica():
-    """A scalar loss that is no mean of the rows': the largest of a replica's."""
-
-    def loss_fn(model, x, y):
-        each = optax.softmax_cross_entropy_with_integer_labels(jax.vmap(model)(x), y)
-        return each.max()
-
-    data = batches(16, 16, 16)
-    model = eqx.nn.MLP(4, 3, 8, 2, key=jax.random.key(0))
-    trainer = make_small(
-        model,
-        optax.sgd(0.1),
-        loss=None,
-        loss_fn=loss_fn,
-        strategy=LocalSGD(1, PLAIN, devices=2),
-    )
-    trainer.fit(data)
-
-    params, static = eqx.partition(model, eqx.is_inexact_array)
-    for x, y in data:
-
-        def mean(params, x=x, y=y):
-            model = eqx.combine(params, static)
-            halves = (loss_fn(model, x[i : i + 8], y[i : i + 8]) for i in (0, 8))
-            return sum(halves) / 2
-
-        grads = jax.grad(mean)(params)
-        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
-    assert_close(eqx.filter(trainer.model, eqx.is_inexact_array), params)
-
-
 # --- what it costs ------------------------------------------------------------------
 
 
@@ -203,13 +156,6 @@ def saved(tmp_path_factory):
     trainer.callbacks = ()
     trainer.fit(DATA, max_epochs=2)
     return folder, trainer
-
-
-def test_a_resume_goes_on_to_the_bit(saved):
-    folder, expected = saved
-    trainer = resumed(folder, LocalSGD(every=3))
-    trainer.fit(DATA, max_epochs=2)
-    assert_same(trainer.state, expected.state)
 
 
 def test_other_replicas_and_strategies_are_refused(saved):
@@ -268,22 +214,12 @@ def test_an_average_is_of_the_outer_weights():
     averaging = WeightAveraging(0.5)
     trainer, _ = fitted(LocalSGD(every=4), optax.sgd(0.1), averaging, max_epochs=1)
     _, expected = trainer.state, averaging.averaged_model(trainer)
-    assert_same(trainer.model, expected)
+    assert_close(trainer.model, expected, 0, 0)
     replicas = local_of(trainer).replicas
     assert all(leaf.shape[0] == 8 for leaf in jax.tree.leaves(replicas))
 
 
 # --- refusals -----------------------------------------------------------------------
-
-
-def test_after_update_is_refused():
-    with pytest.raises(ValueError, match="`after_update`: LocalSGD trains a replica"):
-        make_small(strategy=LocalSGD(2), after_update=lambda model: model)
-
-
-def test_it_is_not_compared_with_strategies_whose_state_has_no_replicas():
-    with pytest.raises(ValueError, match="needs a state with its replicas"):
-        make_small().compare(DATA, LocalSGD(2), steps=1)
 
 
 def test_changes_in_half_precision_are_averaged_in_float32():

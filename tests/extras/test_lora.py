@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toys import Deep, Mlp, batches
+from toys import Deep, batches
 
 import jaxdp
 from jaxdp import FSDP, SingleDevice, Trainer
@@ -59,17 +59,6 @@ def test_adapters_alone_are_trained_and_merged_they_give_the_same(strategy, prec
     np.testing.assert_allclose(outputs(merged), outputs(trained), atol=1e-6)
 
 
-def test_strategies_train_adapters_alike():
-    models = []
-    for strategy in (SingleDevice(), FSDP(min_size=1)):
-        trainer = trainer_of(adapted(), strategy=strategy)
-        trainer.fit(batches(16, 16))
-        models.append(trainer.model)
-    for a, b in zip(*map(jax.tree.leaves, models), strict=True):
-        if eqx.is_array(a):
-            np.testing.assert_allclose(a, b, atol=2e-5)
-
-
 def test_checkpoints_have_the_adapters_alone(tmp_path, caplog):
     def trained(epochs, ckpt_path=None, model=None, folder="run"):
         saver = ModelCheckpoint(tmp_path / folder)
@@ -119,31 +108,3 @@ def test_patterns_train_more_than_the_adapters():
     assert trainer.state.params.last.weight is None
     with pytest.raises(ValueError, match="`filter_spec`: 'frist' matches no submodule"):
         trainer_of(model, filter_spec=["frist"])
-
-
-WRONG = {
-    "'lats' matches no eqx.nn.Linear; there are first, blocks.stacked.linear": dict(
-        patterns="lats"
-    ),
-    "`rank` must be 1 or more": dict(rank=0),
-    "`rank` must be an int": dict(rank=0.5),
-    "`alpha` must be more than 0": dict(alpha=0),
-    "`key` must be a PRNG key": dict(key=3),
-}
-
-
-@pytest.mark.parametrize("message", WRONG)
-def test_wrong_arguments_are_named(message):
-    arguments = dict(patterns=PATTERNS, rank=2, key=KEY) | WRONG[message]
-    with pytest.raises((TypeError, ValueError), match=message):
-        jaxdp.lora(Deep(4), **arguments)
-
-
-def test_adapters_are_put_on_and_merged_once():
-    with pytest.raises(ValueError, match="last has an adapter already"):
-        jaxdp.lora(adapted(), "last", 2, key=KEY)
-    with pytest.raises(ValueError, match="has no adapters"):
-        jaxdp.merge_lora(Mlp(KEY))
-    scalar = eqx.nn.Linear("scalar", 3, key=KEY)
-    with pytest.raises(ValueError, match="scalar features"):
-        jaxdp.lora([scalar], "*", 2, key=KEY)

@@ -6,7 +6,6 @@ import warnings
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from toys import Mlp, NormNet, batches, quiet
@@ -197,21 +196,7 @@ def test_the_state_of_batch_norm_comes_along(with_state):
     model, state = made()
     model, state = jaxdp.load_model(path, like=model, state=state)
     assert same(model, trainer.model)
-    for ours, theirs in zip(
-        jax.tree.leaves(state), jax.tree.leaves(trainer.model_state), strict=True
-    ):
-        np.testing.assert_array_equal(ours, theirs)
-
-
-def test_what_is_no_file_of_weights_is_refused(tmp_path):
-    like = Mlp(jax.random.key(0))
-    with pytest.raises(ValueError, match="must end with '.safetensors' or '.eqx'"):
-        jaxdp.save_model(tmp_path / "model.pkl", like)
-    with pytest.raises(FileNotFoundError, match="there is nothing at"):
-        jaxdp.load_model(tmp_path / "none", like=like)
-    (tmp_path / "torn.eqx").write_bytes(b"\x93NUMPY")
-    with pytest.raises(ValueError, match="is damaged or belongs to another model"):
-        jaxdp.load_model(tmp_path / "torn.eqx", like=like)
+    assert same(state, trainer.model_state)
 
 
 F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}

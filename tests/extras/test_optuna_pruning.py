@@ -1,7 +1,5 @@
 """Trials that are reported at each validation, and pruned."""
 
-import sys
-
 import jax
 import numpy as np
 import pytest
@@ -85,10 +83,3 @@ def test_wrong_trials_are_named():
     with pytest.raises(ValueError, match="nothing of that name is logged"):
         trainer.fit(batches(16), batches(16))
     assert np.isfinite(trainer.validate(batches(16))["val_loss"])
-
-
-def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch):
-    trial = study_of(2.0).ask()
-    monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(ImportError, match="`pip install optuna`"):
-        OptunaPruning(trial)

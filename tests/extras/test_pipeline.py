@@ -27,11 +27,6 @@ def train(strategy, *, data=DATA, epochs=3, ckpt_path=None, **options):
     return trainer, recorder.losses
 
 
-@pytest.fixture(scope="module")
-def single():
-    return train(SingleDevice())[1]
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -104,14 +99,6 @@ def test_devices_of_a_stage_share_its_blocks_and_gather_them_once_a_step():
     assert sent == dict.fromkeys(("all-gather", "reduce-scatter"), of_stage / 2)
 
 
-@pytest.mark.slow
-def test_a_checkpoint_goes_to_another_layout(single, tmp_path):
-    started, _ = train(Pipeline(4, 4), epochs=1)
-    path = started.save(tmp_path / "saved")
-    _, losses = train(FSDP(), ckpt_path=path)
-    np.testing.assert_allclose(losses, single[3:9], rtol=1e-5)
-
-
 def test_the_plan_tells_the_bubble():
     model = eqx.filter_eval_shape(Deep)
     trainer = Trainer(model, loss="cross_entropy", strategy=Pipeline(4, 5))
@@ -120,18 +107,6 @@ def test_the_plan_tells_the_bubble():
     assert "Stages wait for 37.5% of the blocks' time." in str(plan)
     trainer = Trainer(model, loss="cross_entropy", strategy=FSDP())
     assert trainer.plan(DATA).bubble == 0
-
-
-def test_frozen_blocks_are_split_too():
-    model = Deep()
-    spec = jax.tree.map(eqx.is_inexact_array, model)
-    spec = eqx.tree_at(
-        lambda m: m.blocks, spec, jax.tree.map(lambda _: False, model.blocks)
-    )
-    trainer = quiet(model, strategy=Pipeline(8, 2), filter_spec=spec)
-    trainer.fit(DATA[:1])
-    weight = trainer.state.buffers.blocks.stacked.linear.weight
-    assert weight.addressable_data(0).shape == (1, 8, 8)
 
 
 def test_a_stack_is_its_blocks_in_turn():
@@ -155,18 +130,6 @@ def test_ready_made_tensor_rules_split_each_block():
         ("stacked.layers[0].bias", PartitionSpec(None, "model")),
         ("stacked.layers[1].weight", PartitionSpec(None, None, "model")),
     ]
-
-
-def test_blocks_that_differ_cannot_be_stacked():
-    keys = jax.random.split(jax.random.key(0))
-    with pytest.raises(ValueError, match=r"`blocks` must have at least one block"):
-        Stack([])
-    for other in (DeepBlock(4, keys[1]), DeepBlock(8, keys[1], 0.5), eqx.nn.Identity()):
-        with pytest.raises(ValueError, match=r"`blocks`: number 1 differs from number"):
-            Stack([DeepBlock(8, keys[0]), other])
-    shapes = [{"a": jnp.ones(2)}, {"a": jnp.ones(3)}]
-    with pytest.raises(ValueError, match=r"`blocks`: number 1 differs from number"):
-        Stack(shapes)
 
 
 class Plain(eqx.Module):

@@ -92,10 +92,3 @@ def test_what_cant_be_shown_is_named(message, tmp_path):
     with pytest.raises((TypeError, ValueError), match=message):
         trainer.fit(batches(16), batches(16))
     assert not (pathlib.Path(tmp_path) / "up").exists()
-
-
-def test_arguments_are_checked_before_a_fit():
-    with pytest.raises(TypeError, match="`make` must be a function of the model"):
-        Samples("make")
-    with pytest.raises(ValueError, match="`dirpath` must be in a file system"):
-        Samples(print, "gs://bucket/samples")

@@ -12,16 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from toys import Recorder, quiet
 
-from jaxdp import (
-    FSDP,
-    Arrays,
-    SequenceParallel,
-    Sharded,
-    SingleDevice,
-    Stack,
-    fuse_attention,
-    muon,
-)
+from jaxdp import Arrays, SequenceParallel, SingleDevice, Stack, fuse_attention, muon
 from jaxdp.losses import token_cross_entropy
 from jaxdp.strategies.base import count_shards
 
@@ -147,10 +138,7 @@ def trained(case, strategy=SingleDevice):
     if case == "fused":
         model = fuse_attention(model, causal=True, block=4)
     trainer = quiet(
-        model,
-        strategy=strategy(),
-        callbacks=[recorder := Recorder()],
-        **options,
+        model, strategy=strategy(), callbacks=[recorder := Recorder()], **options
     )
     trainer.fit(loader, max_epochs=2)
     held = jax.tree.map(lambda leaf: leaf.sharding.spec, trainer.state.params)
@@ -229,22 +217,6 @@ def test_rows_that_do_not_divide_are_refused_with_the_remedy(name):
     assert "SequenceParallel({'data': 1, 'seq': 8}) splits axis 1" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        (({"data": 8},), ValueError, "`mesh_shape` must be two sizes by name"),
-        (({"data": 2, "seq": 2, "model": 2},), ValueError, "must be two sizes"),
-        ((8,), TypeError, "`mesh_shape` must be a dict or None; got 8"),
-        (({"data": 1, "seq": 4},), ValueError, "for 1 x 4 = 4 devices, and there"),
-        (({"data": 0, "seq": 8},), ValueError, "mesh_shape: data"),
-        (({"data": 1, "seq": 8}, 1), TypeError, "`fsdp` must be True or False; got 1"),
-    ],
-)
-def test_wrong_arguments_are_named(arguments, error, message):
-    with pytest.raises(error, match=message):
-        SequenceParallel(*arguments)
-
-
 def test_it_is_planned_for_more_devices_by_more_rows():
     strategy = SequenceParallel({"data": 2, "seq": 2}, devices=4)
     assert strategy.on(jax.devices()).mesh.shape == {"data": 4, "seq": 2}
@@ -252,25 +224,6 @@ def test_it_is_planned_for_more_devices_by_more_rows():
     assert SequenceParallel(devices=4).mesh.shape == {"data": 1, "seq": 4}
     with pytest.raises(ValueError, match="3 are not divisible by 2"):
         strategy.on(jax.devices()[:3])
-
-
-@slow
-def test_a_run_goes_on_under_other_splits(tmp_path):
-    def new(strategy, model=None):
-        recorder = Recorder()
-        options = {"loss": "cross_entropy", "callbacks": [recorder]}
-        model = Model(jax.random.key(0), depth=1) if model is None else model
-        return quiet(model, optax.adam(1e-2), strategy=strategy, **options), recorder
-
-    batches = data(8, 8)
-    trainer, recorder = new(SPLITS["2x4 fsdp"]())
-    trainer.fit(batches, max_epochs=1)
-    path = trainer.save(tmp_path / "saved")
-    trainer.fit(batches, max_epochs=2)
-    for other in (SPLITS["1x8"], Sharded, FSDP):
-        resumed, losses = new(other())
-        resumed.fit(batches, max_epochs=2, ckpt_path=path)
-        np.testing.assert_allclose(losses.losses, recorder.losses[2:], rtol=1e-5)
 
 
 def test_memory_is_split_and_a_plan_says_so():
