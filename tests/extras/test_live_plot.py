@@ -80,26 +80,6 @@ def test_the_live_plot_draws_every_few_seconds_and_reads_late(
     ]
 
 
-def test_the_live_plot_draws_what_loggers_write_of_each_run(tmp_path):
-    plot = LivePlot(tmp_path / "a.png")
-    for _ in range(2):  # steps of another run are not among those of this one
-        linear_trainer(plot, log_every_n_steps=4).fit(batches(*[8] * 9))
-        assert [step for step, _ in plot._columns["loss"]] == [4, 8]
-        assert list(plot._columns) == ["loss", "epoch_loss", "epoch_accuracy"]
-
-
-def test_a_checkpoint_needs_nothing_of_a_live_plot(tmp_path):
-    saved = linear_trainer()
-    saved.fit(batches(8, 8))
-    path = saved.save(tmp_path / "saved")
-    plots = [LivePlot(tmp_path / f"{name}.png") for name in "ab"]
-    for _ in range(2):  # the second time used by another trainer
-        trainer = linear_trainer(*plots, log_every_n_steps=1)
-        trainer.load(path)  # without a warning
-        trainer.fit(batches(8, 8), max_epochs=2)
-        assert [step for step, _ in plots[0]._columns["loss"]] == [3, 4]
-
-
 def test_the_live_plot_is_drawn_after_an_exception(tmp_path, drawn):
     plot = LivePlot(tmp_path / "a.png")
     trainer = linear_trainer(NanGuard(), plot, log_every_n_steps=1)

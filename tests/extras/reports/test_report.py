@@ -215,24 +215,24 @@ def test_runs_that_lack_something_are_shown(tmp_path, table, record):
     assert (" examples/s " in page.text) == bool(speeds)
 
 
-def test_what_is_no_run_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="is not a run: a run is a folder"):
-        read_run(tmp_path)
-    (tmp_path / "metrics.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(ValueError, match="no columns `epoch` and `step`"):
-        read_run(tmp_path)
-
-
 @pytest.mark.parametrize(
-    ("record", "told"),
+    ("table", "record", "error", "message"),
     [
-        ("[]", "must be an object"),
-        ('{"hyperparameters": "x"}', "`record.hyperparameters` is 'x'"),
-        ("[", "Expecting value"),
+        (None, None, FileNotFoundError, "is not a run: a run is a folder"),
+        ("a,b\n1,2\n", None, ValueError, "no columns `epoch` and `step`"),
+        (SHORT, "[]", ValueError, "metrics.json` is not what.*must be an object"),
+        (
+            SHORT,
+            '{"hyperparameters": "x"}',
+            ValueError,
+            "hyperparameters` is 'x",
+        ),
+        (SHORT, "[", ValueError, "metrics.json` is not what.*Expecting value"),
     ],
 )
-def test_a_record_that_is_none_is_named(tmp_path, record, told):
-    (tmp_path / "metrics.csv").write_text(SHORT)
-    (tmp_path / "metrics.json").write_text(record)
-    with pytest.raises(ValueError, match=f"metrics.json` is not what.*{told}"):
+def test_what_is_no_run_is_refused(tmp_path, table, record, error, message):
+    for name, text in (("metrics.csv", table), ("metrics.json", record)):
+        if text is not None:
+            (tmp_path / name).write_text(text)
+    with pytest.raises(error, match=message):
         read_run(tmp_path)
