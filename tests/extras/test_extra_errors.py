@@ -114,7 +114,7 @@ REFUSED = {
     ],
     "compare": [
         (lambda: make_small().compare(batches(16), Pmap), TypeError,
-         "`strategy` is the class Pmap"),
+         "`strategy` must be an instance of a jaxdp.DataParallel"),
         (lambda: make_small().compare(batches(16), steps=0), ValueError,
          "`steps` must be 1 or more; got 0"),
         (lambda: make_small().compare([], Pmap()), ValueError, "`loader`"),
