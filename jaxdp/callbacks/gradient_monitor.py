@@ -94,7 +94,7 @@ class GradientMonitor(Callback):
         """Names the leaves that do not learn, once, after the first steps."""
         if self._checked >= self.check_steps:
             return
-        self._alive |= np.asarray(row.values[_SQUARES])[:2] > 0  # waits for the device
+        self._alive |= np.asarray(row.values[_SQUARES])[:2] != 0  # waits for the device
         self._checked += 1
         if self._checked != self.check_steps:
             return
@@ -127,10 +127,13 @@ class _Value:
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
         squares = np.asarray(self._metrics[_SQUARES])  # waits for the device
-        gradient, update, weight = np.sqrt(squares[:, self._leaves].sum(axis=1))
-        if self._kind == "grad_norm":
-            return np.asarray(gradient, dtype)  # on the host
-        return np.asarray(update / weight if update else update, dtype)  # on the host
+        with np.errstate(
+            all="ignore"
+        ):  # of weights that are zero, the ratio is infinite
+            gradient, update, weight = np.sqrt(squares[:, self._leaves].sum(axis=1))
+            ratio = update / weight if update else update
+        value = gradient if self._kind == "grad_norm" else ratio
+        return np.asarray(value, dtype)  # on the host
 
 
 def group_by_layer(paths: list[Any], max_layers: int) -> dict[str, list[int]]:
