@@ -24,6 +24,9 @@ class _NoLoader:
 NO_LOADER: Final = _NoLoader()
 """The training loader if the user passes none."""
 
+_NO_LOADERS: Final = str, bytes, dict
+"""Iterables whose items are no batches."""
+
 
 def open_loader(
     loader: Any,
@@ -47,33 +50,22 @@ def open_loader(
             return make_torch_source(loader, argument, partition, seed)
         if isinstance(loader, torch.utils.data.IterableDataset):
             return IterableSource(loader, argument, partition, seed)
-        if isinstance(loader, torch.utils.data.Dataset):
-            raise TypeError(
-                f"`{argument}` is a {type(loader).__name__}, a torch Dataset, which"
-                " gives single examples; wrap it: torch.utils.data.DataLoader(dataset,"
-                " batch_size)."
-            )
 
     # Any iterable of batches, but not one of other items.
+    is_dataset = torch is not None and isinstance(loader, torch.utils.data.Dataset)
+    is_iterable = isinstance(loader, Iterable) or hasattr(loader, "__getitem__")
     arrays = loader if isinstance(loader, tuple) else (loader,)
     is_array = [hasattr(array, "dtype") for array in arrays]
     may_be = [isinstance(array, Mapping) for array in arrays]  # a tree of arrays
-    if any(is_array) and all(map(operator.or_, is_array, may_be)):
-        kind = "a tuple of arrays"
-        if arrays is not loader:
-            kind = f"an array of shape {arrays[0].shape}"
+    are_arrays = any(is_array) and all(map(operator.or_, is_array, may_be))
+    if is_dataset or are_arrays or not is_iterable or isinstance(loader, _NO_LOADERS):
+        kind = f"a {type(loader).__name__}" + " of arrays" * isinstance(loader, tuple)
         raise TypeError(
-            f"`{argument}` is {kind}, not an iterable of batches. Of arrays x and y"
-            " pass one loader of both: jaxdp.Arrays(x, y, batch_size=32); of x alone,"
-            " jaxdp.Arrays(x)."
-        )
-    is_iterable = isinstance(loader, Iterable) or hasattr(loader, "__getitem__")
-    if not is_iterable or isinstance(loader, str | bytes | dict):
-        raise TypeError(
-            f"`{argument}` is a {type(loader).__name__}, not an iterable of batches;"
-            " pass a DataLoader, a list or a generator of (x, y) batches, or of arrays"
-            " jaxdp.Arrays(x, y, batch_size=32). (The trainer has its model:"
-            " Trainer(model).fit(loader).)"
+            f"`{argument}` is {kind}, not an iterable of batches; pass a list or a"
+            " generator of (x, y) batches; of arrays x and y one loader of both,"
+            " jaxdp.Arrays(x, y, batch_size=32); of a dataset of examples"
+            " torch.utils.data.DataLoader(dataset, batch_size). (The trainer has its"
+            " model: Trainer(model).fit(loader).)"
         )
     if isinstance(loader, list | tuple) and loader and all(map(_is_loader, loader)):
         raise TypeError(
