@@ -47,18 +47,14 @@ _NOTE: Final = (
 class NoteOnError:  # noqa: N801
     """A context that adds a note to an exception of its block."""
 
-    def __init__(
-        self,
-        note: str,
-        kinds: type[Exception] | tuple[type[Exception], ...] = Exception,
-    ):
-        self._note, self._kinds = note, kinds
+    def __init__(self, note: str):
+        self._note = note
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        if isinstance(error, self._kinds):
+        if isinstance(error, Exception):
             error.add_note(self._note)
 
 

@@ -96,29 +96,23 @@ class NanGuard(Callback):
         if is_scaled and self._in_a_row <= self.max_skips:
             return
         self.skipped_steps.append(row.step)
-        what = self._describe_bad_values(metrics)
         place = f"epoch {row.epoch}, step {row.step} (batch_idx {row.batch_idx})"
-        place = f"{place}: {what}"
-        if self.action == "stop":
-            raise FloatingPointError(
-                f"`NanGuard`: {place}. The update was not applied: `trainer.model` is"
-                " the last good one. Lower the learning rate, clip gradients"
-                " (`gradient_clip_val`), look at that batch, or use"
-                " `NanGuard('skip')`; `NanGuard('end')` ends the fit without an"
-                " exception."
-            )
+        text = f"`NanGuard`: {place}: {self._describe_bad_values(metrics)}"
         if self.action == "end":
             if not trainer.should_stop:
-                warn(f"`NanGuard`: {place}. The update was not applied; the fit ends.")
+                warn(f"{text}. The update was not applied; the fit ends.")
             trainer.should_stop = True
-            return
-        if self._in_a_row > self.max_skips:
+        elif self.action == "skip" and self._in_a_row <= self.max_skips:
+            warn(f"{text}; skipped this update.")
+        else:
             count, self._in_a_row = self._in_a_row, 0
             raise FloatingPointError(
-                f"`NanGuard`: {place}. That makes {count} steps in a row without an"
-                f" update, more than `max_skips`={self.max_skips}."
+                f"{text}. That makes {count} steps in a row without an update:"
+                " `trainer.model` is the last good one. Lower the learning rate, clip"
+                " gradients (`gradient_clip_val`), look at that batch, or use"
+                " `NanGuard('skip', max_skips=...)`; `NanGuard('end')` ends the fit"
+                " without an exception."
             )
-        warn(f"`NanGuard`: {place}; skipped this update.")
 
     def _describe_bad_values(self, metrics: Mapping[str, Any]) -> str:
         """Returns a sentence that names the values that are not finite."""

@@ -1,11 +1,11 @@
 """Saves a trainer to a checkpoint, and restores it."""
 
-import contextlib
+import functools
 import inspect
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
 
 import equinox as eqx
@@ -60,13 +60,14 @@ def start_saving(
         state = held.tree
         run.record.flush()
         meta = make_metadata(trainer)
-        with _time_save(run):
+        time_save = functools.partial(run.record.stopwatch.measure, "checkpoints")
+        with time_save():
             return checkpoint.start_saving(
                 path,
                 state,
                 meta,
                 run_save_hooks,
-                lambda: _time_save(run),
+                time_save,
                 held.evaluated,
                 _fingerprint_frozen(run, state),
             )
@@ -112,13 +113,6 @@ def make_metadata(trainer: "Trainer") -> dict[str, Any]:
         ],
         "arguments": config.description(run.hooks.callbacks),
     }
-
-
-@contextlib.contextmanager
-def _time_save(run: "Run") -> Iterator[None]:
-    """Times how long the fit blocks on checkpoint writes."""
-    with run.record.stopwatch.measure("checkpoints"):
-        yield
 
 
 def load_weights_at(

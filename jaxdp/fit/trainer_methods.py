@@ -65,13 +65,10 @@ def check_is_callable(run: "Run", method: str) -> None:
     """Raises if the model can't be called on one example, as `method` does."""
     model = run.config.model
     if not callable(model):
-        name, part = type(model).__name__, ".generator"
-        if isinstance(model, dict | list | tuple):
-            part = "['generator']" if isinstance(model, dict) else "[0]"
         raise TypeError(
-            f"`{method}` calls the model on one example, and {name} has no"
-            " __call__. Call a part of `trainer.model`, as in"
-            f" jax.vmap(trainer.model{part})(x); or give a class of yours one."
+            f"`{method}` calls the model on one example, and {type(model).__name__} has"
+            " no __call__. Call a part of `trainer.model`, as in"
+            " jax.vmap(trainer.model['generator'])(x); or give a class of yours one."
         )
 
 
