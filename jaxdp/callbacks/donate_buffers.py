@@ -58,27 +58,23 @@ class DonateBuffers(Callback):
 
         # `trainer.state` cannot be read between the steps of one dispatch.
         leaves = jax.tree_util.tree_leaves_with_path(trainer.run.shapes())
-        arrays = {leaf_path(path): leaf for path, leaf in leaves}
-        if self.what == "none":
-            arrays = {}
-        sizes = [
-            nbytes(leaf, leaf.sharding.shard_shape(leaf.shape))
-            for leaf in arrays.values()
-        ]
-        places = find_donated(
-            compiled, parse_aliases((compiled.as_text() or "").partition("\n")[0])
-        )
+        sizes = {
+            leaf_path(path): nbytes(leaf, leaf.sharding.shard_shape(leaf.shape))
+            for path, leaf in (leaves if self.what != "none" else ())
+        }
+        header = (compiled.as_text() or "").partition("\n")[0]
+        places = find_donated(compiled, parse_aliases(header))
         missing = {
             path: size
-            for place, (path, size) in enumerate(zip(arrays, sizes, strict=True))
+            for place, (path, size) in enumerate(sizes.items())
             if size and place not in places
         }
+        total = sum(sizes.values())
         self.report = {
-            "donated_bytes": sum(sizes),
-            "aliased_bytes": sum(sizes) - sum(missing.values()),
+            "donated_bytes": total,
+            "aliased_bytes": total - sum(missing.values()),
             "not_aliased": list(missing),
         }
-
         if missing:
             warn(
                 f"`DonateBuffers({self.what!r})`: the compiled step does not overwrite"

@@ -9,7 +9,7 @@ from jaxtyping import Array, PyTree
 
 from ..basics.arguments import check_count, check_number, checks_arguments
 from ..basics.host_memory import move_to_device
-from ..basics.tree import map_nodes
+from ..basics.tree import find_nodes, map_nodes
 from .base import Callback, Trainer
 
 
@@ -128,11 +128,7 @@ class AveragingState(NamedTuple):
 
 
 def _replace_params(state: Any) -> Any:
-    def is_average(node: Any) -> bool:
-        return isinstance(node, AveragingState)
-
-    nodes = jax.tree.leaves(state.opt_state, is_leaf=is_average)
-    average = next(node for node in nodes if is_average(node)).average
+    average = find_nodes(AveragingState, state.opt_state)[0].average
 
     def cast_mean(own: Array, mean: Array) -> Array:
         mean = move_to_device(mean)

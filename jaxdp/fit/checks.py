@@ -15,7 +15,7 @@ from .. import losses
 from ..basics.arguments import check_count, check_is_local, check_number
 from ..basics.console import join_numbers, log_info_once
 from ..basics.other_libraries import INSTEAD
-from ..basics.tree import leaf_path
+from ..basics.tree import find_nodes, leaf_path
 from ..callbacks import Callback, check_hooks
 from ..distributed import get_process_group
 from ..step import (
@@ -300,11 +300,7 @@ def split_model(
 
 def check_state(model: PyTree, state: Any) -> None:
     """Raises if the model has layers with state but `state` is None, or conversely."""
-
-    def is_index(node: Any) -> bool:
-        return isinstance(node, eqx.nn.StateIndex)
-
-    stateful = any(map(is_index, jax.tree.leaves(model, is_leaf=is_index)))
+    stateful = bool(find_nodes(eqx.nn.StateIndex, model))
     if stateful and state is None:
         raise ValueError(
             "`model` has stateful layers (BatchNorm or the like) but `state` is None;"
