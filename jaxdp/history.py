@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import jaxdp
 
-from .basics.columns import MEMBER, VALIDATION
+from .basics.columns import MEMBER
 from .basics.console import format_columns
 from .basics.files import add_path_to_errors, expand_path, write_text_atomically
 
@@ -131,21 +131,13 @@ class History(Mapping[str, list[float]]):
     def __repr__(self) -> str:
         if not self.epochs:
             return "History(no epochs yet)"
-        # The epoch with the least validation loss, or training loss.
-        losses = self._values.get(f"{VALIDATION}loss") or self._values.get("loss", [])
-        finite = [
-            (v, i) for i, v in enumerate(losses) if v is not None and math.isfinite(v)
-        ]
-        count, best = len(self.epochs), min(finite)[1] if finite else None
-        title = f"History({count} {'epoch' if count == 1 else 'epochs'})"
-        shown = range(count) if count <= 4 else sorted({0, best or 0, count - 1})
+        count = len(self.epochs)
+        shown = range(count) if count <= 4 else (0, *range(count - 3, count))
         cells = {"epoch": list(map(str, self.epochs))}
         # The means of an ensemble alone: there may be hundreds of members.
         names = [name for name in self if not MEMBER.search(name)]
         cells |= {name: [f"{v:.4g}" for v in self[name]] for name in names}
         table = [list(cells)]
         table += [[values[i] for values in cells.values()] for i in shown]
-        lines = format_columns(table, right=range(len(cells)))
-        if best is not None:
-            lines[1 + list(shown).index(best)] += "  <- best"
-        return "\n".join([title, *lines])
+        title = f"History({count} {'epoch' if count == 1 else 'epochs'})"
+        return "\n".join([title, *format_columns(table, right=range(len(cells)))])
