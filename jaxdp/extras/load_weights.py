@@ -16,7 +16,7 @@ from ..basics.arguments import check_is_local, checks_arguments
 from ..basics.console import log_info
 from ..basics.files import expand_path, read_json
 from ..checkpoint import CheckpointCorrupt, describe_shape
-from ..fit import get_shapes, make_weight_setter
+from ..fit import get_shapes
 from ..trainer import Trainer
 from .model_files import open_safetensors
 from .weight_names import (
@@ -109,7 +109,12 @@ def _load_into_trainer(
 ) -> None:
     """Sets the weights of a trainer, read in the layout of its strategy."""
     run, config = trainer.run, trainer.run.config
-    begin = make_weight_setter(run, "`load_weights`")
+    if run.doing or run.progress.global_step:
+        raise RuntimeError(
+            "`load_weights` sets the weights that a trainer begins with, and was called"
+            f" after {run.progress.global_step} steps, or from a hook of a callback."
+            " Call it before, or make a new Trainer."
+        )
     params, buffers, model_state = get_shapes(run)
 
     def add_layout(leaf: Any, placed: Any) -> Any:
@@ -121,7 +126,7 @@ def _load_into_trainer(
     placed = eqx.combine(params, buffers), model_state
     is_none = lambda node: node is None  # noqa: E731
     like = jax.tree.map(add_layout, current, placed, is_leaf=is_none)
-    begin(*_load(path, like, names, ignore, current))
+    run.set_initial_weights(*_load(path, like, names, ignore, current))
 
 
 def _load(

@@ -3,5 +3,5 @@
 from .lifecycle import replace_training
 from .pass_metrics import Metric, PassMetric
 from .progress import FitArguments
-from .run import Run, TrainerConfig, make_weight_setter
+from .run import Run, TrainerConfig
 from .trainer_methods import get_shapes

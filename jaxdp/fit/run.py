@@ -1,7 +1,7 @@
 """The resolved arguments of a trainer, and the objects that it works with."""
 
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -344,6 +344,11 @@ class Run:
         """Returns the state as shapes with shardings, also within a dispatch."""
         return self.engine.device_state.get_shapes()
 
+    def set_initial_weights(self, model: PyTree, model_state: Any) -> None:
+        """Sets the weights that training begins with; their arrays may be anywhere."""
+        self.arguments = {**self.arguments, "model": model, "state": model_state}
+        self.config, self._engine = TrainerConfig(self.arguments), None
+
     def put_back(self, names: Iterable[str], source: Mapping[str, Any] | str) -> None:
         """Restores fields of an earlier state into the current one.
 
@@ -360,35 +365,6 @@ class Run:
         else:
             parts = {name: source[name] for name in names}
             engine.state = engine.place(engine.state._replace(**parts))
-
-
-def make_weight_setter(run: Run, wanted: str) -> Callable[[PyTree, Any], None]:
-    """Returns a function that sets the initial weights of a trainer.
-
-    Args:
-        run: the run of the trainer.
-        wanted: the caller, for messages: "`load_weights`".
-
-    Returns:
-        A function of a model and its `eqx.nn.State` (or None), of the same structure;
-        their arrays may be anywhere.
-
-    Raises:
-        RuntimeError: if training has begun.
-    """
-    if run.doing or run.progress.global_step:
-        steps = run.progress.global_step
-        when = f"after {steps} steps" if steps else f"during {run.doing}"
-        raise RuntimeError(
-            f"{wanted} sets the weights that a trainer begins with, and was called"
-            f" {when}. Call it before, or make a new Trainer."
-        )
-
-    def set_weights(model: PyTree, model_state: Any) -> None:
-        run.arguments = {**run.arguments, "model": model, "state": model_state}
-        run.config, run._engine = TrainerConfig(run.arguments), None
-
-    return set_weights
 
 
 def add_default_callbacks(
