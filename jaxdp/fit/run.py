@@ -276,18 +276,16 @@ class Run:
         """
         if self._engine is not None and self.doing != "a fit":
             self._engine.update_debug_settings()
-        config = self.config
-        has_own_loss = self.arguments["loss_fn"] is not None or config.optimizer_parts
+        has_own_loss = self.arguments["loss_fn"] or self.config.optimizer_parts
         if loader is None and kind == "train" and has_own_loss:
             loader = NO_LOADER
-        source = open_loader(
+        return open_loader(
             loader,
             argument,
-            config.seed,
+            self.config.seed,
             self.make_partition(kind),
             in_order=in_order or kind != "train",
         )
-        return source
 
     def make_partition(self, kind: StepKind) -> RowPartition:
         """Returns the partition of the rows over the processes."""
