@@ -221,42 +221,26 @@ def describe_arguments(
     texts = {name: _describe(config.arguments[name]) for name in _RECORDED_ARGUMENTS}
     options = {name: str(value) for name, value in config.compiler_options.items()}
     texts["compiler_options"] = str(options or None)
-    texts["optimizer"] = _describe_optimizer(config)
-    texts["filter_spec"] = _describe_frozen(buffers)
-    parts = map(_describe_callback, filter(_changes_training, callbacks))
-    texts["callbacks"] = ", ".join(parts) or "none that adds state"
+    parts = [
+        f"{part.name}, every={part.every}: {describe_optimizer(part.optimizer)}"
+        for part in config.optimizer_parts
+    ]
+    optimizer = config.arguments["optimizer"]
+    texts["optimizer"] = "; ".join(parts) or describe_optimizer(optimizer)
+    leaves = jax.tree_util.tree_leaves_with_path(buffers)
+    frozen = [leaf_path(path) for path, leaf in leaves if eqx.is_inexact_array(leaf)]
+    texts["filter_spec"] = f"one that freezes {join_some(frozen) or 'nothing'}"
+    adding = [
+        repr(callback)
+        for callback in callbacks
+        if overrides(callback, "wrap_optimizer")
+        or overrides(callback, "evaluated_state")
+    ]
+    texts["callbacks"] = _describe(", ".join(adding)) or "none that adds state"
     adds = adds_state(config.strategy)
     texts["strategy"] = repr(config.strategy) if adds else "one that adds no state"
     texts["model"] = _describe(eqx.tree_pformat(rest))
     return {name: text for name, text in texts.items() if text not in ("", "None")}
-
-
-def _describe_optimizer(config: "TrainerConfig") -> str:
-    parts = config.optimizer_parts or ()
-    if not parts:
-        return describe_optimizer(config.arguments["optimizer"])
-    return "; ".join(
-        f"{p.name}, every={p.every}: {describe_optimizer(p.optimizer)}" for p in parts
-    )
-
-
-def _describe_frozen(buffers: Any) -> str:
-    leaves = jax.tree_util.tree_leaves_with_path(buffers)
-    names = [leaf_path(path) for path, leaf in leaves if eqx.is_inexact_array(leaf)]
-    return (
-        f"one that freezes {join_some(names)}" if names else "one that freezes nothing"
-    )
-
-
-def _changes_training(callback: Callback) -> bool:
-    return any(overrides(callback, n) for n in ("wrap_optimizer", "evaluated_state"))
-
-
-def _describe_callback(callback: Callback) -> str:
-    public = {n: v for n, v in vars(callback).items() if not n.startswith("_")}
-    simple = (int, float, str, type(None))
-    shown = [f"{name}={v!r}" for name, v in public.items() if isinstance(v, simple)]
-    return f"{type(callback).__name__}({', '.join(shown)})"
 
 
 def _describe(value: Any) -> str:

@@ -67,7 +67,7 @@ def saved(tmp_path_factory):
 
 @pytest.mark.parametrize("changes, names", [
     ({"callbacks": [WeightAveraging(0.9)]},
-     r"`callbacks` was none that adds state, and is WeightAveraging\(decay=0.9, every"),
+     r"`callbacks` was none that adds state, and is WeightAveraging\(decay=0.9\)"),
     ({"gradient_clip_val": 1.0}, "`gradient_clip_val` was None, and is 1.0"),
     ({"precision": "16-mixed"}, "`precision` was 32-true, and is 16-mixed"),
     ({"precision": "bf16-true"}, "`precision` was 32-true, and is bf16-true"),
