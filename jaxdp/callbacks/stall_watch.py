@@ -2,20 +2,17 @@
 
 import faulthandler
 import math
-import os
 import sys
 import time
 from collections.abc import Mapping
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from ..basics.arguments import check_number, checks_arguments
-from ..basics.files import expand_path
 from .base import Callback, Trainer
 
 
 class StallWatch(Callback):
-    """Writes the stacks of all threads when a fit makes no progress for a while.
+    """Writes the stacks of all threads to stderr when a fit makes no progress.
 
     The innermost frames show what the fit waits for: a loader, the device, a
     checkpoint, another process or a callback. With several processes, each reports for
@@ -28,28 +25,16 @@ class StallWatch(Callback):
             this.
         abort: whether to end the process then, with exit code 1, so that a launcher can
             restart it.
-        path: a file to append the stacks to; None means stderr.
     """
 
     @checks_arguments
-    def __init__(
-        self,
-        timeout: float = 300.0,
-        *,
-        abort: bool = False,
-        path: str | os.PathLike[str] | None = None,
-    ):
+    def __init__(self, timeout: float = 300.0, *, abort: bool = False):
         check_number("timeout", timeout, above=0, below=math.inf)
         self.timeout = float(timeout)
         self.abort = abort
-        self.path = None if path is None else Path(expand_path(path))
         self._armed = math.inf  # when the present countdown began
-        self._file: IO[bytes] | None = None
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("ab", buffering=0)
         self._armed = -math.inf
         self._restart_countdown()
 
@@ -67,9 +52,6 @@ class StallWatch(Callback):
     def on_fit_end(self, trainer: Trainer) -> None:
         self._armed = math.inf
         faulthandler.cancel_dump_traceback_later()
-        if self._file is not None:
-            self._file.close()
-        self._file = None
 
     def _restart_countdown(self) -> None:
         """Restarts the countdown, not at every step, since that starts a thread."""
@@ -77,5 +59,5 @@ class StallWatch(Callback):
         if now - self._armed > self.timeout / 10:
             self._armed = now
             # Past sys.stderr, whose lock a stuck thread may hold.
-            file = self._file or sys.__stderr__ or 2
+            file = sys.__stderr__ or 2
             faulthandler.dump_traceback_later(self.timeout, file=file, exit=self.abort)

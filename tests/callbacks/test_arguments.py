@@ -15,7 +15,6 @@ from jaxdp.callbacks import (
     NanGuard,
     Profiler,
     Samples,
-    StallWatch,
     TensorBoardLogger,
 )
 
@@ -31,7 +30,6 @@ def text(model):
     lambda: TensorBoardLogger("runs"),
     lambda: ModelCheckpoint("runs", every_n_train_steps=1, save_top_k=-1),
     lambda: Profiler("runs", start_step=2, num_steps=1),
-    lambda: StallWatch(path="runs/stalls.txt"),
     lambda: LivePlot("runs/curves.png"),
     lambda: Samples(text, "runs"),
     *(CSVLogger, TensorBoardLogger, ModelCheckpoint, LivePlot),

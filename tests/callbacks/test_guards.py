@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -173,19 +174,24 @@ def test_overflows_of_the_loss_scale_are_no_findings():
         trainer.fit(data, max_epochs=2)
 
 
-def test_the_stacks_of_a_stalled_fit_are_written_once(tmp_path):
-    watch = StallWatch(0.4, path=tmp_path / "stalls.txt")
-    make(At(4, lambda trainer: time.sleep(1.5)), watch).fit(data())
-    text = (tmp_path / "stalls.txt").read_text()
+def test_the_stacks_of_a_stalled_fit_are_written_once(monkeypatch):
+    with tempfile.TemporaryFile("w+") as file:
+        monkeypatch.setattr(sys, "__stderr__", file)
+        make(At(4, lambda trainer: time.sleep(1.5)), StallWatch(0.4)).fit(data())
+        file.seek(0)
+        text = file.read()
     assert text.count("Timeout (0:00:00.400000)!") == 1
     assert "in call" in text and "most recent call first" in text
 
 
-def test_a_fit_that_moves_or_has_ended_is_left_alone(tmp_path):
-    watch = StallWatch(1.0, path=tmp_path / "stalls.txt")
-    make(On(on_train_batch_end=lambda *_: time.sleep(0.1)), watch).fit(data())
-    time.sleep(1.2)
-    assert (tmp_path / "stalls.txt").read_text() == ""
+def test_a_fit_that_moves_or_has_ended_is_left_alone(monkeypatch):
+    with tempfile.TemporaryFile("w+") as file:
+        monkeypatch.setattr(sys, "__stderr__", file)
+        watch = StallWatch(1.0)
+        make(On(on_train_batch_end=lambda *_: time.sleep(0.1)), watch).fit(data())
+        time.sleep(1.2)
+        file.seek(0)
+        assert file.read() == ""
 
 
 def test_a_stalled_process_is_ended():

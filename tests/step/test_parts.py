@@ -1,6 +1,5 @@
 """Several losses and optimizers in one step, beside a loop written by hand."""
 
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -409,9 +408,7 @@ def test_predict_of_several_models_says_how_to_call_one():
     options = {"loss_fn": lambda model, x: x, "enable_progress_bar": False}
     trainer = Trainer(model, **options)
     for call in (lambda: trainer.predict(DATA), trainer.inference_model):
-        with pytest.raises(
-            TypeError, match=r"trainer\.model\['generator'\]"
-        ):
+        with pytest.raises(TypeError, match=r"trainer\.model\['generator'\]"):
             call()
 
 
