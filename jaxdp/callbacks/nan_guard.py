@@ -107,7 +107,7 @@ class NanGuard(Callback):
         else:
             count, self._in_a_row = self._in_a_row, 0
             raise FloatingPointError(
-                f"{text}. That makes {count} steps in a row without an update:"
+                f"{text}. The update was not applied ({count} in a row):"
                 " `trainer.model` is the last good one. Lower the learning rate, clip"
                 " gradients (`gradient_clip_val`), look at that batch, or use"
                 " `NanGuard('skip', max_skips=...)`; `NanGuard('end')` ends the fit"
