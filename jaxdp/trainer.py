@@ -419,7 +419,7 @@ class Trainer(Generic[Model]):
     def state(self) -> TrainState:
         """The `TrainState` on the devices. The next step overwrites it: `copy.deepcopy`
         it first, also to write into it."""
-        return self.run.get_checked_engine().device_state.get_user_tree()
+        return self.run.get_checked_engine().device_state.tree
 
     @property
     def hyperparams(self) -> Mapping[str, Any]:

@@ -250,8 +250,9 @@ def test_every_wait_for_the_device_says_so():
 
 CALLED_BY_CHECKS = "Metrics.__len__", "Metrics.__iter__"
 MAX_CALLS_PER_STEP = 20
-"""Functions of ours that a step calls: a small one takes as long as a hundred."""
-MAX_CALLS_PER_EPOCH = {"ready batches": 83, "a DataLoader": 116}
+"""Functions of ours that a step calls: a small one takes as long as a hundred. Over
+ready batches it is one less."""
+MAX_CALLS_PER_EPOCH = {"ready batches": 80, "a DataLoader": 113}
 """Those that the end of an epoch and the start of the next call, with a bar."""
 
 
@@ -295,6 +296,6 @@ def test_steps_and_ends_of_epochs_are_few_calls_of_ours(kind):
         return (count_calls(steps, 11, bar) - count_calls(steps, 1, bar)) / 10
 
     steps = (count_calls(128, 1) - count_calls(64, 1)) // 64
-    assert steps <= MAX_CALLS_PER_STEP
+    assert steps <= MAX_CALLS_PER_STEP - (kind == "ready batches")
     between_epochs = 2 * count_per_epoch(4) - count_per_epoch(8)
     assert between_epochs <= MAX_CALLS_PER_EPOCH[kind]

@@ -11,13 +11,7 @@ import jax
 from ..basics.console import join_some, log_info, warn
 from ..basics.hardware import describe_mixed_kinds
 from ..data import Dispatch, leaf_name
-from ..step import (
-    BY_DEFAULT,
-    SingleRowBatch,
-    Steps,
-    merge_leaves,
-    note_on_products,
-)
+from ..step import BY_DEFAULT, Steps, merge_leaves, note_on_products
 
 _LONG_SECONDS: Final = 2.0
 """A compilation that takes longer is reported."""
@@ -55,22 +49,21 @@ class CompileLog:
             yield
         finally:
             timer.cancel()
-        seconds = f"{time.perf_counter() - started:.1f} s"
+        seconds = time.perf_counter() - started
         is_new = shapes not in known
         if known and is_new:
-            self._report_again(
-                f"{step} was compiled again, in {seconds}", known, shapes
-            )
-        elif time.perf_counter() - started > _LONG_SECONDS:
-            self._say(f"{step} was compiled in {seconds}")
+            text = f"{step} was compiled again, in {seconds:.1f} s"
+            self._report_again(text, known, shapes)
+        elif seconds > _LONG_SECONDS:
+            self._say(f"{step} was compiled in {seconds:.1f} s")
         if is_new:
             known.append(shapes)
 
-    def log_once(self, note: str) -> None:
-        """Reports a note unless it was reported before."""
-        if note not in self._reported:
+    def log_once(self, note: str, key: str = "") -> None:
+        """Reports a note unless it, or one with its `key`, was reported before."""
+        if (key or note) not in self._reported:
+            self._reported.add(key or note)
             self._say(note)
-        self._reported.add(note)
 
     def log_program(self, devices: list[Any], program: Any, steps: Steps) -> None:
         """Reports the precision of products, and warns of devices that differ."""
@@ -85,29 +78,26 @@ class CompileLog:
 
     def log_unsplit(self, dispatch: Dispatch, num_shards: int) -> None:
         """Reports the first batch that each device computes in full, and the reason."""
-        batches = [group.batch for group in dispatch.groups]
-        sizes = [jax.tree.leaves(batch)[0].shape[1] for batch in batches]
-        rows = next((size for size in sizes if size % num_shards), None)
-        has_rows = not any(isinstance(batch, SingleRowBatch) for batch in batches)
+        shapes = [jax.tree.leaves(group.batch)[0].shape for group in dispatch.groups]
         # Processes may have different numbers of rows, and shards divide each.
-        if dispatch.split or rows is None or not has_rows or "full" in self._reported:
-            return
-        self._reported.add("full")
-        self._say(
-            f"a batch of {rows} rows is computed in full on each device, since"
-            f" something in the step is written for a batch, and the {num_shards}"
-            " shards of the strategy do not divide it"
-        )
+        rows = next((n for _, n, *_ in shapes if n % num_shards), 1)
+        if rows > 1:
+            self.log_once(
+                f"a batch of {rows} rows is computed in full on each device, since"
+                f" something in the step is written for a batch, and the {num_shards}"
+                " shards of the strategy do not divide it",
+                key="computed in full",
+            )
 
     def _report_again(self, text: str, known: list[_Shapes], now: _Shapes) -> None:
-        count, last = len(known) + 1, known[-1]
+        last = known[-1]
         reason = join_some(
             f"{name} was {last.get(name)} and is {shape}"
             for name, shape in now.items()
             if last.get(name) != shape
         )
         text += f", because {reason}"
-        if count < _MANY_SHAPES or self._quiet:
+        if (count := len(known) + 1) < _MANY_SHAPES or self._quiet:
             self._say(text)
         else:
             warn(

@@ -13,7 +13,7 @@ from ..basics.hardware import get_smallest_memory
 from ..basics.host_memory import clear_mesh
 from ..basics.process import pause_gc
 from ..data import Dispatch, Window
-from ..distributed import RowBlocks
+from ..distributed import RowBlocks, make_global_array
 from ..step import (
     LONG_IN_FLIGHT,
     Batch,
@@ -237,8 +237,9 @@ class Engine:
                 program = step.compile(
                     self.pure, dispatch, inputs, donate, self._compiler_options
                 )
-            rows = sum(dispatch.rows)
-            check_program(f"the {name} step", self.memory, rows, program.compiled)
+            if self.memory is not None:
+                step_name, rows = f"the {name} step", sum(dispatch.rows)
+                check_program(step_name, self.memory, rows, program.compiled)
         except SingleStepsOnly:
             raise
         except Exception as error:
@@ -248,7 +249,8 @@ class Engine:
             raise
         for note in step.facts.notes:
             self.log_once(note)
-        self._compile_log.log_unsplit(dispatch, count_shards(self.strategy))
+        if not dispatch.split:
+            self._compile_log.log_unsplit(dispatch, count_shards(self.strategy))
         self._compile_log.log_program(self._devices, program, self.pure)
         return program
 
@@ -261,13 +263,14 @@ class Engine:
         program = step.programs.get(dispatch.shape)
         if program is None:
             program = self.get_program("train", dispatch)
-        if state.user_tree is not None:
+        if state.made_tree is not None:
             state.check_not_written()  # the step outdates it: the last moment
 
         # The steps. Nothing here waits for the device.
-        leaves = state.leaves
+        leaves: list[Any] = state.leaves
         if self.starts_epoch:
-            leaves = state.get_reset_leaves(self.place_ahead(state.layout.zeros))
+            leaves = list(leaves)
+            leaves[state.layout.totals] = self.place_ahead(state.layout.zeros)
         placed, results = self.run("train", dispatch, program, leaves)
         leaves, (means, inside) = results
         self.device_state, self.starts_epoch = DeviceState(leaves, state.layout), False
@@ -302,12 +305,16 @@ class Engine:
         `jax.transfer_guard("disallow")` forbids a call to move its arguments. On CPUs,
         placing an array takes as long as a small step.
         """
-        return self.device_state.replicate(array) if self.prefetches else array
+        if not self.prefetches:
+            return array
+        totals = self.device_state.leaves[self.device_state.layout.totals]
+        return make_global_array(array, totals.sharding)
 
     def fetch_epoch_means(self) -> dict[str, float]:
         """Returns the means over the epoch's rows so far. Waits for the device."""
-        facts = self.steps["train"].facts
-        return self.pure.compute_means(self.device_state.fetch_totals(), facts)
+        state, facts = self.device_state, self.steps["train"].facts
+        totals = np.asarray(state.leaves[state.layout.totals])  # waits for the device
+        return self.pure.compute_means(totals, facts)
 
 
 def _raise_as_equinox(error: Exception) -> None:

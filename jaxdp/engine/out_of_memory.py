@@ -17,18 +17,18 @@ _REMEDIES: Final = (
 )
 
 
-def check_program(step: str, limit: float | None, rows: int, compiled: Any) -> None:
+def check_program(step: str, limit: float, rows: int, compiled: Any) -> None:
     """Raises if a compiled `step` needs more memory than its devices have.
 
     Args:
         step: its name: "the training step".
-        limit: the bytes of the smallest device, if known.
+        limit: the bytes of the smallest device.
         rows: of its batch.
         compiled: its program; those that report no memory pass.
     """
     is_compiled = isinstance(compiled, jax.stages.Compiled)
     analysis: Any = compiled.memory_analysis() if is_compiled else None
-    if analysis is None or limit is None:
+    if analysis is None:
         return
     results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     temporary = analysis.temp_size_in_bytes

@@ -70,15 +70,15 @@ class DeviceState:
     Attributes:
         leaves: the arguments of a train step, which overwrites them.
         layout: shared by all states of a run.
-        user_tree: the tree that a user has.
+        made_tree: the tree, if it was made; a user may have it.
     """
 
-    __slots__ = ("_cache", "layout", "leaves", "user_tree")
+    __slots__ = ("_cache", "layout", "leaves", "made_tree")
 
     def __init__(self, leaves: list[Array], layout: _Layout):
         self.leaves, self.layout = leaves, layout
+        self.made_tree: TrainState | None = None
         self._cache: dict[str, Any] = {}
-        self.user_tree: TrainState | None = None
 
     @classmethod
     def from_tree(cls, tree: TrainState, structure: ModelStructure) -> "DeviceState":
@@ -96,7 +96,7 @@ class DeviceState:
             structure,
         )
         state = cls(leaves, layout)
-        state._cache["tree"] = tree
+        state.made_tree = tree
         return state
 
     def replace_leaves(self, changes: Mapping[int, np.ndarray]) -> "DeviceState":
@@ -108,21 +108,14 @@ class DeviceState:
                 leaves[index] = make_global_array(leaf, leaves[index].sharding)
         return DeviceState(leaves, self.layout)
 
-    def replicate(self, array: np.ndarray | np.generic) -> Array:
-        """Places a small array on every device, as the epoch's sums are."""
-        return make_global_array(array, self.leaves[self.layout.totals].sharding)
-
-    def get_reset_leaves(self, zeros: Any) -> list[Any]:
-        """Returns the leaves with `zeros` as the epoch's sums."""
-        leaves: list[Any] = list(self.leaves)
-        leaves[self.layout.totals] = zeros
-        return leaves
-
     @property
     def tree(self) -> TrainState:
         """The placed state. The next step overwrites its arrays: copy before that."""
+        self.check_not_written()
         self.check_not_lost()
-        return self._get("tree", lambda: self.layout.treedef.unflatten(self.leaves))
+        if (tree := self.made_tree) is None:
+            tree = self.made_tree = self.layout.treedef.unflatten(self.leaves)
+        return tree
 
     @property
     def evaluated(self) -> TrainState:
@@ -148,34 +141,20 @@ class DeviceState:
                 " leaves the state as it was."
             )
 
-    # For users.
-
-    def get_user_tree(self) -> TrainState:
-        """Returns the tree for a user, who may keep it until the next step."""
-        self.check_not_written()
-        if (tree := self.user_tree) is None:
-            self.check_not_lost()
-            tree = self.user_tree = self.layout.treedef.unflatten(self.leaves)
-        return tree
-
     def check_not_written(self) -> None:
         """Raises if a user has written to the tree.
 
         The value would read back as set, and no step would use it.
         """
-        if self.user_tree is None:
+        if self.made_tree is None:
             return
-        if [*map(id, jax.tree.leaves(self.user_tree))] != [*map(id, self.leaves)]:
-            self.user_tree = None
+        if [*map(id, jax.tree.leaves(self.made_tree))] != [*map(id, self.leaves)]:
+            self.made_tree = None
             raise RuntimeError(
                 "`trainer.state` was written to, but that has no effect: it only shows"
                 " what is on the devices. Use `trainer.set_hyperparams` for what"
                 " optax.inject_hyperparams holds, and `trainer.load` for a whole state."
             )
-
-    def fetch_totals(self) -> np.ndarray:
-        """Returns the epoch's sums. Waits for the device."""
-        return np.asarray(self.leaves[self.layout.totals])  # waits for the device
 
     def get_weights(self) -> list[Array]:
         """Returns the leaves that are evaluated, without their tree."""
@@ -199,10 +178,9 @@ class DeviceState:
 
         All processes must call it; afterwards `gather` needs no other process.
         """
-        if jax.process_count() > 1:
-            parts = _get_model_parts(self.evaluated)
-            if not all(leaf.is_fully_replicated for leaf in jax.tree.leaves(parts)):
-                self._cache["fetched"] = fetch(parts)
+        parts = _get_model_parts(self.evaluated)
+        if not all(leaf.is_fully_replicated for leaf in jax.tree.leaves(parts)):
+            self._cache["fetched"] = fetch(parts)
 
     def gather_model(self, state: TrainState) -> tuple[PyTree, PyTree]:
         """Returns the model of `state` and its state, gathered from their shards."""

@@ -145,12 +145,11 @@ class Program:
 
         An array that has its sharding is not copied. Does not wait for the device.
         """
-        leaves, treedef = jax.tree.flatten([(g.batch, g.whole) for g in groups])
+        leaves, treedef = jax.tree.flatten(groups)
         shardings = self._shardings
         if shardings is None:
-            positional: Any = self.compiled.input_shardings[0]
-            pairs = [(group.batch, group.whole) for group in positional[-1]]
-            shardings = self._shardings = treedef.flatten_up_to(pairs)
+            *_, of_groups = self.compiled.input_shardings[0]
+            shardings = self._shardings = treedef.flatten_up_to(of_groups)
         # An argument that the step does not use has no sharding. The strategy has
         # placed arrays that span processes.
         indices = [
@@ -164,12 +163,7 @@ class Program:
         )
         for i, array in zip(indices, arrays, strict=True):
             leaves[i] = array
-        return [
-            Group(batch, group.counts, whole)
-            for group, (batch, whole) in zip(
-                groups, treedef.unflatten(leaves), strict=True
-            )
-        ]
+        return treedef.unflatten(leaves)
 
 
 class Step:
@@ -215,7 +209,6 @@ class Step:
         # The number of classes of named losses, by the specs of batches whose targets
         # are checked.
         self._num_classes: dict[tuple[str, ...], int | None] = {}
-        self._steps: Steps | None = None  # those that were compiled last
 
     def compile(
         self,
@@ -278,7 +271,6 @@ class Step:
         is_named = isinstance(steps.objective, CriterionObjective)
         if is_named and (self.facts.num_classes or self.facts.weighted):
             self._num_classes[dispatch.specs] = self.facts.num_classes
-        self._steps = steps
         self.programs[dispatch.shape] = program
         return program
 

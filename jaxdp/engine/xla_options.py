@@ -37,16 +37,10 @@ def check_options(options: CompilerOptions) -> dict[str, Any]:
     """Returns the options by name. XLA checks them when it compiles a step.
 
     Raises:
-        TypeError: if they are neither a dict nor a level.
         ValueError: for an unknown level.
     """
-    if options is None or isinstance(options, Mapping):
-        return dict(options or {})
     if not isinstance(options, str):
-        raise TypeError(
-            "`compiler_options` must be a dict of XLA's options by name, an effort"
-            f" level such as 'O1', or None; got {options!r}."
-        )
+        return dict(options or {})
     if options not in _LEVELS:
         raise ValueError(
             f"`compiler_options` must be one of {', '.join(map(repr, _LEVELS))}, or"

@@ -31,9 +31,6 @@ class Feed:
         source: of the batches.
         hooks: of the fit, which decide options of the step.
         limits: of the fit, or None if the user has the loop.
-
-    Attributes:
-        prepared: the dispatches that the engine has made of the first one.
     """
 
     def __init__(
@@ -45,25 +42,32 @@ class Feed:
     ):
         self._run = trainer.run
         self._source, self._hooks, self._limits = source, hooks, limits
-        self.prepared: Iterable[Dispatch] = ()
-        self._remaining: Iterator[Dispatch] | None = None  # after the first one
+        # The dispatches that `compile_first` has read, then those after them.
+        self._compiled: list[Dispatch] = []
+        self._remaining: Iterator[Dispatch] | None = None
         self._waiting: list[Window] = []  # steps that are read, and not launched
         # A user's loop may decide its batches, so it reads only those that it needs.
         self._is_fixed = limits is not None or isinstance(source.loader, list | tuple)
 
-    def read_first(self) -> Dispatch | None:
-        """Reads the first dispatch, to be `prepared`; `read_epoch` continues there.
+    def compile_first(self) -> None:
+        """Compiles the step for the first batch; `read_epoch` begins with that.
 
-        None if all batches of the epoch are done, and only its end is missing.
+        There may be none: all batches of the epoch are done, and its end is missing.
         """
-        progress = self._run.progress
+        run, progress = self._run, self._run.progress
         self._set_up_engine()
 
         self._remaining = self._make_dispatches()
         first = next(self._remaining, None)
-        if first is None and not progress.done:
+        if first is not None:
+            try:
+                self._compiled = self._compile(first)
+            except Exception as wrong:
+                add_batch_note(run, wrong)
+                raise
+        elif not progress.done:
             raise ValueError(self._source.explain_no_batches())
-        if first is None and (progress.epoch_ended or not self._compile_at_end()):
+        elif progress.epoch_ended or not self._compile_at_end():
             # A fit stopped at the end of an epoch of unknown length, or this one has a
             # smaller loader or limit.
             log_info(
@@ -71,15 +75,14 @@ class Feed:
                 " `train_loader` are done, and no other comes"
             )
             progress.next_epoch()
-            return self.read_first()
-        return first
+            self.compile_first()
 
     def read_epoch(self) -> Iterator[Dispatch]:
         """Yields the remaining dispatches of the present epoch."""
         remaining, self._remaining = self._remaining, None
         dispatches = self._make_dispatches() if remaining is None else remaining
-        prepared, self.prepared = self.prepared, ()
-        dispatches = itertools.chain(prepared, dispatches)
+        compiled, self._compiled = self._compiled, []
+        dispatches = itertools.chain(compiled, dispatches)
         engine = self._run.engine
         if not engine.prefetches:
             return dispatches
@@ -120,13 +123,18 @@ class Feed:
         Returns:
             Whether the step is compiled; False if there is no batch for it.
         """
-        run = self._run
+        engine = self._run.engine
         if self._source.can_peek:
-            window = [self._source.peek_batch()] * run.config.accumulate_grad_batches
-            engine = run.config.decide_loss(run.engine, window[0])
-            engine.compile_training(engine.pack([window]))
+            window = [self._source.peek_batch()] * engine.micro_batches
+            self._compile(engine.pack([window]))
         self._remaining = iter(())
-        return bool(run.engine.steps["train"].facts.names)
+        return bool(engine.steps["train"].facts.names)
+
+    def _compile(self, dispatch: Dispatch) -> list[Dispatch]:
+        """Compiles the step; returns the dispatch, or its single steps if better."""
+        run = self._run
+        engine = run.config.decide_loss(run.engine, dispatch.windows[0][0])
+        return engine.compile_training(dispatch)
 
     def _make_dispatches(self) -> Iterator[Dispatch]:
         """Reads windows of batches and packs them; `read_epoch` prefetches them."""

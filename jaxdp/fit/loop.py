@@ -64,9 +64,7 @@ class FitLoop:
         self.trainer, self._run = trainer, trainer.run
         self._record = trainer.record
         self.progress = trainer.run.progress
-        self._has_logged_minimum = self._has_warned_of_few_batches = (
-            self._has_warned_of_nan
-        ) = False
+        self._said: set[str] = set()  # the messages that come once in a fit
         self._is_loader_exhausted = False  # no batch of it is left
         self._stop_vote = PeriodicVote(trainer.run.processes, "whether to stop")
 
@@ -96,8 +94,10 @@ class FitLoop:
             vals = dict(zip(vals, sources, strict=True))
 
         self.limits = Limits(train, vals, arguments, trainer.accumulate_grad_batches)
-        self.limits.check_minimum(self.progress)
-        self.limits.check_iterators(train, vals, self.progress)
+        if arguments.min_steps:
+            self.limits.check_minimum(self.progress)
+        if vals:
+            self.limits.check_iterators(train, vals, self.progress)
         self.train, self.vals = train, {} if self.limits.skips_validation else vals
         self.hooks = Hooks(
             callback
@@ -130,18 +130,16 @@ class FitLoop:
                 self._end_epoch()
 
             self._log_max_time()
-            self._run.engine.device_state.fetch()  # by all processes
+            if self._run.processes.count > 1:
+                self._run.engine.device_state.fetch()
 
     def has_nothing_to_do(self) -> bool:
         """Returns True, and warns, if earlier fits have reached the limits.
 
         Limits are totals: they include the epochs and steps of earlier fits.
         """
-        limits, step, epoch = (
-            self.limits,
-            self.progress.global_step,
-            self.progress.epoch,
-        )
+        limits, progress = self.limits, self.progress
+        step, epoch = progress.global_step, progress.epoch
         if not limits.is_reached(step, epoch) or self._has_unfinished_epoch_end():
             return False
         warn(
@@ -170,7 +168,7 @@ class FitLoop:
 
         self.progress.resume_loaders(self.train, self.vals)
         self.feed = Feed(trainer, self.train, self.hooks, self.limits)
-        compile_first_batch(trainer, self.feed)
+        self.feed.compile_first()
         evaluation.compile_ahead(trainer, self.vals)
         self._evaluate = evaluation.Evaluator(
             trainer, self.vals, self.limits.val_limits, self.hooks
@@ -186,10 +184,7 @@ class FitLoop:
         self.limits.start_clock()
 
     def _publish_limits(self) -> None:
-        """Sets the attributes of trainer and record that describe this fit.
-
-        Warns if a loaded checkpoint has callbacks or epochs that this fit has not.
-        """
+        """Sets the attributes of trainer and record that describe this fit."""
         trainer, run, limits = self.trainer, self._run, self.limits
         if self.progress.done:
             log_info(
@@ -200,14 +195,19 @@ class FitLoop:
         trainer.max_epochs, trainer.max_steps = limits.max_epochs, limits.max_steps
         trainer.num_training_batches = limits.batches_per_epoch
         self._record.limits = limits
+        if run.loaded_padding is not None:
+            self._load_padding(*run.loaded_padding)
+            run.loaded_padding = None
 
-        padding, run.loaded_padding = run.loaded_padding, None
-        if padding is None:
-            return
-        steps, sizes, *saved = padding
+    def _load_padding(self, steps: int | None, sizes: Any, *saved: int) -> None:
+        """Restores the sizes of a checkpoint's batches if they come from this loader.
+
+        Warns if its epochs have another number of steps.
+        """
+        limits = self.limits
         now = limits.count_steps(*saved or [limits.accumulate])
         if steps == now:
-            run.engine.load_padding(sizes)  # the same loader, resumed
+            self._run.engine.load_padding(sizes)  # the same loader, resumed
         elif steps and self.progress.done:
             warn(
                 f"an epoch of `train_loader` had {steps} steps when this run was"
@@ -338,8 +338,7 @@ class FitLoop:
         limits, step = self.limits, self.progress.global_step
         ends_epoch = limits.is_finished(self.progress.done)
         may_stop = limits.may_stop(step, self.progress.epoch + ends_epoch)
-        if not (may_stop or self._has_logged_minimum):
-            self._has_logged_minimum = True
+        if not may_stop and self._is_unsaid("minimum"):
             least = {"min_epochs": limits.min_epochs, "min_steps": limits.min_steps}
             minima = " and ".join(f"`{k}`={n}" for k, n in least.items() if n)
             log_info(
@@ -368,9 +367,7 @@ class FitLoop:
             )
 
     def _warn_of_nan(self, loss: float) -> None:
-        is_guarded = self._run.engine.options.skip_nonfinite
-        if not (self._has_warned_of_nan or is_guarded):
-            self._has_warned_of_nan = True
+        if not self._run.engine.options.skip_nonfinite and self._is_unsaid("NaN"):
             warn(
                 f"the loss of epoch {self.progress.epoch} is {loss}:"
                 " jaxdp.callbacks.NanGuard() ends a fit at the first step whose loss or"
@@ -378,13 +375,18 @@ class FitLoop:
             )
 
     def _warn_of_few_batches(self) -> None:
-        if not self._has_warned_of_few_batches:
+        if self._is_unsaid("few batches"):
             warn(
                 f"`train_loader` gave {self.progress.done} batches in epoch"
                 f" {self.progress.epoch}, fewer than `limit_train_batches`"
                 f"={self.limits.train_batches}; the epoch ends there."
             )
-        self._has_warned_of_few_batches = True
+
+    def _is_unsaid(self, name: str) -> bool:
+        """Returns True at the first call for a message in this fit."""
+        is_unsaid = name not in self._said
+        self._said.add(name)
+        return is_unsaid
 
     @contextlib.contextmanager
     def _run_end_hooks(self) -> Iterator[None]:
@@ -459,7 +461,7 @@ def _iterate_steps(
         hooks = run_setup_hooks(trainer, run.hooks)
 
         feed = Feed(trainer, source, hooks)
-        compile_first_batch(trainer, feed)
+        feed.compile_first()
 
         steps = run_steps(trainer, feed.read_epoch(), hooks)
         while True:
@@ -469,19 +471,6 @@ def _iterate_steps(
                 break
             yield metrics
     run.progress.next_epoch()
-
-
-def compile_first_batch(trainer: "Trainer", feed: Feed) -> None:
-    """Reads the first batch and compiles the step for its shapes."""
-    run = trainer.run
-    if (first := feed.read_first()) is None:
-        return  # only the end of the epoch remains
-    try:
-        engine = run.config.decide_loss(run.engine, first.windows[0][0])
-        feed.prepared = engine.compile_training(first)
-    except Exception as wrong:
-        add_batch_note(run, wrong)
-        raise
 
 
 def run_steps(

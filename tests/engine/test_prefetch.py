@@ -1,5 +1,8 @@
 """On accelerators, batches are transferred before the present step is launched."""
 
+import queue
+import threading
+
 import equinox as eqx
 import jax
 import numpy as np
@@ -170,3 +173,17 @@ def test_nothing_is_moved_that_the_transfer_guard_forbids(strategy):
             found.append((each.validate(BATCHES), each.predict(BATCHES).tolist()))
     assert guarded.history.state_dict() == expected.history.state_dict()
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_ready_batches_pass_through_no_queue_and_no_thread(kind, ahead, monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("ready batches need none")
+
+    data, made = kind(BATCHES), trainer(ahead=ahead)
+    made.fit(data, data)  # a thread says when compiling takes long
+    for method in ("put", "get"):
+        monkeypatch.setattr(queue.Queue, method, refuse)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert made.fit(data, data, max_epochs=3).epochs == [0, 1, 2]
