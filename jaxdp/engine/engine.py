@@ -108,11 +108,11 @@ class Engine:
         self.log_once = self._compile_log.log_once
         self.steps_per_execution = steps_per_execution
         several = not abstract and jax.process_count() > 1
-        self._blocks = make_row_blocks(strategy) if several else RowBlocks()
-        self.steps: dict[StepKind, Step] = {}
-        for kind in KIND_NAMES:
-            pads = pure.is_padded(kind)
-            self.steps[kind] = Step(kind, strategy, self._blocks, in_order, pads=pads)
+        blocks = make_row_blocks(strategy) if several else RowBlocks()
+        self.steps: dict[StepKind, Step] = {
+            kind: Step(kind, strategy, blocks, in_order, pads=pure.is_padded(kind))
+            for kind in KIND_NAMES
+        }
         shapes = jax.eval_shape(lambda *trees: trees, *parts[:2])
         self._structure = ModelStructure(parts[2], shapes, view)
         with clear_mesh(), pause_gc():
@@ -144,10 +144,6 @@ class Engine:
     def place(self, state: TrainState) -> TrainState:
         """Returns a state on the devices: the first one, or a saved one."""
         return place_state(self.strategy, state, self._offload)
-
-    def set_leaves(self, leaves: Mapping[int, np.ndarray]) -> None:
-        """Sets leaves of the state, by index, to others of their shape and dtype."""
-        self.device_state = self.device_state.replace_leaves(leaves)
 
     @property
     def _devices(self) -> list[Any]:

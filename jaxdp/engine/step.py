@@ -3,7 +3,6 @@ to the devices."""
 
 import contextlib
 import hashlib
-import math
 import time
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
@@ -47,8 +46,6 @@ KIND_NAMES: Final[dict[StepKind, str]] = {
 
 _MAX_COUNTS: Final = 128
 """Row counts on the devices per program. Only batches of all sizes have more."""
-
-_UNTRACED: Final = Facts((), None)
 
 _DONATED: Final = {"state": (0,), "all": (0, 1), "none": ()}
 
@@ -102,8 +99,10 @@ class Program:
         self, compiled: Any, dispatch: Dispatch, groups: list[Group], donate: str
     ):
         self.compiled = compiled
-        self.steps, self.rows = len(dispatch.rows), count_padded_rows(groups)
-        self.micro_batches = sum(len(group.counts) for group in groups)
+        self.steps = len(dispatch.rows)
+        sizes = [jax.tree.leaves(group.batch)[0].shape[:2] for group in groups]
+        self.rows = sum(micros * rows for micros, rows in sizes)
+        self.micro_batches = sum(micros for micros, _ in sizes)
         self.donates = donate != "none"
         self.is_compiled = isinstance(compiled, jax.stages.Compiled)
         # A step that overwrites its batches leaves no counts for the next one.
@@ -202,7 +201,7 @@ class Step:
             collect,
             pads,
         )
-        self.facts = _UNTRACED
+        self.facts = Facts((), None)
         self.programs: dict[Hashable, Program] = {}
         self.digests: tuple[str, ...] = ()
         self._strategy = strategy
@@ -234,7 +233,7 @@ class Step:
             ValueError: if the step calls Python that may raise, on several devices.
             SingleStepsOnly: if single steps are better than several at a time.
         """
-        groups = self._get_global_groups(dispatch, inputs)
+        groups = self._get_global_shapes(dispatch)
         make = STEP_FUNCTIONS[self.kind]
         function = make(steps, inputs, groups, len(dispatch.rows), self._set_facts)
         is_eager, finds_nan = get_debug_settings()
@@ -347,19 +346,14 @@ class Step:
     def _set_facts(self, facts: Facts) -> None:
         self.facts = facts
 
-    def _get_global_groups(self, dispatch: Dispatch, inputs: Any) -> list[Group]:
-        """Returns the batches of all processes, which the step is compiled for."""
-        # The step takes JAX's arrays in another place than where they are now.
-        is_abstract = not isinstance(jax.tree.leaves(inputs)[0], jax.Array)
-        needs_shapes = is_abstract or jax.process_count() > 1
-        types: Any = object if needs_shapes else jax.Array
+    def _get_global_shapes(self, dispatch: Dispatch) -> list[Group]:
+        """Returns the batches of all processes, which the step is compiled for.
 
-        def get_shape(leaf: Any) -> Any:
-            if not isinstance(leaf, types):
-                return leaf
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-
-        groups = jax.tree.map(get_shape, dispatch.groups)
+        The step takes JAX's arrays in another place than where they are now.
+        """
+        groups = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), dispatch.groups
+        )
         blocks = self.packer.blocks
         if not dispatch.split or blocks.count == 1:
             return groups
@@ -426,8 +420,3 @@ def get_debug_settings() -> tuple[bool, bool]:
     """Returns whether JAX's jit is disabled, and whether JAX looks for NaN."""
     config: Any = jax.config
     return config.jax_disable_jit, config.jax_debug_nans or config.jax_debug_infs
-
-
-def count_padded_rows(groups: list[Group]) -> int:
-    """Returns the rows of all micro-batches, padding included."""
-    return sum(math.prod(jax.tree.leaves(group.batch)[0].shape[:2]) for group in groups)

@@ -275,9 +275,8 @@ class Limits:
         if epochs is None or batches is None or progress.epoch >= epochs:
             return
         remaining = -(-max(0, batches - progress.done) // self.accumulate)
-        per_epoch = -(-batches // self.accumulate)
         maximum = progress.global_step + remaining
-        maximum += (epochs - progress.epoch - 1) * per_epoch
+        maximum += (epochs - progress.epoch - 1) * (self.steps_per_epoch or 0)
         if maximum < self.min_steps:
             raise ValueError(
                 f"`min_steps`={self.min_steps} is more than the {maximum} steps that"

@@ -105,7 +105,8 @@ def set_hyperparams(run: "Run", values: Mapping[str, Any]) -> None:
     """Implements `Trainer.set_hyperparams`."""
     engine = run.get_checked_engine()
     run.processes.check_equal("values in `set_hyperparams`", values)
-    engine.set_leaves(convert_hyperparams(engine.state, values))
+    changes = convert_hyperparams(engine.state, values)
+    engine.device_state = engine.device_state.replace_leaves(changes)
 
 
 def compiled_train_step(run: "Run") -> jax.stages.Compiled | None:
