@@ -52,10 +52,8 @@ class Dispatch(NamedTuple):
     """Whether rows are split over the devices, or each device has all of them."""
     rows: list[int]
     """The real rows of each optimizer step. Several steps are one group."""
-    specs: tuple[str, ...]
-    """Of the groups, as texts."""
     shape: Hashable
-    """The key of a compiled step: the split, the steps, and each group's sizes."""
+    """The key of a compiled step: the split, the steps, each group's sizes and spec."""
     has_device_arrays: bool = False
     """Whether a loader gave JAX's arrays, which are on devices already."""
     placed: Any = None
@@ -274,7 +272,7 @@ class Packer:
         if is_equal and counts == [spec.full] * count:
             shape = True, steps, ((count, spec.size, spec.text),)
             of_all = _make_counts(tuple(counts), self._in_order)
-            fields = True, [slots * spec.size] * steps, (spec.text,), shape
+            fields = True, [slots * spec.size] * steps, shape
             if is_plain and count == 1:
                 self.specs.last = [*map(_SHAPE_AND_DTYPE, first)], of_all, fields
             micros, unbatched = [entry[0] for entry in split], [e[1] for e in split]
@@ -311,8 +309,7 @@ class Packer:
             groups.append(_make_group(micros[part], unbatched[part], of_all, spec))
             shapes.append((stop - start, size, spec.text))
             start = stop
-        texts = tuple(text for *_, text in shapes)
-        fields = is_split, rows, texts, (is_split, steps, tuple(shapes))
+        fields = is_split, rows, (is_split, steps, tuple(shapes))
         if is_plain and steps == slots == 1 and not self.pads:
             shape = [*map(_SHAPE_AND_DTYPE, first)]
             self.specs.last = shape, groups[0].counts, fields

@@ -86,12 +86,15 @@ class Program:
             counted, or if JAX debugs the step.
         may_raise: whether it calls Python that may raise, so that each call is waited
             for before its results are used.
+        checks_targets: whether the labels or weights of batches are checked.
+        num_classes: the number of classes that labels may have; None for no labels.
         compile_seconds: time to compile it, and to trace it if that is not known.
         trace_seconds: time to trace it.
     """
 
     products: Products | None = None
-    may_raise = False
+    may_raise = checks_targets = False
+    num_classes: int | None = None
     trace_seconds: float | None = None
     compile_seconds = 0.0
 
@@ -108,7 +111,7 @@ class Program:
         # A step that overwrites its batches leaves no counts for the next one.
         self._reuses_counts = self.is_compiled and donate != "all"
         self._shardings: list[Any] | None = None  # of all leaves of the groups
-        self._counts: dict[tuple[int, int], tuple[np.ndarray, Any]] = {}
+        self._counts: dict[int, tuple[np.ndarray, Any]] = {}
 
     def reuse_counts(self, groups: Any) -> Any:
         """Returns the groups with their row counts as arrays on the devices.
@@ -119,25 +122,22 @@ class Program:
         if not self._reuses_counts:
             return groups
         known, placed = self._counts, []
-        for index, group in enumerate(groups):
-            counts = group.counts
+        for batch, counts, whole in groups:
             if type(counts) is np.ndarray:  # the packer returns each of them again
-                key = index, id(counts)
-                counts = (
-                    known[key][1] if key in known else self._put_counts(*key, counts)
-                )
-            placed.append(Group(group.batch, counts, group.whole))
+                _, counts = known.get(id(counts)) or self._put_counts(counts)
+            placed.append(Group(batch, counts, whole))
         return placed
 
-    def _put_counts(self, index: int, key: int, counts: np.ndarray) -> Any:
+    def _put_counts(self, counts: np.ndarray) -> tuple[np.ndarray, Any]:
         if len(self._counts) > _MAX_COUNTS:
             self._counts.clear()
-        positional, _ = self.compiled.input_shardings
-        sharding = positional[-1][index].counts
+        *_, (group, *_) = self.compiled.input_shardings[0]  # all groups are alike
         # A step that does not use them, as a prediction, has no sharding for them.
-        placed = counts if sharding is None else make_global_array(counts, sharding)
-        self._counts[index, key] = counts, placed  # a reference keeps the id its own
-        return placed
+        is_used = group.counts is not None
+        placed = make_global_array(counts, group.counts) if is_used else counts
+        # The reference to the counts keeps their id from others.
+        self._counts[id(counts)] = counts, placed
+        return counts, placed
 
     def transfer(self, groups: Sequence[Group], *, include_numpy: bool) -> list[Group]:
         """Returns the groups with JAX's arrays, or all, in the step's shardings.
@@ -205,9 +205,6 @@ class Step:
         self.programs: dict[Hashable, Program] = {}
         self.digests: tuple[str, ...] = ()
         self._strategy = strategy
-        # The number of classes of named losses, by the specs of batches whose targets
-        # are checked.
-        self._num_classes: dict[tuple[str, ...], int | None] = {}
 
     def compile(
         self,
@@ -267,9 +264,9 @@ class Step:
             program.trace_seconds, program.may_raise = trace_seconds, may_raise
             if before.names and self.programs:
                 before.merge(self.facts)  # which raises if it can't be
-        is_named = isinstance(steps.objective, CriterionObjective)
-        if is_named and (self.facts.num_classes or self.facts.weighted):
-            self._num_classes[dispatch.specs] = self.facts.num_classes
+        if isinstance(steps.objective, CriterionObjective):
+            program.num_classes = self.facts.num_classes
+            program.checks_targets = bool(program.num_classes or self.facts.weighted)
         self.programs[dispatch.shape] = program
         return program
 
@@ -385,13 +382,11 @@ class Step:
         """
         if dispatch.placed is not None and dispatch.placed.program is program:
             return dispatch.placed
-        if dispatch.specs in self._num_classes:
-            num_classes = self._num_classes[dispatch.specs]
+        if program.checks_targets:
+            classes, is_training = program.num_classes, self.kind == "train"
             try:
                 for group in dispatch.groups:
-                    check_targets(
-                        group.batch, num_classes, training=self.kind == "train"
-                    )
+                    check_targets(group.batch, classes, training=is_training)
             except ValueError:
                 self.packer.reset()  # others are not padded to the size of this batch
                 raise
