@@ -1,6 +1,9 @@
 """Tiny models, data and hand-written loops that the tests share."""
 
 import os
+import pathlib
+import subprocess
+import sys
 
 import equinox as eqx
 import jax
@@ -226,6 +229,18 @@ def assert_equal_leaves(one, other):
 def steps_in(folder):
     """The steps of the checkpoints in a folder, in order."""
     return sorted(int(name) for name in os.listdir(folder) if name.isdecimal())
+
+
+def run_python(code, *arguments, **environment):
+    """Runs code in a process of its own, which finds these helpers."""
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        env=os.environ | environment,
+        cwd=pathlib.Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
 
 
 def hand_written(
