@@ -48,17 +48,6 @@ def test_rows_after_those_that_a_table_has_lost_come_again(tmp_path, cut):
     assert table.read_text().count("\n") == 1 + 3 * 4 - 1
 
 
-def test_a_torn_row_after_the_checkpoint_comes_again(tmp_path):
-    fit(tmp_path, 2)
-    table = tmp_path / "metrics.csv"
-    whole = table.read_bytes()
-    with table.open("ab") as file:
-        file.write(b"2,7,0.12")
-    fit(tmp_path, 3)
-    assert table.read_bytes().startswith(whole)
-    assert table.read_text().count("\n") == 1 + 3 * 4
-
-
 def test_rows_are_written_whole_or_not_at_all(tmp_path, little_room):
     table = tmp_path / "metrics.csv"
 
