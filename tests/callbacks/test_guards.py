@@ -1,10 +1,8 @@
 """Bad batches that are kept out, and fits that are stuck."""
 
-import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -21,6 +19,7 @@ from toys import (
     linear_on_one_device,
     mlp,
     on_one_device,
+    run_python,
 )
 
 from jaxdp import Sharded
@@ -202,7 +201,5 @@ from toys import At, batches, make_small
 sleeps = At(1, lambda trainer: time.sleep(60))
 make_small(callbacks=[StallWatch(0.5, abort=True), sleeps]).fit(batches(8))
 """
-    run, tests = [sys.executable, "-c", script], Path(__file__).parents[1]
-    options = {"capture_output": True, "text": True, "timeout": 50}
-    ended = subprocess.run(run, cwd=tests, **options)
+    ended = run_python(script)
     assert ended.returncode == 1 and "in call" in ended.stderr
