@@ -32,17 +32,6 @@ def test_states_are_saved_before_a_fit_as_they_were_loaded(tmp_path):
     assert states(tmp_path / "again") == saved
 
 
-def test_a_validation_within_an_epoch_has_its_own_row(tmp_path):
-    trainer = linear_trainer(CSVLogger(tmp_path), log_every_n_steps=100)
-    trainer.validate(batches(8))  # outside of fits nothing is logged
-    assert list(tmp_path.iterdir()) == []
-    trainer.fit(batches(*[8] * 5), batches(8), val_check_interval=2)
-    rows = read(tmp_path / "metrics.csv")
-    places = [(r["step"], r["val_loss"] != "", r["epoch_loss"] != "") for r in rows]
-    assert places == [("2", True, False), ("4", True, False), ("5", True, True)]
-    assert len({row["val_loss"] for row in rows}) == 3
-
-
 def test_rows_are_read_late_and_are_all_there_after_an_exception(tmp_path):
     path, written = tmp_path / "metrics.csv", []
 
