@@ -2,14 +2,12 @@
 
 import io
 import re
-import subprocess
-import sys
 import threading
 import time
 
 import numpy as np
 import pytest
-from toys import At, On, batches, fail_with
+from toys import At, On, batches, fail_with, run_python
 from toys import linear_on_one_device as make_trainer
 from tqdm import tqdm
 
@@ -205,27 +203,23 @@ sys.modules["IPython"] = ipython
 sys.modules["ipykernel.zmqshell"] = types.ModuleType("ipykernel.zmqshell")
 
 import io, time
-import equinox as eqx, jax, numpy as np
-from jaxdp import SingleDevice, Trainer
 from jaxdp.callbacks import ProgressBar
+from toys import batches, linear_on_one_device
 
 def slow():
-    for _ in range(3):
+    for batch in batches(8, 8, 8):
         time.sleep(0.01)
-        yield np.ones((8, 4), np.float32), np.zeros(8, np.int32)
+        yield batch
 
 out = io.StringIO()
 bar = ProgressBar(file=out, refresh_per_second=1e9)
-model = eqx.nn.Linear(4, 3, key=jax.random.key(0))
-one = SingleDevice()
-Trainer(model, loss="cross_entropy", strategy=one, callbacks=[bar]).fit(slow())
+linear_on_one_device(bar).fit(slow())
 print("1 batches" in out.getvalue(), "epoch 0/0: " in out.getvalue())
 """
 
 
 def test_a_notebook_without_widgets_gets_a_text_bar_and_no_warning():
-    run = [sys.executable, "-c", NOTEBOOK]
-    done = subprocess.run(run, capture_output=True, text=True, check=False)
+    done = run_python(NOTEBOOK)
     assert (done.stdout, done.stderr) == ("True True\n", "")
 
 
