@@ -109,13 +109,6 @@ def test_the_state_belongs_to_one_run_and_everything_else_stays(tmp_path):
         assert copied.epochs == 1
 
 
-def test_trainers_that_are_made_first_start_anew_too():
-    counter = Counter()
-    for trainer in [make(counter) for _ in range(2)]:
-        trainer.fit(batches(8), max_epochs=2)
-        assert counter.epochs == 2
-
-
 def test_steps_that_another_trainer_skipped_are_forgotten():
     guard, (x, y) = NanGuard("skip"), batches(8)[0]
     with pytest.warns(UserWarning, match="skipped this update"):
