@@ -10,7 +10,7 @@ import pytest
 from logs import read
 from toys import At, On, batches, on_one_device
 
-from jaxdp.basics.stopwatch import NO_STOPWATCH, PHASES
+from jaxdp.basics.stopwatch import PHASES
 from jaxdp.callbacks import CSVLogger, ModelCheckpoint, ThroughputMonitor
 from jaxdp.engine.in_flight import wait
 from jaxdp.step import products
@@ -98,16 +98,6 @@ def test_checkpoints_are_no_part_of_callbacks(tmp_path, clock, monkeypatch):
     assert monitor.summary["checkpoints"] * seconds == pytest.approx(14)
     # Of the last one callbacks hear when the fit ends, outside of the loop.
     assert monitor.summary["callbacks"] * seconds == pytest.approx(0.5)
-
-
-def test_nothing_is_measured_without_a_monitor():
-    trainer = make_trainer()
-    trainer.fit(batches(8, 8))
-    stopwatch = trainer.record.stopwatch
-    assert stopwatch is NO_STOPWATCH
-    assert (
-        stopwatch.time_methods("callbacks", trainer.run.hooks, ()) is trainer.run.hooks
-    )
 
 
 def test_waits_for_the_device_count_where_a_fit_begins_at_an_epochs_end(tmp_path):
