@@ -4,11 +4,10 @@ import collections
 import dataclasses
 import re
 
-import equinox as eqx
 import jax
 import numpy as np
 import pytest
-from toys import make_small, rows
+from toys import linear, make_small, rows
 
 from jaxdp import Arrays, Whole
 from jaxdp.data import open_loader
@@ -118,6 +117,5 @@ def test_a_torch_dataset_is_refused():
 
 
 def test_a_model_is_refused():
-    model = eqx.nn.Linear(4, 3, key=jax.random.key(0))
     with pytest.raises(TypeError, match=r"is a Linear, .*Trainer\(model\).fit"):
-        open_loader(model, "train_loader", seed=0)
+        open_loader(linear(), "train_loader", seed=0)
