@@ -6,12 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toys import Deep, Recorder, bits, counting, hand_written, on_one_device
-from twins import check_twins
+from toys import Deep, Recorder, counting, hand_written, on_one_device
 
 from jaxdp import (
     FSDP,
-    Bitwise,
     PassMetric,
     Pipeline,
     Pmap,
@@ -161,26 +159,6 @@ def test_each_micro_batch_has_its_own_array(lengths):
         trainer = make(recorder := Recorder(), strategy=kind(), **options)
         trainer.fit(data, max_epochs=2)
         np.testing.assert_allclose(recorder.losses, losses, rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_the_bits_are_the_same_on_any_number_of_devices():
-    def train(strategy):
-        trainer = make(strategy=Bitwise(strategy), model=Ode(0.3))
-        trainer.fit(DATA[:3])
-        return bits(trainer.state)
-
-    assert train(SingleDevice()) == train(Sharded())
-
-
-@pytest.mark.slow
-def test_a_growing_horizon_is_resumed_bit_for_bit(tmp_path):
-    check_twins(
-        tmp_path,
-        lambda callbacks: make(*callbacks, model=Ode(0.3), strategy=Sharded(2)),
-        lambda trainer, **more: trainer.fit(DATA, **more),
-        {4},
-    )
 
 
 def test_a_plan_has_the_array_on_every_device():
