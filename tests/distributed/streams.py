@@ -6,20 +6,9 @@ import warnings
 import equinox as eqx
 import jax
 import numpy as np
-from together import Deep, Mlp, rows, tell, trainer, weights_of
+from together import At, Deep, Mlp, rows, tell, trainer, weights_of
 
-from jaxdp import Callback, load_weights, lora
-
-
-class StopAt(Callback):
-    """Ends a fit after so many steps."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_train_batch_end(self, trainer, metrics, batch_idx):
-        if trainer.global_step == self.step:
-            trainer.should_stop = True
+from jaxdp import load_weights, lora
 
 
 def huggingface(local, folder):
@@ -131,7 +120,8 @@ def resumes(kind, local, into):
         whole = run(3)
         per_epoch = whole.global_step // 3
         stop = per_epoch + 2
-        path = run(3, StopAt(stop)).save(f"{into}/saved")
+        stops = At(stop, lambda trainer: setattr(trainer, "should_stop", True))
+        path = run(3, stops).save(f"{into}/saved")
         again = run(3, ckpt_path=path)
     tell(
         kind=kind,
