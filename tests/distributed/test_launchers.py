@@ -3,11 +3,10 @@
 import json
 import multiprocessing
 import os
-import subprocess
-import sys
 
 import jax
 import pytest
+from toys import run_python
 
 import jaxdp
 from jaxdp.distributed.launchers import RankInfo, choose_bind_host, detect_rank
@@ -194,8 +193,7 @@ print("then", warnings_of_a_trainer())
 
 def test_a_trainer_warns_of_a_start_that_was_forgotten():
     launchers = json.dumps([TORCHRUN, SLURM, OPEN_MPI_5])
-    command = [sys.executable, "-c", FORGOTTEN, launchers]
-    *told, last = subprocess.check_output(command, text=True).splitlines()
+    *told, last = run_python(FORGOTTEN, launchers).stdout.splitlines()
     for line, who in zip(told, ("torchrun", "srun", "mpirun"), strict=True):
         count = 8 if who == "srun" else 4
         text = f"{who} started {count} processes, and this one trains alone"
