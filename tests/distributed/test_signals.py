@@ -3,17 +3,13 @@
 import contextlib
 import os
 import signal
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from toys import At, On, assert_equal_leaves, batches, fail_with
+from toys import At, On, assert_equal_leaves, batches, fail_with, run_python
 from toys import on_one_device as make
 
 from jaxdp.distributed import Preempted, ProcessGroup, SignalHandler
-
-TESTS = Path(__file__).parents[1]
 
 
 class Press:
@@ -163,8 +159,7 @@ signal.raise_signal(signal.SIGTERM)
 
 
 def test_in_the_callers_code_a_signal_ends_the_process():
-    command = [sys.executable, "-c", ENDED]
-    assert subprocess.run(command, cwd=TESTS).returncode == -signal.SIGTERM
+    assert run_python(ENDED).returncode == -signal.SIGTERM
 
 
 def presses():
