@@ -2,22 +2,18 @@
 
 import functools
 import os
-import pathlib
 import resource
 import signal
 import subprocess
-import sys
 
 import pytest
-from toys import At, assert_equal_leaves, batches
+from toys import At, assert_equal_leaves, batches, run_python
 from toys import on_one_device as make
 
 from jaxdp import Callback
 from jaxdp.callbacks import ModelCheckpoint
 from jaxdp.callbacks.base import HOOKS
 from jaxdp.checkpoint import SaveFailed
-
-TESTS = pathlib.Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -217,8 +213,7 @@ x = np.ones((8, 500), np.float32)
 on_one_device(saver, model=linear(500, 500), loss="mse").fit([(x, x)] * 3)
 os._exit(0)
 """
-    command = [sys.executable, "-c", script, tmp_path]
-    done = subprocess.run(command, cwd=TESTS, capture_output=True)
+    done = run_python(script, tmp_path)
     assert done.returncode == 0, done.stderr
     assert set(os.listdir(tmp_path)) == {".lock", "3"}
     table.add("`os._exit` right after `fit`", "nothing: the checkpoint is on disk")
