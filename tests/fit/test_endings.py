@@ -2,15 +2,12 @@
 
 import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toys import At, On, batches, fail_with, linear
+from toys import At, On, batches, fail_with, linear, run_python
 from toys import make_small as make
 
 from jaxdp import Callback
@@ -20,8 +17,6 @@ from jaxdp.callbacks import (
     ThroughputMonitor,
 )
 from jaxdp.distributed import is_graceful_stop
-
-TESTS = Path(__file__).parents[1]
 
 
 def press(*_):
@@ -88,8 +83,7 @@ make_small(callbacks=[press]).fit(batches(8, 8, 8, 8))
 
 
 def test_ctrl_c_that_nobody_catches_ends_with_how_to_go_on():
-    command = [sys.executable, "-c", STOPPED]
-    done = subprocess.run(command, cwd=TESTS, stderr=subprocess.PIPE, text=True)
+    done = run_python(STOPPED)
     assert done.returncode == -signal.SIGINT  # for which a shell has 130
     last = done.stderr.splitlines()[-1]
     assert last.startswith("KeyboardInterrupt: stopped after step 2, and not saved")
