@@ -89,14 +89,6 @@ def test_functions_of_scikit_learn_fit_as_they_are():
             "f1": PassMetric(lambda p, y: sk.f1_score(y, p.argmax(1), average="macro")),
             "area": PassMetric(lambda p, y: one_vs_rest(y, probabilities(p))),
             "direct": PassMetric(functools.partial(sk.log_loss, labels=[0, 1, 2])),
-            "counts": PassMetric(
-                lambda p, y: {
-                    f"{i}{j}": n
-                    for (i, j), n in np.ndenumerate(
-                        sk.confusion_matrix(y, p.argmax(1), labels=[0, 1, 2])
-                    )
-                }
-            ),
         },
         loss_fn=lambda model, x, y: (
             softmax(logits := jax.vmap(model)(x), y),
@@ -109,8 +101,6 @@ def test_functions_of_scikit_learn_fit_as_they_are():
     assert found["val_f1"] == sk.f1_score(TARGETS, p.argmax(1), average="macro")
     assert found["val_direct"] == pytest.approx(sk.log_loss(TARGETS, p), rel=1e-6)
     assert found["val_direct"] == pytest.approx(found["val_loss"], rel=1e-5)
-    counts = sk.confusion_matrix(TARGETS, p.argmax(1))
-    assert [found[f"val_counts_{i}{i}"] for i in range(3)] == list(np.diag(counts))
     assert found["val_one"] == 1
     trainer.fit(DATA, max_epochs=1)
     assert {*trainer.history} == {"loss", "one"}
