@@ -142,24 +142,6 @@ def test_the_loop_reads_no_value_from_the_device(monkeypatch):
     assert not any(steps), reads
 
 
-@pytest.mark.parametrize("as_iterator", [False, True])
-def test_an_epoch_cut_short_is_gone_on_with_by_the_next_fit(as_iterator):
-    data = batches(*RAGGED) * 2
-    whole, expected = run(SingleDevice(), epochs=1, data=data)
-    recorder = Recorder()
-    trainer = quiet(
-        Mlp(jax.random.key(0)), optax.adam(1e-2), loss="cross_entropy",
-        strategy=SingleDevice(), callbacks=[recorder],
-    )  # fmt: skip
-    loader = iter(data) if as_iterator else data
-    trainer.fit(loader, max_steps=4)
-    assert (trainer.global_step, trainer.current_epoch) == (4, 0)
-    trainer.fit(loader, max_epochs=1)
-    assert (trainer.global_step, trainer.current_epoch) == (10, 1)
-    assert recorder.losses == list(whole)
-    assert trainer.history["loss"] == expected.history["loss"]
-
-
 class Unsized:
     def __iter__(self):
         return iter(batches(*[8] * 6))
