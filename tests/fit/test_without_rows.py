@@ -40,10 +40,6 @@ def without_batch(model):
     return residual(model, jnp.asarray(POINTS))
 
 
-def with_key(model, key):
-    return residual(model, jax.random.uniform(key, (11,)))
-
-
 def with_metrics(model, points):
     return residual(model, points), {"middle": model(points[5])}
 
@@ -120,16 +116,6 @@ def test_batches_are_accumulated_and_seen_as_they_were_given():
     np.testing.assert_allclose(recorder.losses, by_hand(both, 3), rtol=1e-4)
     assert [type(each) for each in seen[0]] == [Whole, Whole]
     np.testing.assert_array_equal(seen[0][1].array, POINTS / 2)
-
-
-def test_a_stopped_run_goes_on_to_the_bit(tmp_path):
-    whole, first, second = trainer(with_key), trainer(with_key), trainer(with_key)
-    whole[1].fit(max_steps=STEPS)
-    first[1].fit(max_steps=3)
-    path = first[1].save(tmp_path / "saved")
-    second[1].fit(max_steps=STEPS, ckpt_path=path)
-    assert first[0].losses + second[0].losses == whole[0].losses
-    assert second[1].history["loss"] == whole[1].history["loss"]
 
 
 def test_epochs_parts_ensembles_and_own_loops():
