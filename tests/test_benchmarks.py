@@ -9,9 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-from jaxdp import SingleDevice, Trainer
-from jaxdp.callbacks import Callback
+from toys import On, on_one_device
 
 pytest.importorskip("torch")
 
@@ -170,23 +168,12 @@ def test_memory_is_flat(what, capsys):
     assert "| 40 |" in capsys.readouterr().out
 
 
-class Hoard(Callback):
-    def __init__(self):
-        self.kept = []
-
-    def on_train_batch_end(self, trainer, metrics, batch_idx):
-        self.kept.append(jnp.zeros(2))
-
-
 def test_a_leak_of_arrays_is_seen():
     work, watch = TOYS["W1"], memory.Watch(40)
-    trainer = Trainer(
-        models.build(work),
-        loss="mse",
-        strategy=SingleDevice(),
-        callbacks=[Hoard(), watch],
-        enable_progress_bar=False,
-    )
+    kept = []
+    hoards = On(on_train_batch_end=lambda *_: kept.append(jnp.zeros(2)))
+    model = models.build(work)
+    trainer = on_one_device(hoards, watch, model=model, loss="mse")
     trainer.fit(work.batches(), max_steps=200)
     assert memory.growth(watch.samples)[1] > memory.GROWTH_ARRAYS
 
