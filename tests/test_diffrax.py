@@ -6,9 +6,6 @@ Their solvers raise from inside the compiled step, unless they are told not to.
 import functools
 import json
 import os
-import pathlib
-import subprocess
-import sys
 
 import equinox as eqx
 import jax
@@ -16,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toys import Recorder, hand_written, quiet
+from toys import Recorder, hand_written, quiet, run_python
 
 from jaxdp import Sharded, SingleDevice, Whole, per_example
 
@@ -231,13 +228,8 @@ import test_diffrax
 from jaxdp import Sharded
 print(json.dumps(test_diffrax.train({form!r}, Sharded(), throw=True)))
 """
-    environment = {
-        "EQX_ON_ERROR": "nan",
-        "XLA_FLAGS": " ".join([os.environ.get("XLA_FLAGS", ""), EIGHT]),
-    }
-    options = {"cwd": pathlib.Path(__file__).parent, "capture_output": True}
-    options |= {"env": os.environ | environment, "text": True}
-    done = subprocess.run([sys.executable, "-c", script], **options)
+    flags = " ".join([os.environ.get("XLA_FLAGS", ""), EIGHT])
+    done = run_python(script, EQX_ON_ERROR="nan", XLA_FLAGS=flags)
     assert done.returncode == 0, done.stderr
     losses = json.loads(done.stdout)
     np.testing.assert_allclose(losses, by_hand(form.split()[0])[1], rtol=1e-5)
