@@ -3,17 +3,13 @@
 import ast
 import inspect
 import io
-import os
 import pathlib
 import re
-import subprocess
 import sys
 
-import equinox as eqx
-import jax
 import numpy as np
 import pytest
-from toys import batches
+from toys import batches, linear_on_one_device, run_python
 
 import jaxdp
 from jaxdp.callbacks import ProgressBar
@@ -150,13 +146,7 @@ print([name for name, value in settings().items() if value != before[name]])
 
 
 def test_heavy_packages_are_not_imported_and_nothing_is_set_by_the_import(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORT],
-        env=os.environ | {"HOME": str(tmp_path), "XDG_CACHE_HOME": ""},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run_python(IMPORT, HOME=str(tmp_path), XDG_CACHE_HOME="")
     assert done.stdout.split() == ["[]", "[]"]
     assert done.stderr == ""
     assert list(tmp_path.iterdir()) == []
@@ -276,13 +266,7 @@ def test_steps_and_ends_of_epochs_are_few_calls_of_ours(kind):
                 calls.append(name)
 
         calls = []
-        trainer = jaxdp.Trainer(
-            eqx.nn.Linear(4, 3, key=jax.random.key(0)),
-            loss="cross_entropy",
-            strategy=jaxdp.SingleDevice(),
-            callbacks=callbacks,
-            enable_progress_bar=False,
-        )
+        trainer = linear_on_one_device(*callbacks)
         trainer.fit(loader(steps))
         sys.setprofile(profile)
         try:
