@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toys import quiet
+from toys import mlp, quiet
 
 from jaxdp import Ensemble, losses
 
@@ -242,7 +242,7 @@ def test_label_smoothing_is_that_of_torch(is_one_hot):
 
 
 def test_a_named_loss_with_an_option_is_still_one_of_single_rows():
-    model = eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0))
+    model = mlp()
     x, y = np.ones((11, 4), "f4"), np.arange(11) % 3  # not divisible by 8 devices
     trainer = quiet(model, loss=SMOOTH)
     values = SMOOTH(jax.vmap(model)(x), jnp.array(y))
