@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from toys import Mlp, NormNet, batches, rows
+from toys import Mlp, NormNet, batches, linear_on_one_device, quiet, rows
 from twins import check_twins
 
 from jaxdp import (
@@ -26,7 +26,6 @@ from jaxdp import (
     Pmap,
     Sharded,
     SingleDevice,
-    Trainer,
     ZeRO,
 )
 from jaxdp.callbacks import (
@@ -356,9 +355,8 @@ def test_a_run_goes_on_as_its_twin(tmp_path, loader, way, moment):
             "optimizer": optax.adam(1e-2),
             "strategy": SingleDevice(),
             "loss": "cross_entropy",
-            "enable_progress_bar": False,
         } | {name: value for name, value in WAYS[way]().items() if name not in OF_FIT}
-        return Trainer(**options | {"callbacks": [*options.get("callbacks", ()), *own]})
+        return quiet(**options | {"callbacks": [*options.get("callbacks", ()), *own]})
 
     def fit(trainer, **more):
         batches = LOADERS[loader]()
@@ -377,13 +375,7 @@ def test_a_run_goes_on_as_its_twin(tmp_path, loader, way, moment):
 @pytest.mark.slow
 def test_a_run_that_was_to_stop_goes_on_with_more_patience(tmp_path):
     def trainer(patience):
-        return Trainer(
-            eqx.nn.Linear(4, 3, key=jax.random.key(0)),
-            loss="cross_entropy",
-            callbacks=[stops(patience=patience)],
-            strategy=SingleDevice(),
-            enable_progress_bar=False,
-        )
+        return linear_on_one_device(stops(patience=patience))
 
     first = trainer(1)
     first.fit(DATA, VAL, max_epochs=9)
