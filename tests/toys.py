@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from jaxdp import Callback, Pmap, SingleDevice, Stack, Trainer
 
@@ -173,6 +174,16 @@ def scores(values, name="val_loss"):
         metrics[name] = float(values[trainer.current_epoch])
 
     return On(on_validation_end=replace)
+
+
+def each_refused(table):
+    """Runs a test with each call, error and words of a table by kind."""
+    cases = [
+        pytest.param(*case, id=f"{kind} {number}")
+        for kind, cases in table.items()
+        for number, case in enumerate(cases)
+    ]
+    return pytest.mark.parametrize(("provoke", "error", "words"), cases)
 
 
 class Recorder(Callback):

@@ -11,7 +11,15 @@ import optax
 import pytest
 from attending import Model, layer_and_inputs, tokens
 from published import GPT2_NAMES, LLAMA_NAMES, Decoder, gpt2
-from toys import Deep, DeepBlock, Mlp, batches, linear_on_one_device, make_small
+from toys import (
+    Deep,
+    DeepBlock,
+    Mlp,
+    batches,
+    each_refused,
+    linear_on_one_device,
+    make_small,
+)
 
 import jaxdp
 from jaxdp import (
@@ -272,14 +280,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("provoke", "error", "words"),
-    [
-        pytest.param(*case, id=f"{kind} {number}")
-        for kind, cases in REFUSED.items()
-        for number, case in enumerate(cases)
-    ],
-)
+@each_refused(REFUSED)
 def test_what_can_not_be_is_refused(provoke, error, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(error) as caught:

@@ -100,14 +100,3 @@ def test_its_gradient_can_be_taken():
         trainer.inference_model()
     )
     assert jnp.any(grads.model.last.weight)
-
-
-def test_what_has_no_members_or_no_call_is_told_so():
-    trainer = quiet(Mlp(KEYS[0]), loss="cross_entropy")
-    with pytest.raises(ValueError, match="`member` needs a Trainer with `ensemble`"):
-        trainer.inference_model(member=0)
-    trainer = quiet(
-        {"a": jnp.ones(4)}, loss_fn=lambda model, x, y: (x @ model["a"]).sum()
-    )
-    with pytest.raises(TypeError, match="`inference_model` calls the model on one"):
-        trainer.inference_model()

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toys import NormNet, quiet
+from toys import quiet
 
 from jaxdp import FSDP, SingleDevice
 from jaxdp.step.model_call import call_model, check_training_flags, find_keywords
@@ -135,13 +135,6 @@ def test_a_name_that_nobody_passes_is_refused(name):
     for model in (named(name, True), eqx.Partial(named(name, False))):
         with pytest.raises(TypeError, match=f"`{name}`, .* Call it `training`"):
             check_training_flags(model)
-
-
-def test_norms_that_name_several_axes_are_refused():
-    for axis_name in (("batch", "data"), ["batch", "data"]):
-        model, state = eqx.nn.make_with_state(NormNet)(KEY, axis_name)
-        with pytest.raises(ValueError, match="BatchNorm.*axis_name='batch'"):
-            quiet(model, state=state, loss="mse").fit([(X4, X4[:, :3])])
 
 
 def test_a_loss_fn_that_can_not_tell_the_model_is_said(caplog):

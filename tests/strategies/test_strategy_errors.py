@@ -5,7 +5,7 @@ import jax
 import optax
 import pytest
 from jax.sharding import AxisType, PartitionSpec
-from toys import Deep, NormNet, batches, linear, make_small
+from toys import Deep, NormNet, batches, each_refused, linear, make_small
 
 import jaxdp
 from jaxdp import (
@@ -170,36 +170,26 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("provoke", "error", "words"),
-    [
-        pytest.param(*case, id=f"{kind} {number}")
-        for kind, cases in REFUSED.items()
-        for number, case in enumerate(cases)
-    ],
-)
+@each_refused(REFUSED)
 def test_what_can_not_be_is_refused(provoke, error, words):
     with pytest.raises(error, match=words):
         provoke()
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "SingleDevice()",
-        "Sharded(8)",
-        "Sharded(mesh=jax.make_mesh((4, 2), ('data', 'model')))",
-        "Pmap(4)",
-        "ZeRO(devices=4, min_size=9)",
-        "FSDP(8, gather=('blocks[*]',), groups=2)",
-        "TensorParallel({'data': 4, 'model': 2}, rules=[('a.*', P('model', None))])",
-        "jaxdp.Pipeline(4, 2, devices=8, fsdp=True)",
-        "jaxdp.LocalSGD(every=4, devices=8)",
-        "jaxdp.Members(8)",
-        "jaxdp.SequenceParallel({'data': 2, 'seq': 4}, fsdp=True)",
-        "jaxdp.Bitwise(Sharded(2))",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "SingleDevice()",
+    "Sharded(8)",
+    "Sharded(mesh=jax.make_mesh((4, 2), ('data', 'model')))",
+    "Pmap(4)",
+    "ZeRO(devices=4, min_size=9)",
+    "FSDP(8, gather=('blocks[*]',), groups=2)",
+    "TensorParallel({'data': 4, 'model': 2}, rules=[('a.*', P('model', None))])",
+    "jaxdp.Pipeline(4, 2, devices=8, fsdp=True)",
+    "jaxdp.LocalSGD(every=4, devices=8)",
+    "jaxdp.Members(8)",
+    "jaxdp.SequenceParallel({'data': 2, 'seq': 4}, fsdp=True)",
+    "jaxdp.Bitwise(Sharded(2))",
+])  # fmt: skip
 def test_the_repr_of_a_strategy_can_be_typed(text):
     assert repr(eval(text)) == text.removeprefix("jaxdp.")
 
