@@ -6,9 +6,8 @@ import re
 
 import numpy as np
 import pytest
-from toys import Recorder, batches, on_one_device
+from toys import At, On, Recorder, batches, on_one_device
 
-from jaxdp import Callback
 from jaxdp.callbacks import ThroughputMonitor
 
 
@@ -90,24 +89,19 @@ def numbered():
         yield np.full((4, 4), number, np.float32), np.arange(4) % 3
 
 
-class Numbers(Callback):
-    """Records the number of each step's batch; ends the fit at a step."""
-
-    def __init__(self, at=None, end=None):
-        self.seen, self.at, self.end = [], at, end
-
-    def on_train_batch_start(self, trainer, batch, batch_idx):
-        self.seen.append(int(batch[0][0, 0]))
-
-    def on_train_batch_end(self, trainer, metrics, batch_idx):
-        if trainer.global_step == self.at and self.end == "raise":
-            raise KeyError(self.at)
-        trainer.should_stop = trainer.global_step == self.at and self.end == "stop"
-
-
 def numbers(steps, at=None, end=None):
-    seen = Numbers(at, end)
-    return in_blocks(steps, seen), seen.seen
+    """A trainer, and the number of each step's batch; the fit may end at a step."""
+    seen = []
+
+    def note(trainer, batch, batch_idx):
+        seen.append(int(batch[0][0, 0]))
+
+    def stop(trainer):
+        if end == "raise":
+            raise KeyError(at)
+        trainer.should_stop = end == "stop"
+
+    return in_blocks(steps, On(on_train_batch_start=note), At(at, stop)), seen
 
 
 class Positioned:
@@ -133,12 +127,11 @@ class Positioned:
 
 @pytest.mark.parametrize("steps", [1, 4])
 def test_an_iterator_is_not_read_ahead_of_a_dispatch(steps):
-    class Looks(Callback):
-        def on_train_batch_end(self, trainer, metrics, batch_idx):
-            given.append((stream.given, batch_idx + 1))
+    def look(trainer, metrics, batch_idx):
+        given.append((stream.given, batch_idx + 1))
 
     stream, given = Positioned(), []
-    in_blocks(steps, Looks()).fit(stream, max_steps=9)
+    in_blocks(steps, On(on_train_batch_end=look)).fit(stream, max_steps=9)
     ends = [-(-number // steps) * steps for number in range(1, 9)] + [9]
     assert given == [*zip(ends, range(1, 10), strict=True)]
 
