@@ -128,14 +128,11 @@ def test_a_value_set_before_the_fit_is_used_in_the_first_step():
     assert_close(trainer.model, by_hand([0.5] * 4))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"accumulate_grad_batches": 2},
-        {"precision": "bf16-true"},
-        {"precision": "16-mixed"},
-    ],
-)
+@pytest.mark.parametrize("options", [
+    {"accumulate_grad_batches": 2},
+    {"precision": "bf16-true"},
+    {"precision": "16-mixed"},
+])  # fmt: skip
 def test_accumulated_steps_and_other_precisions_use_the_new_value(options):
     rates = Rates()
     callbacks = [LearningRateMonitor(), Setter({1: 0.5}), rates]
@@ -223,16 +220,15 @@ def test_invalid_hyperparams_are_refused_without_a_change(case):
     assert dict(trainer.hyperparams) == before
 
 
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda given: given.update(learning_rate=0.5),
-        lambda given: given.pop("learning_rate"),
-        lambda given: given.update(rate=0.5),
-    ],
-)
+@pytest.mark.parametrize("write", [
+    lambda given: given.update(learning_rate=0.5),
+    lambda given: given.pop("learning_rate"),
+    lambda given: given.update(rate=0.5),
+])  # fmt: skip
 def test_writing_to_hyperparams_of_the_state_is_refused(write):
     trainer = make_trainer()
+    with pytest.raises((TypeError, AttributeError)):
+        write(trainer.hyperparams)
     write(trainer.state.opt_state.hyperparams)
     with pytest.raises(RuntimeError, match=r"written to.*trainer\.set_hyperparams"):
         trainer.fit(DATA)
