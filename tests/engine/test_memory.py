@@ -60,17 +60,14 @@ def test_only_one_micro_batch_has_activations_in_memory(strategy):
 
 # A full Stack as one saves nothing; nor does a policy that saves all products, which
 # is most of what there is.
-@pytest.mark.parametrize(
-    "remat, saves",
-    [
-        (True, True),
-        ("blocks.stacked", True),
-        ("blocks.stacked.mlp", True),
-        ("nothing_saveable", True),
-        ("everything_saveable", False),
-        ("blocks", False),
-    ],
-)
+@pytest.mark.parametrize("remat, saves", [
+    (True, True),
+    ("blocks.stacked", True),
+    ("blocks.stacked.mlp", True),
+    ("nothing_saveable", True),
+    ("everything_saveable", False),
+    ("blocks", False),
+])  # fmt: skip
 def test_recomputed_layers_are_not_in_memory(remat, saves):
     whole, expected = step_of()
     policy = getattr(jax.checkpoint_policies, str(remat), remat)
