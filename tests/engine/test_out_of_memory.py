@@ -27,14 +27,11 @@ def fail(trainer, kind, text):
         program.compiled, program.is_compiled = raise_error, False
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "use"),
-    [
-        ("training", "train", lambda trainer: trainer.fit(DATA, max_epochs=2)),
-        ("validation", "evaluate", lambda trainer: trainer.validate(DATA)),
-        ("prediction", "predict", lambda trainer: trainer.predict(DATA)),
-    ],
-)
+@pytest.mark.parametrize("name, kind, use", [
+    ("training", "train", lambda trainer: trainer.fit(DATA, max_epochs=2)),
+    ("validation", "evaluate", lambda trainer: trainer.validate(DATA)),
+    ("prediction", "predict", lambda trainer: trainer.predict(DATA)),
+])  # fmt: skip
 def test_errors_of_memory_have_remedies_and_keep_the_state(name, kind, use):
     trainer = make_small()
     trainer.fit(DATA, DATA)
