@@ -7,9 +7,9 @@ import equinox as eqx
 import jax
 import numpy as np
 import pytest
-from toys import bits, on_one_device, rows
+from toys import At, bits, on_one_device, rows
 
-from jaxdp import Callback, Sharded, SingleDevice
+from jaxdp import Sharded, SingleDevice
 from jaxdp.engine.in_flight import InFlightQueue, num_in_flight
 
 X, Y = rows(24)
@@ -113,12 +113,11 @@ def test_errors_are_raised_after_the_steps_before_them():
 
 
 def test_prefetched_batches_of_an_iterator_come_again():
-    class Stops(Callback):
-        def on_train_batch_end(self, trainer, metrics, batch_idx):
-            trainer.should_stop = True
+    def stop(trainer):
+        trainer.should_stop = True
 
     stream = iter(BATCHES)
-    made = trainer(None, Stops())
+    made = trainer(None, At(1, stop))
     made.fit(stream, max_epochs=-1)
     made.callbacks = []
     made.fit(stream, max_epochs=-1, max_steps=len(BATCHES))
