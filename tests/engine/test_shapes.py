@@ -77,14 +77,6 @@ def test_buckets_train_as_by_hand_with_one_program_each(kind, by_hand, caplog):
     ]
 
 
-def test_losses_of_batches_have_one_program_per_shape(by_hand):
-    recorder, strategy = Recorder(), counting(Sharded)
-    make(recorder, strategy=strategy, loss_fn=cross_entropy).fit(DATA, max_epochs=2)
-    np.testing.assert_allclose(recorder.losses, by_hand[1], rtol=1e-5)
-    shapes = {tokens.shape for tokens, _ in DATA}
-    assert strategy.count == len(shapes)
-
-
 @pytest.mark.slow_but("SingleDevice")
 @pytest.mark.parametrize("kind", [SingleDevice, Sharded, Pmap])
 def test_unequal_micro_batches_have_one_mean_over_rows(kind):
