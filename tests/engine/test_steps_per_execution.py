@@ -173,15 +173,12 @@ class Log(Callback):
 
 
 @pytest.mark.slow_cases("fit0", "fit2")
-@pytest.mark.parametrize(
-    "fit",
-    [
-        {"max_epochs": 2},
-        {"max_steps": 7},
-        {"max_epochs": 2, "val_check_interval": 5},
-        {"max_epochs": 2, "limit_train_batches": 6},
-    ],
-)
+@pytest.mark.parametrize("fit", [
+    {"max_epochs": 2},
+    {"max_steps": 7},
+    {"max_epochs": 2, "val_check_interval": 5},
+    {"max_epochs": 2, "limit_train_batches": 6},
+])  # fmt: skip
 def test_hooks_get_every_step_and_limits_end_dispatches(fit):
     logs = Log(), Log()
     fit = fit | {"val_loader": batches(8, 3, seed=1)}
