@@ -37,13 +37,10 @@ def test_slices_have_the_shapes_that_are_offered():
 COMPILERS = {"tpu": ["libtpu"], "gpu": ["jax_cuda12_plugin", "nvidia"]}
 
 
-@pytest.mark.parametrize(
-    ("name", "platform", "match"),
-    [
-        ("v5e-8", "tpu", r"TPU support not installed.*pip install --upgrade 'jax\["),
-        ("h100x8", "gpu", r"jax_plugins.*'jax\[cuda12-local"),
-    ],
-)
+@pytest.mark.parametrize("name, platform, match", [
+    ("v5e-8", "tpu", r"TPU support not installed.*pip install --upgrade 'jax\["),
+    ("h100x8", "gpu", r"jax_plugins.*'jax\[cuda12-local"),
+])  # fmt: skip
 def test_a_missing_compiler_is_named_with_what_to_install(name, platform, match):
     if installed(COMPILERS[platform][0]):
         pytest.skip("the compiler is installed")
@@ -51,17 +48,14 @@ def test_a_missing_compiler_is_named_with_what_to_install(name, platform, match)
         trainer().plan([batch()], topology=name)
 
 
-@pytest.mark.parametrize(
-    ("name", "platform", "devices", "hardware"),
-    [
-        ("v5e-8", "tpu", 8, "v5e"),
-        ("v5p-2048", "tpu", 1024, "v5p"),
-        ("v6e:2x4", "tpu", 8, "v6e"),
-        ("h100x8", "gpu", 8, "h100"),
-        ("h100x1024", "gpu", 1024, "h100"),
-        ("a100x4", "gpu", 4, "a100"),
-    ],
-)
+@pytest.mark.parametrize("name, platform, devices, hardware", [
+    ("v5e-8", "tpu", 8, "v5e"),
+    ("v5p-2048", "tpu", 1024, "v5p"),
+    ("v6e:2x4", "tpu", 8, "v6e"),
+    ("h100x8", "gpu", 8, "h100"),
+    ("h100x1024", "gpu", 1024, "h100"),
+    ("a100x4", "gpu", 4, "a100"),
+])  # fmt: skip
 def test_devices_that_are_not_here(name, platform, devices, hardware):
     if not installed(*COMPILERS[platform]):
         pytest.skip("no compiler for it")
