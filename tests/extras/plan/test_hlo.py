@@ -163,18 +163,31 @@ ADD = """%add (x: f32[], y: f32[]) -> f32[] {
 }
 
 """
+WORDS = {
+    "PAIR": "replica_groups={{0,1}}, to_apply=%add",
+    "EIGHT": "replica_groups={{0,1,2,3,4,5,6,7}}",
+    "PRODUCT": "lhs_contracting_dims={1}, rhs_contracting_dims={0}",
+    "TILED": "{1,0:T(8,128)(2,1)S(1)}",
+    "GATHERS": "channel_id=3, replica_groups=mesh['axis_0'=8] {'axis_0'}, dimensions"
+    '={0}, frontend_attributes={chain_id="0"}',
+}
+
+
+def collectives(text):
+    """Those of a program with an addition, in which words stand for longer ones."""
+    for word, meaning in WORDS.items():
+        text = text.replace(word, meaning)
+    return hlo.read(HEADER + ADD + text).collectives
 
 
 def test_starts_and_ends_are_one_collective():
     # As the GPU compiler writes them: the tuple of a start has the operands in it.
-    text = (
-        HEADER
-        + ADD
-        + """ENTRY %main (p: f32[16,4], q: f32[8]) -> (f32[2,4], f32[64], f32[8]) {
+    scatter, gather, reduce = collectives(
+        """ENTRY %main (p: f32[16,4], q: f32[8]) -> (f32[2,4], f32[64], f32[8]) {
   %p = f32[16,4]{1,0} parameter(0), metadata={op_name="x"}
   %q = f32[8]{0} parameter(1), metadata={op_name="w"}
   %rs = ((f32[16,4]{1,0}), f32[2,4]{1,0}) reduce-scatter-start(%p), channel_id=1,"""
-        """ replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}, to_apply=%add,"""
+        """ EIGHT, dimensions={0}, to_apply=%add,"""
         """ backend_config={"collective_backend_config":{"is_sync":true}}
   %rsd = f32[2,4]{1,0} reduce-scatter-done(%rs)
   %ag = (f32[8]{0}, f32[64]{0}) all-gather-start(%q), channel_id=2,"""
@@ -187,24 +200,18 @@ def test_starts_and_ends_are_one_collective():
 }
 """
     )
-    scatter, gather, reduce = hlo.read(text).collectives
     assert (scatter.operand_bytes, scatter.result_bytes) == (256, 32)
     assert (gather.operand_bytes, gather.result_bytes) == (32, 256)
     assert (reduce.operand_bytes, reduce.group_size) == (32, 2)
-    assert [scatter.overlapped, gather.overlapped, reduce.overlapped] == [
-        False,
-        True,
-        True,
-    ]
+    overlapped = [each.overlapped for each in (scatter, gather, reduce)]
+    assert overlapped == [False, True, True]
     assert gather.operands[0].paths == ("w",)
 
 
 def test_what_matrix_products_hide_is_told_from_what_they_could():
-    text = (
-        HEADER + ADD + """%gemm (a: f32[8,8]) -> f32[8,8] {
+    found = collectives("""%gemm (a: f32[8,8]) -> f32[8,8] {
   %a = f32[8,8]{1,0} parameter(0)
-  ROOT %dot = f32[8,8]{1,0} dot(%a, %a), lhs_contracting_dims={1},"""
-        """ rhs_contracting_dims={0}
+  ROOT %dot = f32[8,8]{1,0} dot(%a, %a), PRODUCT
 }
 
 %plain (b: f32[8,8]) -> f32[8,8] {
@@ -214,36 +221,27 @@ def test_what_matrix_products_hide_is_told_from_what_they_could():
 
 ENTRY %main (p: f32[8,8]) -> f32[8,8] {
   %p = f32[8,8]{1,0} parameter(0)
-  %one = f32[8,8]{1,0} all-reduce-start(%p), channel_id=1,"""
-        """ replica_groups={{0,1}}, to_apply=%add
+  %one = f32[8,8]{1,0} all-reduce-start(%p), channel_id=1, PAIR
   %x = f32[8,8]{1,0} fusion(%p), kind=kCustom, calls=%gemm
   %one.done = f32[8,8]{1,0} all-reduce-done(%one)
-  %two = f32[8,8]{1,0} all-reduce-start(%x), channel_id=2,"""
-        """ replica_groups={{0,1}}, to_apply=%add
+  %two = f32[8,8]{1,0} all-reduce-start(%x), channel_id=2, PAIR
   %y = f32[8,8]{1,0} fusion(%p), kind=kLoop, calls=%plain
   %two.done = f32[8,8]{1,0} all-reduce-done(%two)
-  %three = f32[8,8]{1,0} all-reduce-start(%y), channel_id=3,"""
-        """ replica_groups={{0,1}}, to_apply=%add
+  %three = f32[8,8]{1,0} all-reduce-start(%y), channel_id=3, PAIR
   %z = f32[8,8]{1,0} custom-call(%p, %p), custom_call_target="__cublas$gemm"
   %three.done = f32[8,8]{1,0} all-reduce-done(%three)
-  %four = f32[8,8]{1,0} all-reduce(%z), channel_id=4, replica_groups={{0,1}},"""
-        """ to_apply=%add
-  ROOT %last = f32[8,8]{1,0} dot(%four, %two.done), lhs_contracting_dims={1},"""
-        """ rhs_contracting_dims={0}
+  %four = f32[8,8]{1,0} all-reduce(%z), channel_id=4, PAIR
+  ROOT %last = f32[8,8]{1,0} dot(%four, %two.done), PRODUCT
 }
-"""
-    )
-    found = hlo.read(text).collectives
+""")
     assert [each.overlapped for each in found] == [True, True, True, False]
     assert [each.hidden for each in found] == [True, False, True, False]
 
 
 def test_async_computations_are_looked_into():
-    text = (
-        HEADER + ADD + """%wrapped (p: f32[16]) -> f32[16] {
+    found = collectives("""%wrapped (p: f32[16]) -> f32[16] {
   %p.1 = f32[16]{0} parameter(0)
-  ROOT %all = f32[16]{0} all-reduce(%p.1), channel_id=1, replica_groups={{0,1}},"""
-        """ to_apply=%add
+  ROOT %all = f32[16]{0} all-reduce(%p.1), channel_id=1, PAIR
 }
 
 ENTRY %main (p: f32[16]) -> f32[16] {
@@ -252,65 +250,56 @@ ENTRY %main (p: f32[16]) -> f32[16] {
   %update = ((f32[16]{0}), f32[16]{0}, u32[]) async-update(%start), calls=%wrapped
   ROOT %done = f32[16]{0} async-done(%update), calls=%wrapped
 }
-"""
-    )
-    assert len(hlo.read(text).collectives) == 1
+""")
+    assert len(found) == 1
 
 
 def test_tpu_fusions_are_what_they_do():
     # A reduce-scatter is a fusion around an all-reduce; an all-gather that runs beside
     # computation is printed in each of the fusions it runs through.
-    layout = "{1,0:T(8,128)(2,1)S(1)}"
-    gather = (
-        "channel_id=3, replica_groups=mesh['axis_0'=8] {'axis_0'}, dimensions={0},"
-        ' frontend_attributes={chain_id="0"}'
-    )
-    text = (
-        HEADER + ADD + f"""%all-reduce-scatter.3 (i: f32[16,4]) -> f32[2,4] {{
-  %i = f32[16,4]{layout} parameter(0)
-  %ar = f32[16,4]{layout} all-reduce(%i), channel_id=1,"""
-        f""" replica_groups={{{{0,1,2,3,4,5,6,7}}}}, to_apply=%add
+    scatter, gathered = collectives(
+        """%all-reduce-scatter.3 (i: f32[16,4]) -> f32[2,4] {
+  %i = f32[16,4]TILED parameter(0)
+  %ar = f32[16,4]TILED all-reduce(%i), channel_id=1, EIGHT, to_apply=%add
   %zero = u32[] constant(0)
-  ROOT %ds = f32[2,4]{layout} dynamic-slice(%ar, %zero, %zero)
-}}
+  ROOT %ds = f32[2,4]TILED dynamic-slice(%ar, %zero, %zero)
+}
 
-%fused_computation.1 (a: bf16[2,4]) -> (bf16[2,4], bf16[16,4]) {{
-  %a = bf16[2,4]{layout} parameter(0)
-  %ag.1 = bf16[16,4]{layout} all-gather(%a), {gather}
-  ROOT %cc = (bf16[2,4]{layout}, bf16[16,4]{layout}) custom-call(%ag.1),"""
-        f""" custom_call_target="AsyncCollectiveStart"
-}}
+%fused_computation.1 (a: bf16[2,4]) -> (bf16[2,4], bf16[16,4]) {
+  %a = bf16[2,4]TILED parameter(0)
+  %ag.1 = bf16[16,4]TILED all-gather(%a), GATHERS
+  ROOT %cc = (bf16[2,4]TILED, bf16[16,4]TILED) custom-call(%ag.1),"""
+        """ custom_call_target="AsyncCollectiveStart"
+}
 
-%async_collective_fusion.2 (b: bf16[2,4], c: bf16[16,4]) -> bf16[16,4] {{
-  %b = bf16[2,4]{layout} parameter(0)
-  %c = bf16[16,4]{layout} parameter(1)
-  ROOT %ag.2 = bf16[16,4]{layout} all-gather(%b), {gather}
-}}
+%async_collective_fusion.2 (b: bf16[2,4], c: bf16[16,4]) -> bf16[16,4] {
+  %b = bf16[2,4]TILED parameter(0)
+  %c = bf16[16,4]TILED parameter(1)
+  ROOT %ag.2 = bf16[16,4]TILED all-gather(%b), GATHERS
+}
 
-%fused_computation.3 (d: bf16[2,4], e: bf16[16,4]) -> bf16[16,4] {{
-  %d = bf16[2,4]{layout} parameter(0)
-  %e = bf16[16,4]{layout} parameter(1)
-  %ag.3 = bf16[16,4]{layout} all-gather(%d), {gather}
-  ROOT %dd = bf16[16,4]{layout} custom-call(%d, %e, %ag.3),"""
-        f""" custom_call_target="AsyncCollectiveDone"
-}}
+%fused_computation.3 (d: bf16[2,4], e: bf16[16,4]) -> bf16[16,4] {
+  %d = bf16[2,4]TILED parameter(0)
+  %e = bf16[16,4]TILED parameter(1)
+  %ag.3 = bf16[16,4]TILED all-gather(%d), GATHERS
+  ROOT %dd = bf16[16,4]TILED custom-call(%d, %e, %ag.3),"""
+        """ custom_call_target="AsyncCollectiveDone"
+}
 
-ENTRY %main (p: f32[16,4], q: bf16[2,4]) -> (f32[2,4], bf16[16,4]) {{
-  %p = f32[16,4]{layout} parameter(0)
-  %q = bf16[2,4]{layout} parameter(1)
-  %rs = f32[2,4]{layout} fusion(%p), kind=kCustom, calls=%all-reduce-scatter.3,"""
-        f""" metadata={{op_name="jit(step)/transpose(jvp())/dot_general"}}
-  %s = (bf16[2,4]{layout}, bf16[16,4]{layout}) fusion(%q), kind=kCustom,"""
-        f""" calls=%fused_computation.1
-  %s0 = bf16[2,4]{layout} get-tuple-element(%s), index=0
-  %s1 = bf16[16,4]{layout} get-tuple-element(%s), index=1
-  %m = bf16[16,4]{layout} fusion(%s0, %s1), calls=%async_collective_fusion.2
-  %f = bf16[16,4]{layout} fusion(%s0, %m), calls=%fused_computation.3
-  ROOT %t = (f32[2,4]{layout}, bf16[16,4]{layout}) tuple(%rs, %f)
-}}
+ENTRY %main (p: f32[16,4], q: bf16[2,4]) -> (f32[2,4], bf16[16,4]) {
+  %p = f32[16,4]TILED parameter(0)
+  %q = bf16[2,4]TILED parameter(1)
+  %rs = f32[2,4]TILED fusion(%p), kind=kCustom, calls=%all-reduce-scatter.3,"""
+        """ metadata={op_name="jit(step)/transpose(jvp())/dot_general"}
+  %s = (bf16[2,4]TILED, bf16[16,4]TILED) fusion(%q), calls=%fused_computation.1
+  %s0 = bf16[2,4]TILED get-tuple-element(%s), index=0
+  %s1 = bf16[16,4]TILED get-tuple-element(%s), index=1
+  %m = bf16[16,4]TILED fusion(%s0, %s1), calls=%async_collective_fusion.2
+  %f = bf16[16,4]TILED fusion(%s0, %m), calls=%fused_computation.3
+  ROOT %t = (f32[2,4]TILED, bf16[16,4]TILED) tuple(%rs, %f)
+}
 """
     )
-    scatter, gathered = hlo.read(text).collectives
     assert scatter.kind == "reduce-scatter"
     assert (scatter.operand_bytes, scatter.result_bytes) == (256, 32)
     assert scatter.path == "jit(step)/transpose(jvp())/dot_general"
@@ -321,12 +310,12 @@ ENTRY %main (p: f32[16,4], q: bf16[2,4]) -> (f32[2,4], bf16[16,4]) {{
 
 def test_a_collective_of_a_tpu_by_itself_is_not_hidden():
     """It has the name of an asynchronous one, and no fusion that it is a link of."""
-    text = """HloModule m, is_scheduled=true, num_partitions=8
-
-ENTRY %main (a: f32[8]) -> f32[64] {
+    (found,) = collectives(
+        """ENTRY %main (a: f32[8]) -> f32[64] {
   %a = f32[8] parameter(0)
-  ROOT %g = f32[64] all-gather(%a), channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}, use_global_device_ids=true, frontend_attributes={async_collective_name="all-gather-start.1"}
+  ROOT %g = f32[64] all-gather(%a), channel_id=1, EIGHT, dimensions={0}, """
+        """frontend_attributes={async_collective_name="all-gather-start.1"}
 }
-"""  # noqa: E501
-    (found,) = hlo.read(text).collectives
+"""
+    )
     assert found.kind == "all-gather" and not found.hidden
