@@ -21,8 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Error reading persistent compila
 GPU = pytest.param(
     "h100",
     marks=pytest.mark.skipif(
-        not installed("jax_cuda12_plugin"),
-        reason="no GPU compiler",
+        not installed("jax_cuda12_plugin"), reason="no GPU compiler"
     ),
 )
 
@@ -202,16 +201,13 @@ def test_turns_that_are_taken_out_of_a_loop_are_counted_once_each():
     assert [each.times for each in hlo.read(PEELED).collectives] == [1, 2, 1]
 
 
-@pytest.mark.parametrize(
-    ("known", "other"),
-    [
-        ("350_2 = s32[] constant(3)", "350_2 = s32[] abs(%param_0.1026)"),
-        ("clone_3_2 = s32[] constant(1)", "clone_3_2 = s32[] constant(0)"),
-        ("add(%param_0.1043, %constant", "divide(%param_0.1043, %constant"),
-        ("add(%param_0.1043, %constant", "multiply(%param_0.1043, %constant"),
-        ("166_clone_1 = s32[] constant(1)", "166_clone_1 = s32[] replica-id()"),
-    ],
-)
+@pytest.mark.parametrize("known, other", [
+    ("350_2 = s32[] constant(3)", "350_2 = s32[] abs(%param_0.1026)"),
+    ("clone_3_2 = s32[] constant(1)", "clone_3_2 = s32[] constant(0)"),
+    ("add(%param_0.1043, %constant", "divide(%param_0.1043, %constant"),
+    ("add(%param_0.1043, %constant", "multiply(%param_0.1043, %constant"),
+    ("166_clone_1 = s32[] constant(1)", "166_clone_1 = s32[] replica-id()"),
+])  # fmt: skip
 def test_what_no_counter_tells_is_unknown(known, other):
     assert PEELED.count(known) == 1
     times = [each.times for each in hlo.read(PEELED.replace(known, other)).collectives]
