@@ -1,5 +1,8 @@
 """What a compiled step is read to take, against live arrays and arithmetic."""
 
+import dataclasses
+import json
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -7,17 +10,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from planned import PARAMS, Split, batch, comparable, trainer, whole_plan
-from toys import NormNet
+from toys import NormNet, linear
 
-from jaxdp import (
-    FSDP,
-    Bitwise,
-    Pmap,
-    Sharded,
-    SingleDevice,
-    Stack,
-    Trainer,
-)
+from jaxdp import FSDP, Bitwise, Pmap, Sharded, SingleDevice, Stack
+from jaxdp.basics.units import format_short
 from jaxdp.callbacks import DonateBuffers, NanGuard
 from jaxdp.extras.plan import Hardware
 from jaxdp.extras.plan.reading import StepAnalysis
@@ -34,28 +30,28 @@ STRATEGIES = {
 }
 
 
+def live(tree):
+    return sum(leaf.addressable_data(0).nbytes for leaf in jax.tree.leaves(tree))
+
+
+def assert_is_of_the_program(memory, trained):
+    found = trained.compiled_train_step().memory_analysis()
+    assert memory.arguments == found.argument_size_in_bytes
+    assert memory.results == found.output_size_in_bytes
+    assert memory.overwritten == found.alias_size_in_bytes
+    assert memory.temporary == found.temp_size_in_bytes
+    held = memory.arguments + memory.results - memory.overwritten
+    assert memory.peak == held + memory.temporary
+
+
 @pytest.mark.slow_cases("Sharded(2)", "Pmap(4)", "SingleDevice()")
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_bytes_are_those_of_the_program_that_fit_runs_and_of_live_arrays(name):
     trained = trainer(STRATEGIES[name]())
     plan = trained.plan([batch()])
     trained.fit([batch()], max_epochs=1)
-    found = trained.compiled_train_step().memory_analysis()
     memory = plan.memory
-    assert memory.arguments == found.argument_size_in_bytes
-    assert memory.results == found.output_size_in_bytes
-    assert memory.overwritten == found.alias_size_in_bytes
-    assert memory.temporary == found.temp_size_in_bytes
-    assert memory.peak == (
-        found.argument_size_in_bytes
-        + found.output_size_in_bytes
-        - found.alias_size_in_bytes
-        + found.temp_size_in_bytes
-    )
-
-    def live(tree):
-        return sum(leaf.addressable_data(0).nbytes for leaf in jax.tree.leaves(tree))
-
+    assert_is_of_the_program(memory, trained)
     state = trained.state
     assert memory.parameters == live(state.params)
     assert memory.optimizer == live(state.opt_state)
@@ -110,16 +106,16 @@ def test_a_program_of_several_steps_is_told_by_the_step():
     (each,) = running.traffic
     assert each.times == 1 and each.operand_bytes == plan.traffic[0].operand_bytes
     assert running.memory.batch == 4 * plan.memory.batch
-    found = trained.compiled_train_step().memory_analysis()
-    assert running.memory.temporary == found.temp_size_in_bytes
+    assert_is_of_the_program(running.memory, trained)
     assert "128 rows per step in 2 batches, 4 steps at a time" in str(running)
 
 
-def test_rows_that_interact_are_planned_at_their_true_size():
-    def loss_fn(model, x, y):
-        return jnp.mean((jax.vmap(model)(x)[:, 0] - y) ** 2)
+def of_batch(model, x, y):
+    return jnp.mean((jax.vmap(model)(x)[:, 0] - y) ** 2)
 
-    trained = trainer(Sharded(4), loss=None, loss_fn=loss_fn)
+
+def test_rows_that_interact_are_planned_at_their_true_size():
+    trained = trainer(Sharded(4), loss=None, loss_fn=of_batch)
     trained.fit([batch(30)])
     assert trained.running_plan().rows == 30
 
@@ -177,12 +173,8 @@ def test_models_with_state_and_guards_are_planned_with_them():
     planned = trainer(model=model, state=state, callbacks=[NanGuard()])
     plan = planned.plan([x])
     planned.fit([x])
-    states = jax.tree.leaves(planned.state.model_state)
-    held = sum(leaf.addressable_data(0).nbytes for leaf in states)
-    assert plan.memory.model_state == held
-    found = planned.compiled_train_step().memory_analysis()
-    assert plan.memory.temporary == found.temp_size_in_bytes
-    assert plan.memory.results == found.output_size_in_bytes
+    assert plan.memory.model_state == live(planned.state.model_state)
+    assert_is_of_the_program(plan.memory, planned)
 
 
 def test_frozen_leaves_and_odd_ones_are_shown():
@@ -195,9 +187,7 @@ def test_frozen_leaves_and_odd_ones_are_shown():
             return self.linear(x) + self.table[:8]
 
     model = Odd(
-        eqx.nn.Linear(16, 8, key=jax.random.key(0)),
-        jnp.zeros(5000),
-        jax.random.key(1),
+        eqx.nn.Linear(16, 8, key=jax.random.key(0)), jnp.zeros(5000), jax.random.key(1)
     )
     spec = jax.tree.map(lambda leaf: False, eqx.filter(model, eqx.is_inexact_array))
     spec = eqx.tree_at(lambda m: m.linear.weight, spec, True)
@@ -213,9 +203,7 @@ def test_the_bitwise_step_is_planned_with_its_turns(devices):
     trained = trainer(Bitwise(Sharded(devices)))
     plan = trained.plan([batch()])
     trained.fit([batch()])
-    found = trained.compiled_train_step().memory_analysis()
-    assert plan.memory.temporary == found.temp_size_in_bytes
-    assert plan.memory.arguments == found.argument_size_in_bytes
+    assert_is_of_the_program(plan.memory, trained)
     assert plan.rows == 64
     plain = trainer(Sharded(devices)).plan([batch()])
     assert plan.flops == plain.flops
@@ -234,19 +222,15 @@ def test_the_bitwise_step_is_planned_with_its_turns(devices):
 
 @pytest.mark.parametrize("strategy", [SingleDevice(), Sharded()], ids=["one", "all"])
 def test_a_leaf_of_the_batch_may_be_for_nothing(strategy):
+    def plan(loss_fn, *batch):
+        model = linear()
+        made = trainer(strategy, model, loss=None, loss_fn=loss_fn)
+        return made.plan([batch]).memory.batch
+
     numbers, x = np.arange(8), np.ones((8, 4), np.float32)
-    trainer = Trainer(
-        eqx.nn.Linear(4, 3, key=jax.random.key(0)),
-        loss_fn=lambda model, numbers, x: jax.vmap(model)(x).sum(axis=1),
-        strategy=strategy,
-    )
-    plan = trainer.plan([(numbers, x)])
-    alone = Trainer(
-        trainer.model,
-        loss_fn=lambda model, x: jax.vmap(model)(x).sum(axis=1),
-        strategy=strategy,
-    ).plan([x])
-    assert plan.memory.batch - alone.memory.batch == 4 * 8 / count_shards(strategy)
+    both = plan(lambda model, numbers, x: jax.vmap(model)(x).sum(1), numbers, x)
+    alone = plan(lambda model, x: jax.vmap(model)(x).sum(1), x)
+    assert both - alone == 4 * 8 / count_shards(strategy)
 
 
 class Deep(eqx.Module):
@@ -275,15 +259,10 @@ def test_gradients_of_what_blocks_gather_are_shares(strategy, parts):
     assert plan.bounds[0].least == 2 * 7 / 8 * (IN_BLOCKS + OUTSIDE)
 
 
-def of_batch(model, x, y):
-    return jnp.mean((jax.vmap(model)(x)[:, 0] - y) ** 2)
-
-
 @pytest.mark.parametrize(("gather", "parts"), [("auto", 8), ("once", 1)])
 def test_gradients_are_full_where_all_is_gathered_before_the_step(gather, parts):
-    strategy = FSDP(gather=gather)
-    plan = trainer(strategy, Deep(), loss=None, loss_fn=of_batch).plan([batch()])
-    assert plan.memory.gradients == IN_BLOCKS // parts + OUTSIDE
+    made = trainer(FSDP(gather=gather), Deep(), loss=None, loss_fn=of_batch)
+    assert made.plan([batch()]).memory.gradients == IN_BLOCKS // parts + OUTSIDE
 
 
 def test_time_is_the_roofline():
@@ -304,3 +283,16 @@ def test_time_is_the_roofline():
     small = slow._replace(memory=1000)
     assert not trainer().plan([batch(64)], hardware=small).estimate.fits
     assert whole_plan().estimate is None
+
+
+def test_the_text_and_the_dict_say_the_same():
+    plan = whole_plan()
+    plain = plan.to_dict()
+    assert json.loads(json.dumps(plain)) == plain
+    assert plain["memory"]["peak"] == plan.memory.peak
+    assert sum(leaf["bytes"] for leaf in plain["leaves"]) > 0
+    text = str(plan)
+    assert all(word in text for word in ("8 x cpu", "all-reduce", "\nExact\n"))
+    assert f"  {format_short(plan.flops)}FLOP per step in matrix products" in text
+    unknown = dataclasses.replace(plan, flops=None)
+    assert "\n  Not known for this strategy.\n" in str(unknown)
