@@ -6,9 +6,7 @@ import xml.etree.ElementTree
 import pytest
 from planned import PARAMS, batch, trainer
 
-from jaxdp import (
-    Sharded,
-)
+from jaxdp import Sharded
 from jaxdp.extras.plan.hardware import HARDWARE
 from jaxdp.extras.plan.plan import find_largest
 
@@ -30,17 +28,14 @@ def test_the_largest_batch_fits_and_the_next_does_not(caplog):
     assert plan.largest_batch(plan.memory.parameters) == 0
 
 
-@pytest.mark.parametrize(
-    "peak",
-    [
-        lambda rows: 1000 + 17 * rows,
-        lambda rows: 1000 + 128 * math.ceil(rows / 8),
-        lambda rows: 5 * rows + rows**2 // 1000,
-        lambda rows: max(7000, 3 * rows),
-        lambda rows: 1000 + 40 * rows - 35 * max(0, rows - 300),
-        lambda rows: 1000 + 2 * rows if rows < 450 else math.inf,
-    ],
-)
+@pytest.mark.parametrize("peak", [
+    lambda rows: 1000 + 17 * rows,
+    lambda rows: 1000 + 128 * math.ceil(rows / 8),
+    lambda rows: 5 * rows + rows**2 // 1000,
+    lambda rows: max(7000, 3 * rows),
+    lambda rows: 1000 + 40 * rows - 35 * max(0, rows - 300),
+    lambda rows: 1000 + 2 * rows if rows < 450 else math.inf,
+])  # fmt: skip
 @pytest.mark.parametrize("limit", [900, 1017, 9000, 10**6])
 @pytest.mark.parametrize("start", [1, 64, 5000])
 def test_the_search_finds_the_largest(peak, limit, start):
