@@ -20,18 +20,15 @@ def test_points_that_are_not_finite_are_left_out():
     assert axes_of([(0, math.nan)]).lines[:] == []
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        [],
-        [1.0],
-        [0.0, 0.0],
-        [math.nan, 1.0, math.inf],
-        [-5.0, 1e-30, 3e8],
-        [1e-320, 1.0],
-        [1e-38, 3e38],
-    ],
-)
+@pytest.mark.parametrize("values", [
+    [],
+    [1.0],
+    [0.0, 0.0],
+    [math.nan, 1.0, math.inf],
+    [-5.0, 1e-30, 3e8],
+    [1e-320, 1.0],
+    [1e-38, 3e38],
+])  # fmt: skip
 def test_any_numbers_can_be_drawn(values):
     curves = metric_curves(list(enumerate(values)), [], list(enumerate(values)))
     svg = to_svg(draw({"a": curves}, "x"))
