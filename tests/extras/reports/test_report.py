@@ -215,21 +215,18 @@ def test_runs_that_lack_something_are_shown(tmp_path, table, record):
     assert (" examples/s " in page.text) == bool(speeds)
 
 
-@pytest.mark.parametrize(
-    ("table", "record", "error", "message"),
-    [
-        (None, None, FileNotFoundError, "is not a run: a run is a folder"),
-        ("a,b\n1,2\n", None, ValueError, "no columns `epoch` and `step`"),
-        (SHORT, "[]", ValueError, "metrics.json` is not what.*must be an object"),
-        (
-            SHORT,
-            '{"hyperparameters": "x"}',
-            ValueError,
-            "hyperparameters` is 'x",
-        ),
-        (SHORT, "[", ValueError, "metrics.json` is not what.*Expecting value"),
-    ],
-)
+@pytest.mark.parametrize("table, record, error, message", [
+    (None, None, FileNotFoundError, "is not a run: a run is a folder"),
+    ("a,b\n1,2\n", None, ValueError, "no columns `epoch` and `step`"),
+    (SHORT, "[]", ValueError, "metrics.json` is not what.*must be an object"),
+    (
+        SHORT,
+        '{"hyperparameters": "x"}',
+        ValueError,
+        "hyperparameters` is 'x",
+    ),
+    (SHORT, "[", ValueError, "metrics.json` is not what.*Expecting value"),
+])  # fmt: skip
 def test_what_is_no_run_is_refused(tmp_path, table, record, error, message):
     for name, text in (("metrics.csv", table), ("metrics.json", record)):
         if text is not None:
