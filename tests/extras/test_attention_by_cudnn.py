@@ -110,16 +110,13 @@ def test_others_take_blocks(monkeypatch, why):
 MANUAL, AUTO = AxisType.Manual, AxisType.Auto
 
 
-@pytest.mark.parametrize(
-    ("axes", "heads", "is_taken"),
-    [
-        ({"data": MANUAL}, 8, True),
-        ({"data": MANUAL, "model": AUTO}, 8, True),
-        ({"data": MANUAL, "model": AUTO}, 6, False),
-        ({"data": MANUAL, "seq": AUTO}, 8, False),
-        ({"data": AUTO}, 8, False),
-    ],
-)
+@pytest.mark.parametrize("axes, heads, is_taken", [
+    ({"data": MANUAL}, 8, True),
+    ({"data": MANUAL, "model": AUTO}, 8, True),
+    ({"data": MANUAL, "model": AUTO}, 6, False),
+    ({"data": MANUAL, "seq": AUTO}, 8, False),
+    ({"data": AUTO}, 8, False),
+])  # fmt: skip
 def test_cudnn_is_not_given_split_tokens(monkeypatch, axes, heads, is_taken):
     on(monkeypatch, HOPPER, 8)
     mesh = SimpleNamespace(
