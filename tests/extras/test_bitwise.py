@@ -173,13 +173,10 @@ SLOW = "bf16", "blocks", "transformer", "adafactor"
 
 
 @pytest.mark.slow_cases("accumulation", "division", "conv")
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=[pytest.mark.slow] if case in SLOW else [])
-        for case in CASES
-    ],
-)
+@pytest.mark.parametrize("case", [
+    pytest.param(case, marks=[pytest.mark.slow] if case in SLOW else [])
+    for case in CASES
+])  # fmt: skip
 def test_every_device_count_gives_the_same_bits(case):
     make_model, data, options = CASES[case]
     expected = train(make_model(), EVERYWHERE[0](), data, **options)
