@@ -215,14 +215,11 @@ def test_the_doctor_tells_wrong_numbers_and_errors(monkeypatch, capsys):
     assert any("-> wrong numbers" in line for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("code", "text"),
-    [
-        ("print('# b'); raise ValueError('no')", "b failed: ValueError: no"),
-        ("import os; os._exit(7)", "jaxdp failed: it ended with exit code 7"),
-        ("import time; time.sleep(60)", "jaxdp failed: no answer within 2 seconds"),
-    ],
-)
+@pytest.mark.parametrize("code, text", [
+    ("print('# b'); raise ValueError('no')", "b failed: ValueError: no"),
+    ("import os; os._exit(7)", "jaxdp failed: it ended with exit code 7"),
+    ("import time; time.sleep(60)", "jaxdp failed: no answer within 2 seconds"),
+])  # fmt: skip
 def test_what_aborts_or_hangs_is_a_problem(monkeypatch, code, text):
     def run(command, timeout, **options):
         command = [sys.executable, "-c", code]
