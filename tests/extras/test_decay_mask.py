@@ -43,14 +43,11 @@ WEIGHTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "exclude, decayed",
-    [
-        ((), WEIGHTS),
-        (("embedding.*", "head.weight"), WEIGHTS - {"embedding.weight", "head.weight"}),
-        (("*.linear.*",), {"embedding.weight", "convolution.weight", "head.weight"}),
-    ],
-)
+@pytest.mark.parametrize("exclude, decayed", [
+    ((), WEIGHTS),
+    (("embedding.*", "head.weight"), WEIGHTS - {"embedding.weight", "head.weight"}),
+    (("*.linear.*",), {"embedding.weight", "convolution.weight", "head.weight"}),
+])  # fmt: skip
 def test_matrices_decay_and_neither_biases_nor_norms(exclude, decayed):
     params = eqx.filter(model_of_all_kinds(), eqx.is_inexact_array)
     mask = decay_mask(*exclude)(params)
