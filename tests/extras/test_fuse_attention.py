@@ -92,9 +92,6 @@ def test_heads_are_processed_as_before():
     check_alike(layer, fused, [tokens(9)] * 3, process_heads=turned)
 
 
-# Dropout. ------------------------------------------------------------------------
-
-
 def test_dropout_has_the_distribution_of_equinox():
     layer, inputs = layer_and_inputs(dropout_p=0.3)
     fused = fuse_attention(layer, block=5)
@@ -138,9 +135,6 @@ def test_gradients_see_the_dropout_of_the_values():
     check_grads(total, inputs[:1], order=1, modes=["rev"], rtol=0.02)
 
 
-# Segments. -----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.slow_but("True")
 def test_packed_rows_are_as_if_alone(causal):
@@ -176,9 +170,6 @@ def test_queries_and_keys_may_have_segments_of_their_own():
     np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
 
 
-# In models. ----------------------------------------------------------------------
-
-
 def test_layers_keep_their_leaves_and_paths():
     model = Model()
     fused = fuse_attention(model)
@@ -207,9 +198,6 @@ def test_dropout_is_the_same_on_any_number_of_devices(strategy):
     several = losses(True, strategy, dropout_p=0.2)
     np.testing.assert_allclose(several, alone, rtol=1e-5)
     assert not np.allclose(alone, losses(False), rtol=1e-3)
-
-
-# Memory. -------------------------------------------------------------------------
 
 
 def temporary(layer, wrapped=lambda call: call, count=4096, **shardings):
