@@ -6,21 +6,12 @@ import types
 
 import numpy as np
 import pytest
-from toys import batches, linear_trainer
+from toys import On, Recorder, batches, linear_trainer
 
-from jaxdp import Callback
 from jaxdp.callbacks import LivePlot, NanGuard
 from jaxdp.step import IN_FLIGHT as LAG
 
 Figure = pytest.importorskip("matplotlib.figure").Figure
-
-
-class Losses(Callback):
-    def __init__(self):
-        self.seen = {}
-
-    def on_train_batch_end(self, trainer, metrics, batch_idx):
-        self.seen[trainer.global_step] = metrics
 
 
 @pytest.fixture
@@ -45,12 +36,12 @@ def drawn(monkeypatch):
 
 def test_the_live_plot_ends_with_all_steps_and_epochs(tmp_path, drawn):
     path = tmp_path / "new" / "live.png"
-    losses = Losses()
+    losses = Recorder()
     trainer = linear_trainer(LivePlot(path), losses, log_every_n_steps=1)
     history = trainer.fit(batches(*[8] * 5), batches(8), max_epochs=3)
     loss = drawn[-1]["loss"]
     steps, training, validation = loss
-    seen = {step: float(m["loss"]) for step, m in losses.seen.items()}
+    seen = dict(enumerate(losses.losses, 1))
     assert dict(steps) == pytest.approx(seen, rel=1e-6)
     assert training == list(zip([5, 10, 15], history["loss"], strict=True))
     assert validation == list(zip([5, 10, 15], history["val_loss"], strict=True))
@@ -65,12 +56,11 @@ def test_the_live_plot_draws_every_few_seconds_and_reads_late(
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
 
-    class Tick(Callback):
-        def on_train_batch_start(self, trainer, batch, batch_idx):
-            now[0] += 1.0
+    def tick(trainer, batch, batch_idx):
+        now[0] += 1.0
 
     plot = LivePlot(tmp_path / "a.png", every_n_seconds=10.0)
-    trainer = linear_trainer(Tick(), plot, log_every_n_steps=1)
+    trainer = linear_trainer(On(on_train_batch_start=tick), plot, log_every_n_steps=1)
     trainer.fit(batches(*[8] * 35))
     assert [len(picture["loss"][0]) for picture in drawn] == [
         11 - LAG,
@@ -78,6 +68,13 @@ def test_the_live_plot_draws_every_few_seconds_and_reads_late(
         33 - LAG,
         35,
     ]
+
+
+def test_the_live_plot_of_a_second_run_has_its_steps_alone(tmp_path, drawn):
+    plot = LivePlot(tmp_path / "a.png")
+    for _ in range(2):
+        linear_trainer(plot, log_every_n_steps=4).fit(batches(*[8] * 9))
+        assert [step for step, _ in drawn[-1]["loss"][0]] == [4, 8]
 
 
 def test_the_live_plot_is_drawn_after_an_exception(tmp_path, drawn):
