@@ -45,9 +45,6 @@ def local_of(trainer):
     return found
 
 
-# --- the numbers --------------------------------------------------------------------
-
-
 @pytest.mark.slow_but("1-1")
 @pytest.mark.parametrize("devices", [1, 8])
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -121,9 +118,6 @@ def test_the_numbers_are_those_of_a_loop_by_hand(options):
     assert_close(eqx.filter(trainer.model, eqx.is_inexact_array), mean)
 
 
-# --- what it costs ------------------------------------------------------------------
-
-
 def test_a_step_sends_the_gradients_bytes_by_how_often_replicas_meet():
     trainer = make_small(strategy=LocalSGD(every=10))
     plan = trainer.plan(DATA)
@@ -136,9 +130,6 @@ def test_a_step_sends_the_gradients_bytes_by_how_often_replicas_meet():
     assert others <= 8  # the loss and its metric
     bound = next(each for each in plan.bounds if "every 10 steps" in each.what)
     assert bound.least == pytest.approx(outer.wire_bytes)
-
-
-# --- checkpoints --------------------------------------------------------------------
 
 
 def resumed(folder, strategy):
@@ -164,9 +155,6 @@ def test_other_replicas_and_strategies_are_refused(saved):
     text = r"`strategy` was LocalSGD\(.*, and is one that adds no state"
     with pytest.raises(ValueError, match=text):
         resumed(saved[0], Sharded())
-
-
-# --- beside the other parts ---------------------------------------------------------
 
 
 def test_learning_rates_can_be_set():
@@ -217,9 +205,6 @@ def test_an_average_is_of_the_outer_weights():
     assert_close(trainer.model, expected, 0, 0)
     replicas = local_of(trainer).replicas
     assert all(leaf.shape[0] == 8 for leaf in jax.tree.leaves(replicas))
-
-
-# --- refusals -----------------------------------------------------------------------
 
 
 def test_changes_in_half_precision_are_averaged_in_float32():
