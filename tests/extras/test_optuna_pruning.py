@@ -3,9 +3,9 @@
 import jax
 import numpy as np
 import pytest
-from toys import Mlp, batches, quiet
+from toys import Mlp, On, batches, quiet
 
-from jaxdp.callbacks import Callback, ModelCheckpoint
+from jaxdp.callbacks import ModelCheckpoint
 
 optuna = pytest.importorskip("optuna")
 from jaxdp.callbacks import OptunaPruning  # noqa: E402
@@ -13,14 +13,13 @@ from jaxdp.callbacks import OptunaPruning  # noqa: E402
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 
-class Values(Callback):
+def known(values):
     """Logs values that are known before."""
 
-    def __init__(self, values):
-        self.values = values
+    def log(trainer, metrics):
+        trainer.log("val_known", values[trainer.current_epoch])
 
-    def on_validation_end(self, trainer, metrics):
-        trainer.log("val_known", self.values[trainer.current_epoch])
+    return On(on_validation_end=log)
 
 
 def trainer_of(callbacks):
@@ -37,14 +36,13 @@ def study_of(upper, **options):
 def test_a_trial_is_told_each_validation_and_pruned_by_its_study():
     ended = []
 
-    class Ends(Callback):
-        def teardown(self, trainer):
-            ended.append(trainer.current_epoch)
+    def end(trainer):
+        ended.append(trainer.current_epoch)
 
     def objective(trial):
         values = [1.0, 0.5, 3.0, 0.1] if trial.number else [1.0, 0.5, 0.25, 0.1]
         pruning = OptunaPruning(trial, "val_known")
-        trainer = trainer_of([Values(values), pruning, Ends()])
+        trainer = trainer_of([known(values), pruning, On(teardown=end)])
         return trainer.fit(batches(16), batches(16), max_epochs=4)["val_known"][-1]
 
     study = study_of(2.0)
