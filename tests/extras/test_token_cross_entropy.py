@@ -70,16 +70,13 @@ SMOOTHED = {"label_smoothing": 0.1, "z_loss": 1e-2}
 
 @pytest.mark.parametrize("apply", [by_batch, one_by_one, vmapped])
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize(
-    ("tokens", "options"),
-    [
-        (TOKENS, {"chunk": 1}),
-        (TOKENS, {"chunk": 10_000}),
-        (TOKENS, {"chunk": 6, **SMOOTHED}),
-        (23, {"chunk": 5}),
-        (1, {"chunk": 32, **SMOOTHED}),
-    ],
-)
+@pytest.mark.parametrize("tokens, options", [
+    (TOKENS, {"chunk": 1}),
+    (TOKENS, {"chunk": 10_000}),
+    (TOKENS, {"chunk": 6, **SMOOTHED}),
+    (23, {"chunk": 5}),
+    (1, {"chunk": 32, **SMOOTHED}),
+])  # fmt: skip
 def test_values_and_gradients_are_those_of_the_plain_loss(
     tokens, options, weighted, apply
 ):
@@ -225,13 +222,10 @@ def losses(loss_fn, strategy, precision="32-true"):
 fsdp = functools.partial(FSDP, min_size=1)
 
 
-@pytest.mark.parametrize(
-    ("loss_fn", "strategy"),
-    [
-        *((chunked_loss, layout) for layout in (SingleDevice, Sharded, Pmap, fsdp)),
-        *((loss_of_example, layout) for layout in (Sharded, fsdp)),
-    ],
-)
+@pytest.mark.parametrize("loss_fn, strategy", [
+    *((chunked_loss, layout) for layout in (SingleDevice, Sharded, Pmap, fsdp)),
+    *((loss_of_example, layout) for layout in (Sharded, fsdp)),
+])  # fmt: skip
 def test_a_trainer_takes_its_pair_under_every_layout(loss_fn, strategy):
     found = losses(loss_fn, strategy)
     np.testing.assert_allclose(found, losses(plain_loss, SingleDevice), rtol=1e-5)
