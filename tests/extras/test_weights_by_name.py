@@ -296,12 +296,6 @@ def test_what_does_not_fit_is_listed_on_both_sides_and_nothing_is_loaded(tmp_pat
 
 def test_files_that_are_not_there_or_damaged_are_named(tmp_path):
     like = Decoder(False)
-    with pytest.raises(FileNotFoundError, match="0 files"):
-        jaxdp.load_weights(tmp_path, like, LLAMA_NAMES)
-    with pytest.raises(FileNotFoundError, match="there is no file"):
-        jaxdp.load_weights(tmp_path / "a.safetensors", like, LLAMA_NAMES)
-    with pytest.raises(ValueError, match="gs://bucket"):
-        jaxdp.load_weights("gs://bucket/a.safetensors", like, LLAMA_NAMES)
     save_file(llama(), path := tmp_path / "model.safetensors")
     whole = path.read_bytes()
     for damaged in whole[:-100], whole[:50], b"\xff" * 9, b"", whole[:8] + b"[]":
@@ -345,6 +339,3 @@ def test_weights_are_saved_in_the_dtype_that_is_asked_for(tmp_path, dtype):
         n: x.dtype.name for n, x in load_file(tmp_path / "out.safetensors").items()
     }
     assert kinds == {"weight": "bfloat16", "count": model["count"].dtype.name}
-    for wrong in ("int8", "no/file", 1.5):
-        with pytest.raises(ValueError, match="`dtype` must be a floating-point one"):
-            jaxdp.save_weights(model, tmp_path / "x.safetensors", {}, dtype=wrong)
