@@ -1,12 +1,25 @@
 """`Trainer(after_update=...)` beside loops by hand, under every strategy."""
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toys import RAGGED, Deep, Mlp, Recorder, batches, bits, cross_entropy, quiet
+from toys import (
+    RAGGED,
+    Deep,
+    Mlp,
+    Recorder,
+    assert_close,
+    batches,
+    cross_entropy,
+    hand_written,
+    linear,
+    quiet,
+)
 
 from jaxdp import (
     FSDP,
@@ -21,7 +34,7 @@ from jaxdp import (
     TensorParallel,
     ZeRO,
 )
-from jaxdp.callbacks import ModelCheckpoint, NanGuard, WeightAveraging
+from jaxdp.callbacks import NanGuard, WeightAveraging
 
 DATA = batches(*RAGGED)
 
@@ -68,26 +81,10 @@ def follow(model, step):
     )
 
 
-def by_hand(model, trained, windows, after=follow):
+def by_hand(model, trained, windows):
     """Plain JAX: the model, and the loss of every step."""
     optimizer = optax.adam(3e-2)
-    params, rest = eqx.partition(model, trained)
-    state, losses = optimizer.init(params), []
-
-    @eqx.filter_jit
-    def update(params, rest, state, step, x, y):
-        def loss(params):
-            return cross_entropy(eqx.combine(params, rest), x, y)
-
-        value, grads = jax.value_and_grad(loss)(params)
-        updates, state = optimizer.update(grads, state, params)
-        model = after(eqx.combine(eqx.apply_updates(params, updates), rest), step)
-        return *eqx.partition(model, trained), state, value
-
-    for step, (x, y) in enumerate(windows, 1):
-        params, rest, state, value = update(params, rest, state, jnp.int32(step), x, y)
-        losses.append(float(value))
-    return eqx.combine(params, rest), losses
+    return hand_written(model, optimizer, windows, 1, cross_entropy, trained, follow)
 
 
 def fit(model, strategy=None, after=follow, data=DATA, epochs=2, callbacks=(), **more):
@@ -98,13 +95,6 @@ def fit(model, strategy=None, after=follow, data=DATA, epochs=2, callbacks=(), *
     )  # fmt: skip
     trainer.fit(data, max_epochs=epochs)
     return trainer
-
-
-def close(found, expected):
-    for a, b in zip(
-        *map(jax.tree.leaves, (eqx.filter(found, eqx.is_array), expected)), strict=False
-    ):
-        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
 
 
 RULES = [(r"online.layers[0].weight", jax.sharding.PartitionSpec("model", None))]
@@ -153,49 +143,39 @@ def test_a_fit_is_the_loop_by_hand(strategy, options):
         model, STRATEGIES[strategy](), filter_spec=trained, callbacks=[seen], **options
     )
     np.testing.assert_allclose(seen.losses, losses, rtol=2e-4)
-    close(trainer.model, eqx.filter(expected, eqx.is_array))
+    assert_close(trainer.model, expected, 2e-4, 2e-5)
     assert trainer.model.count == len(losses)
     assert abs(trainer.model.online.layers[0].weight).max() <= np.float32(0.3)
 
 
+def clip_to(bound):
+    def clip(leaf):
+        return jnp.clip(leaf, -bound, bound) if eqx.is_inexact_array(leaf) else leaf
+
+    return functools.partial(jax.tree.map, clip)
+
+
 def test_blocks_of_a_stack_and_averages_are_of_the_changed_weights():
-    def clip(model):
-        bound = lambda w: jnp.clip(w, -0.2, 0.2) if eqx.is_array(w) else w  # noqa: E731
-        return jax.tree.map(bound, model)
+    clip = clip_to(0.2)
 
     class See(Callback):
+        weights = []
+
         def inside_step(self, grads, updates, state):
             return {"largest": abs(state.params.first.weight).max()}
 
         def on_train_batch_end(self, trainer, metrics, batch_idx):
             assert metrics["largest"] <= np.float32(0.2)
+            self.weights.append(np.asarray(trainer.state.params.first.weight))
 
-    callbacks = lambda: [WeightAveraging(0.5), See()]  # noqa: E731
-    alone = fit(Deep(), after=clip, callbacks=callbacks())
-    apart = fit(Deep(), Pipeline(4, 2), clip, callbacks=callbacks())
+    alone = fit(Deep(), after=clip, callbacks=[WeightAveraging(0.5), see := See()])
+    mean = see.weights[0]
+    for weight in see.weights:
+        mean = mean + 0.5 * (weight - mean)
+    np.testing.assert_allclose(alone.model.first.weight, mean, atol=1e-6)
+    apart = fit(Deep(), Pipeline(4, 2), clip, callbacks=[WeightAveraging(0.5)])
     np.testing.assert_allclose(apart.history["loss"], alone.history["loss"], rtol=1e-4)
-    close(apart.model, eqx.filter(alone.model, eqx.is_array))
-
-    trainer, mean = (
-        quiet(
-            Deep(),
-            optax.adam(3e-2),
-            loss="cross_entropy",
-            after_update=clip,
-            callbacks=callbacks(),
-        ),
-        None,
-    )
-    for _ in trainer.steps(DATA):
-        weight = np.asarray(trainer.state.params.first.weight)
-        mean = weight if mean is None else mean + 0.5 * (weight - mean)
-        np.testing.assert_allclose(trainer.model.first.weight, mean, atol=1e-6)
-
-
-def trained_only(model):
-    return eqx.tree_at(
-        lambda m: m.first.weight, model, jnp.clip(model.first.weight, -0.2, 0.2)
-    )
+    assert_close(apart.model, alone.model, 2e-4, 2e-5)
 
 
 @pytest.mark.parametrize("strategy", [SingleDevice(), Members(2)], ids=repr)
@@ -209,7 +189,7 @@ def test_the_function_sees_one_member_of_an_ensemble(strategy):
     trainer = fit(stacked, strategy, filter_spec=models[0][1], ensemble=2)
     for index, (model, trained) in enumerate(models):
         expected, _ = by_hand(model, trained, DATA * 2)
-        close(trainer.member(index), eqx.filter(expected, eqx.is_array))
+        assert_close(trainer.member(index), expected, 2e-4, 2e-5)
 
 
 def noise(model, key):
@@ -264,19 +244,12 @@ def test_skipped_steps_change_nothing():
 
 
 def test_it_comes_after_all_parts():
-    seen = {}
-
-    def after(model):
-        seen["both"] = True
-        bound = lambda w: jnp.clip(w, -0.1, 0.1) if eqx.is_inexact_array(w) else w  # noqa: E731
-        return jax.tree.map(bound, model)
-
     parts = [
         Part("first", cross_entropy, optax.sgd(0.5)),
         Part("last", cross_entropy, optax.sgd(0.5), every=2),
     ]
     model = Mlp(jax.random.key(0), rate=0.0)
-    trainer = quiet(model, parts, after_update=after, strategy=Sharded(4))
+    trainer = quiet(model, parts, after_update=clip_to(0.1), strategy=Sharded(4))
 
     first, last = model.first, model.last
     for step, ((x, y), _) in enumerate(zip(DATA, trainer.steps(DATA), strict=True), 1):
@@ -288,47 +261,10 @@ def test_it_comes_after_all_parts():
             model = eqx.tree_at(lambda m: m.first, model, first)
             grads = eqx.filter_grad(cross_entropy)(model, x, y)
             last = jax.tree.map(down, last, grads.last)
-        clip = lambda w: jnp.clip(w, -0.1, 0.1)  # noqa: E731
-        first, last = jax.tree.map(clip, first), jax.tree.map(clip, last)
-        close((trainer.model.first, trainer.model.last), (first, last))
-    assert seen
-
-
-def test_a_resumed_run_has_the_same_bits(tmp_path):
-    model, trained = pair(jax.random.key(0))
-    saver = lambda: ModelCheckpoint(tmp_path, every_n_train_steps=3)  # noqa: E731
-    whole = fit(model, Sharded(4), filter_spec=trained)
-    fit(model, Sharded(4), filter_spec=trained, epochs=1, callbacks=[saver()])
-    resumed = quiet(
-        model, optax.adam(3e-2), loss="cross_entropy", filter_spec=trained,
-        strategy=Sharded(4), after_update=follow, callbacks=[saver()],
-    )  # fmt: skip
-    resumed.fit(DATA, max_epochs=2, ckpt_path="last")
-    assert bits(eqx.filter(resumed.model, eqx.is_array)) == bits(
-        eqx.filter(whole.model, eqx.is_array)
-    )
-
-
-def at_weight(change):
-    return lambda m: eqx.tree_at(lambda m: m.first.weight, m, change(m.first.weight))
-
-
-@pytest.mark.parametrize(
-    "after, error, message",
-    [
-        (3, TypeError, "`after_update` must be a function model -> model"),
-        (lambda model, x: model, TypeError, "is called with the model and what it nam"),
-        (lambda: None, TypeError, "is called with the model"),
-        (lambda model: None, TypeError, "returned a NoneType; it must be the model"),
-        (lambda model: model.first, TypeError, "returned a Linear; it must be the mod"),
-        (at_weight(lambda w: w.T), TypeError, r"first.weight was .*, is \(4, 16\)"),
-        (at_weight(lambda w: 0.5), TypeError, "nothing but values of arrays"),
-        (eqx.nn.inference_mode, TypeError, "eqx.tree_at: .*inference is another one"),
-    ],
-)
-def test_mistakes_are_told_by_the_constructor(after, error, message):
-    with pytest.raises(error, match=message):
-        quiet(Mlp(jax.random.key(0)), after_update=after)
+        first, last = clip_to(0.1)((first, last))
+        assert_close(
+            (trainer.model.first, trainer.model.last), (first, last), 2e-4, 2e-5
+        )
 
 
 def test_a_field_that_is_nan_is_the_same_as_before():
@@ -339,7 +275,7 @@ def test_a_field_that_is_nan_is_the_same_as_before():
         def __call__(self, x):
             return self.inner(x)
 
-    model = Marked(eqx.nn.Linear(4, 3, key=jax.random.key(0)))
+    model = Marked(linear())
     trainer = quiet(model, loss="cross_entropy", after_update=lambda model: model)
     trainer.fit(batches(8))
     assert trainer.global_step == 1
