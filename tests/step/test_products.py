@@ -33,10 +33,7 @@ def products_of(trainer):
     engine, (x, y) = trainer.run.engine, DATA[0]
     train = engine.steps["train"].packer.pack([[(x, y)]])
     programs = [engine.get_program("train", train)]
-    programs += [
-        engine.prepare("evaluate", (x, y))[1],
-        engine.prepare("predict", x)[1],
-    ]
+    programs += [engine.prepare("evaluate", (x, y))[1], engine.prepare("predict", x)[1]]
     return [{name for name, n in one.products.items() if n} for one in programs]
 
 
