@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toys import Mlp, Recorder, batches
+from toys import Recorder, batches, on_one_device, quiet
 
-from jaxdp import FSDP, Bitwise, Pmap, Sharded, SingleDevice, Trainer
+from jaxdp import FSDP, Bitwise, Pmap, Sharded, SingleDevice
 from jaxdp.basics.tree import leaf_path
 from jaxdp.callbacks import WeightAveraging
 
@@ -38,9 +38,12 @@ def ridge(model, x, y):
     )
 
 
+def linear():
+    return eqx.nn.Linear(8, 1, key=jax.random.key(0))
+
+
 def by_hand(optimizer, steps):
-    model = eqx.nn.Linear(8, 1, key=jax.random.key(0))
-    params, static = eqx.partition(model, eqx.is_inexact_array)
+    params, static = eqx.partition(linear(), eqx.is_inexact_array)
     opt_state, losses = optimizer.init(params), []
 
     def mean(params, _=0):
@@ -77,10 +80,9 @@ def by_hand(optimizer, steps):
 )
 def test_thirty_steps_are_those_of_a_loop_by_hand(name, strategy, micro_batches):
     recorder = Recorder()
-    trainer = Trainer(
-        eqx.nn.Linear(8, 1, key=jax.random.key(0)), OPTIMIZERS[name], loss_fn=ridge,
-        strategy=strategy, accumulate_grad_batches=micro_batches, callbacks=[recorder],
-        enable_progress_bar=False,
+    trainer = quiet(
+        linear(), OPTIMIZERS[name], loss_fn=ridge, strategy=strategy,
+        accumulate_grad_batches=micro_batches, callbacks=[recorder],
     )  # fmt: skip
     xs, ys = np.split(X, micro_batches), np.split(Y, micro_batches)
     trainer.fit(list(zip(xs, ys, strict=True)), max_epochs=30)
@@ -110,21 +112,16 @@ def comparing():
 
 
 @pytest.mark.slow_but("options0", "options4")
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"strategy": Sharded(8)},
-        {"strategy": FSDP(8, min_size=1), "precision": "16-mixed"},
-        {"strategy": Pmap(8), "remat": "first"},
-        {"strategy": SingleDevice(), "callbacks": [WeightAveraging()]},
-        {"strategy": Bitwise(Sharded(2))},
-    ],
-)
+@pytest.mark.parametrize("options", [
+    {"strategy": Sharded(8)},
+    {"strategy": FSDP(8, min_size=1), "precision": "16-mixed"},
+    {"strategy": Pmap(8), "remat": "first"},
+    {"strategy": SingleDevice(), "callbacks": [WeightAveraging()]},
+    {"strategy": Bitwise(Sharded(2))},
+])  # fmt: skip
 def test_functions_see_the_rows_and_keys_of_the_step(options):
-    trainer = Trainer(
-        Mlp(jax.random.key(0)), comparing(), loss="cross_entropy",
-        accumulate_grad_batches=2, enable_progress_bar=False, **options,
-    )  # fmt: skip
+    options["accumulate_grad_batches"] = 2
+    trainer = on_one_device(optimizer=comparing(), **options)
     trainer.fit(batches(16, 16, 16, 5), max_epochs=2)
     leaves = jax.tree_util.tree_leaves_with_path(trainer.state.opt_state)
     (found,) = [leaf for path, leaf in leaves if "far" in leaf_path(path)]
@@ -132,10 +129,7 @@ def test_functions_see_the_rows_and_keys_of_the_step(options):
 
 
 def test_gradients_may_be_clipped_before():
-    trainer = Trainer(
-        eqx.nn.Linear(8, 1, key=jax.random.key(0)), SAM, loss_fn=ridge,
-        gradient_clip_val=1.0, enable_progress_bar=False,
-    )  # fmt: skip
+    trainer = quiet(linear(), SAM, loss_fn=ridge, gradient_clip_val=1.0)
     history = trainer.fit([(X, Y)], max_epochs=5)
     assert history["loss"][-1] < history["loss"][0]
 
@@ -149,6 +143,5 @@ def test_an_optimizer_is_given_what_it_names_beside_other_arguments(wrapped):
         return updates, state
 
     optimizer = optax.GradientTransformationExtraArgs(lambda p: (), update)
-    model, quiet = Mlp(jax.random.key(0)), {"enable_progress_bar": False}
-    Trainer(model, wrapped(optimizer), **quiet).fit(batches(16))
+    on_one_device(optimizer=wrapped(optimizer)).fit(batches(16))
     assert set(given) == {(True, True)}
