@@ -48,15 +48,12 @@ def test_no_options_are_none_of_ours(options):
     assert make_small(compiler_options=options).run.config.compiler_options == {}
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "text"),
-    [
-        ({FLAG + "s": True}, jax.errors.JaxRuntimeError, f"{FLAG}s"),
-        ({FLAG: "perhaps"}, jax.errors.JaxRuntimeError, f"{FLAG}.*perhaps"),
-        ("O9", ValueError, "`compiler_options` must be one of 'O0', 'O1', 'O2', 'O3'"),
-        (3, TypeError, "`compiler_options` must be a dict or a str or None; got 3"),
-    ],
-)
+@pytest.mark.parametrize("options, error, text", [
+    ({FLAG + "s": True}, jax.errors.JaxRuntimeError, f"{FLAG}s"),
+    ({FLAG: "perhaps"}, jax.errors.JaxRuntimeError, f"{FLAG}.*perhaps"),
+    ("O9", ValueError, "`compiler_options` must be one of 'O0', 'O1', 'O2', 'O3'"),
+    (3, TypeError, "`compiler_options` must be a dict or a str or None; got 3"),
+])  # fmt: skip
 def test_unknown_options_are_errors_before_the_first_step(options, error, text):
     with pytest.raises(error, match=text):
         make_small(compiler_options=options).fit(batches(8))
