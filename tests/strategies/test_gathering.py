@@ -15,6 +15,7 @@ from jaxdp.step.remat import RematSpec
 from jaxdp.strategies.fsdp_units import _GatherCall
 
 WIDTH, BLOCKS = 64, 16
+softmax = optax.softmax_cross_entropy_with_integer_labels
 
 
 class Block(eqx.Module):
@@ -34,36 +35,20 @@ class Block(eqx.Module):
 
 class Deep(eqx.Module):
     first: eqx.nn.Linear
-    blocks: Stack
+    blocks: Stack | list[Block]
     last: eqx.nn.Linear
 
-    def __init__(self, blocks=BLOCKS, bias=True):
+    def __init__(self, blocks=BLOCKS, bias=True, in_stack=True):
         first, last, *keys = jax.random.split(jax.random.key(0), blocks + 2)
         self.first = eqx.nn.Linear(8, WIDTH, key=first)
-        self.blocks = Stack([Block(key, bias) for key in keys])
-        self.last = eqx.nn.Linear(WIDTH, 3, key=last)
-
-    def __call__(self, x, *, key):
-        return self.last(self.blocks(self.first(x), key=key))
-
-
-class Flat(eqx.Module):
-    """The same without a stack."""
-
-    first: eqx.nn.Linear
-    layers: list
-    last: eqx.nn.Linear
-
-    def __init__(self):
-        first, last, *keys = jax.random.split(jax.random.key(0), 5)
-        self.first = eqx.nn.Linear(8, WIDTH, key=first)
-        self.layers = [Block(key) for key in keys]
+        made = [Block(key, bias) for key in keys]
+        self.blocks = Stack(made) if in_stack else made
         self.last = eqx.nn.Linear(WIDTH, 3, key=last)
 
     def __call__(self, x):
         x = self.first(x)
-        for layer in self.layers:
-            x = layer(x)
+        for block in [self.blocks] if isinstance(self.blocks, Stack) else self.blocks:
+            x = block(x)
         return self.last(x)
 
 
@@ -93,7 +78,7 @@ KINDS = {
     "four groups of two": (Deep(3), FSDP(groups=4), {}),
     "submodules of blocks": (Deep(2), FSDP(gather=["blocks.stacked.up"]), {}),
     "a whole stack": (Deep(2), FSDP(gather=["blocks", "last"]), {}),
-    "no stack": (Flat(), FSDP(gather=["layers[*]"]), {}),
+    "no stack": (Deep(3, in_stack=False), FSDP(gather=["blocks[*]"]), {}),
     "accumulated, clipped, several steps a dispatch": (
         Deep(2),
         FSDP(),
@@ -137,22 +122,17 @@ def test_a_stacks_parameters_cross_one_and_a_half_times():
 
 def test_a_recomputed_block_is_recomputed_by_one_checkpoint():
     """In two, one in the other, XLA for TPUs gathers no block ahead of its turn."""
-    block = RematSpec(("layers[0]",)).apply(Flat()).layers[0]
+    block = RematSpec(("blocks[0]",)).apply(Deep(1, in_stack=False)).blocks[0]
     call = override_call(block, _GatherCall((), in_loop=True))
     program = jax.make_jaxpr(call)(jnp.zeros(WIDTH))
     names = [each.primitive.name for each in equations_in(program.jaxpr)]
     assert sum(name in ("checkpoint", "remat2") for name in names) == 1
 
 
-class Keyless(Deep):
-    def __call__(self, x):
-        return self.last(self.blocks(self.first(x)))
-
-
 def test_memory_within_a_step_is_that_of_few_blocks():
     def temporary(gather):
         strategy = FSDP(gather=gather)
-        _, trainer = losses(Keyless(), strategy, epochs=1, remat="blocks.stacked")
+        _, trainer = losses(Deep(), strategy, epochs=1, remat="blocks.stacked")
         analysis = trainer.compiled_train_step().memory_analysis()
         return trainer.state.params.blocks, analysis.temp_size_in_bytes
 
@@ -163,64 +143,51 @@ def test_memory_within_a_step_is_that_of_few_blocks():
     assert temporary("once")[1] > whole  # or else this test says nothing
 
 
-def each_loss(model, x, y, keys):
-    return optax.softmax_cross_entropy_with_integer_labels(
-        jax.vmap(lambda x, key: model(x, key=key))(x, keys), y
-    )
+def each_loss(model, x, y):
+    return softmax(jax.vmap(model)(x), y)
 
 
 def weights_of(model):
     return jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array))
 
 
-def penalized(model, x, y, keys):
+def penalized(model, x, y):
     penalty = sum(jnp.sum(weight**2) for weight in weights_of(model))
-    return each_loss(model, x, y, keys) + 0.01 * penalty
+    return each_loss(model, x, y) + 0.01 * penalty
 
 
-def tied(model, x, y, keys):
-    up = model.blocks.stacked.up.weight
+def tied(model, x, y):
     down = jnp.concatenate([model.last.weight] * 22)[:WIDTH, :WIDTH]
-    blocks = eqx.tree_at(lambda m: m.stacked.up.weight, model.blocks, up + down.sum())
-    return each_loss(eqx.tree_at(lambda m: m.blocks, model, blocks), x, y, keys)
+    where = lambda m: m.blocks.stacked.up.weight  # noqa: E731
+    return each_loss(eqx.tree_at(where, model, where(model) + down.sum()), x, y)
 
 
-def with_gradient_penalty(model, x, y, keys):
-    def row(x, y, key):
-        def loss(model):
-            logits = model(x, key=key)
-            return optax.softmax_cross_entropy_with_integer_labels(logits, y)
+def with_gradient_penalty(model, x, y):
+    def row(x, y):
+        loss, gradient = eqx.filter_value_and_grad(lambda m: softmax(m(x), y))(model)
+        return loss + 0.1 * sum(jnp.sum(g**2) for g in weights_of(gradient))
 
-        gradient = weights_of(eqx.filter_grad(loss)(model))
-        return loss(model) + 0.1 * sum(jnp.sum(g**2) for g in gradient)
-
-    return jax.vmap(row)(x, y, keys)
+    return jax.vmap(row)(x, y)
 
 
-def under_an_axis_of_the_mesh(model, x, y, keys):
-    logits = jax.vmap(lambda x, key: model(x, key=key), axis_name="data")(x, keys)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, y)
+def under_an_axis_of_the_mesh(model, x, y):
+    return softmax(jax.vmap(model, axis_name="data")(x), y)
 
 
-def by_row(model, x, y, keys):
+def by_row(model, x, y):
     """Whether a row passes the blocks depends on it, and differs by device."""
 
-    def logits(row):
-        x, key = row
+    def logits(x):
         hidden = model.first(x)
-        hidden = jax.lax.cond(
-            x[0] > 0, lambda h: model.blocks(h, key=key), lambda h: h, hidden
-        )
+        hidden = jax.lax.cond(x[0] > 0, lambda h: model.blocks(h), lambda h: h, hidden)
         return model.last(hidden)
 
-    found = jax.lax.map(jax.checkpoint(logits), (x, keys))
-    return optax.softmax_cross_entropy_with_integer_labels(found, y)
+    return softmax(jax.lax.map(jax.checkpoint(logits), x), y)
 
 
-def standardised(model, x, y, keys):
-    logits = jax.vmap(lambda x, key: model(x, key=key))(x, keys)
-    logits = logits - logits.mean(axis=0, keepdims=True)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+def standardised(model, x, y):
+    logits = jax.vmap(model)(x)
+    return softmax(logits - logits.mean(axis=0, keepdims=True), y).mean()
 
 
 @pytest.mark.slow_but("penalized", "standardised")
@@ -244,10 +211,8 @@ def test_a_loss_of_a_batch_may_use_any_weights(loss_fn):
 def of_one(use):
     """A loss of one example that uses the model's weights in some way, too."""
 
-    def loss(model, x, y, key):
-        logits = model(x, key=key)
-        value = optax.softmax_cross_entropy_with_integer_labels(logits, y)
-        return value + 0.01 * use(model)
+    def loss(model, x, y):
+        return softmax(model(x), y) + 0.01 * use(model)
 
     return per_example(loss)
 
@@ -385,7 +350,7 @@ def test_a_strategy_serves_several_models():
     strategy = FSDP()
     _, deep = losses(Deep(2), strategy, epochs=1)
     expected = deep.validate(data())
-    losses(Flat(), strategy, epochs=1)
+    losses(Deep(3, in_stack=False), strategy, epochs=1)
     assert deep.validate(data()) == expected
     losses(Deep(2), strategy, epochs=1, loss_fn=penalized)
     again, deep = losses(Deep(2), strategy, epochs=1)
