@@ -18,15 +18,12 @@ SPLIT = [ZeRO, FSDP]
 
 @pytest.mark.slow_but("mlp-3-Sharded", "mlp-3-FSDP", "gru-1-FSDP")
 @pytest.mark.parametrize("strategy", [Sharded, ZeRO, FSDP])
-@pytest.mark.parametrize(
-    "name, accumulate",
-    [
-        ("mlp", 1),
-        ("mlp", 3),
-        ("gru", 1),
-        pytest.param("transformer", 1, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("name, accumulate", [
+    ("mlp", 1),
+    ("mlp", 3),
+    ("gru", 1),
+    pytest.param("transformer", 1, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_least_bytes_are_moved_and_held(name, strategy, accumulate):
     """The ring's floor for a sum of gradients that everyone needs, or its two halves.
 
@@ -80,26 +77,18 @@ def normal_noise(model, x, y, key):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "generator, strategy",
-    [
-        ("threefry2x32", FSDP),
-        ("rbg", ZeRO),
-        pytest.param("threefry2x32", ZeRO, marks=pytest.mark.kin),
-        pytest.param("rbg", FSDP, marks=pytest.mark.kin),
-    ],
-)
-def test_randomness_is_that_of_one_device(strategy, generator):
+@pytest.mark.parametrize("strategy", SPLIT)
+@pytest.mark.parametrize("drawn", ["dropout", "noise"])
+def test_what_rbg_draws_is_that_of_one_device(strategy, drawn):
+    """It draws other numbers for other shapes."""
     data = batches(16, 16, 5)
-    with jax.default_prng_impl(generator):
-        for model, how in (
-            (Mlp(jax.random.key(0)), {}),  # dropout
-            (mlp(), {"loss_fn": normal_noise}),
-        ):
-            runs = [train(model, data, s, **how) for s in (SingleDevice(), strategy())]
-            np.testing.assert_allclose(runs[0][1], runs[1][1], rtol=1e-5)
-            validated = [trainer.validate(data)["val_loss"] for trainer, _ in runs]
-            np.testing.assert_allclose(*validated, rtol=1e-5)
+    with jax.default_prng_impl("rbg"):
+        model = Mlp(jax.random.key(0)) if drawn == "dropout" else mlp()
+        how = {} if drawn == "dropout" else {"loss_fn": normal_noise}
+        runs = [train(model, data, s, **how) for s in (SingleDevice(), strategy())]
+        np.testing.assert_allclose(runs[0][1], runs[1][1], rtol=1e-5)
+        validated = [trainer.validate(data)["val_loss"] for trainer, _ in runs]
+        np.testing.assert_allclose(*validated, rtol=1e-5)
 
 
 def test_layouts_say_how_each_leaf_is_split():
