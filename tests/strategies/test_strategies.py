@@ -151,14 +151,11 @@ class OneKey(Sharded):
         return First()
 
 
-@pytest.mark.parametrize(
-    "strategy, promise",
-    [
-        (Stale, "your model is yours"),
-        (OneKey, "same numbers anywhere"),
-        (Apart, "same numbers anywhere: where a loss is written for a batch"),
-    ],
-)
+@pytest.mark.parametrize("strategy, promise", [
+    (Stale, "your model is yours"),
+    (OneKey, "same numbers anywhere"),
+    (Apart, "same numbers anywhere: where a loss is written for a batch"),
+])  # fmt: skip
 def test_check_strategy_finds_broken_promises(strategy, promise):
     with pytest.raises(AssertionError, match=promise):
         check_strategy(strategy())
@@ -166,7 +163,8 @@ def test_check_strategy_finds_broken_promises(strategy, promise):
 
 def test_param_spec_lays_out_parameters_and_their_optimizer_state():
     model = eqx.nn.MLP(4, 3, 32, 1, key=jax.random.key(0))
-    trainer = quiet(model, optax.adam(1e-2), loss="cross_entropy", strategy=Columns())
+    options = {"loss": "cross_entropy", "strategy": Columns()}
+    trainer = quiet(model, optax.adam(1e-2), **options)
     trainer.fit(batches(16, 5))
     adam = trainer.state.opt_state[0]
     for tree in (trainer.state.params, adam.mu, adam.nu):
@@ -181,15 +179,11 @@ def test_batch_spec_lays_out_batches():
         def batch_spec(self, leaf):
             return PartitionSpec(*[None] * (leaf.ndim - 1), "data")
 
-    data = batches(16, 16)
-    x = [(x, np.tile(x, 2)) for x, _ in data]
-    model = eqx.nn.Linear(4, 8, key=jax.random.key(0))
+    data = [(x, np.tile(x, 2)) for x, _ in batches(16, 16)]
     runs = []
     for strategy in (SingleDevice(), Features(4)):
-        recorder = Recorder()
-        quiet(
-            model, loss="mse", strategy=strategy, callbacks=[recorder],
-        ).fit(x)  # fmt: skip
+        options = {"strategy": strategy, "callbacks": [recorder := Recorder()]}
+        quiet(linear(4, 8), loss="mse", **options).fit(data)
         runs.append(recorder.losses)
     np.testing.assert_allclose(*runs, rtol=1e-5)
 
@@ -216,10 +210,8 @@ def test_pmap_equals_jax_pmap():
         split = x.reshape(8, 2, 4), y.reshape(8, 2)
         params, state, value = step(params, state, *split)
         expected.append(float(value))
-    recorder = Recorder()
-    quiet(
-        model, optimizer, loss="cross_entropy", strategy=Pmap(), callbacks=[recorder],
-    ).fit(data, max_epochs=3)  # fmt: skip
+    options = {"strategy": Pmap(), "callbacks": [recorder := Recorder()]}
+    quiet(model, optimizer, loss="cross_entropy", **options).fit(data, max_epochs=3)
     np.testing.assert_allclose(recorder.losses, expected, rtol=1e-5)
 
 
