@@ -10,7 +10,7 @@ from .batches import (
     make_read_only,
     take_until_error,
 )
-from .conversion import check_targets, to_host
+from .conversion import check_targets
 from .loader_state import Position, compute_checksum
 from .open_loader import NO_LOADER, open_loader
 from .packing import Dispatch, Packer, Window, have_equal_shapes
