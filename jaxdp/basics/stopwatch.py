@@ -1,7 +1,6 @@
 """The time of a loop by phase: each second counts once."""
 
 import copy
-import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -76,9 +75,8 @@ class Stopwatch:
         """Returns `items`, with the wait for each one counted as `phase`."""
         if not self.is_on:
             return items
-        # Calls it without arguments, until it raises StopIteration.
-        timed = self.time_function(phase, items.__next__)
-        return itertools.starmap(timed, itertools.repeat(()))
+        # Calls it until it raises StopIteration; no item is the sentinel.
+        return iter(self.time_function(phase, items.__next__), object())
 
     def time_methods(self, phase: Phase, owner: Any, names: tuple[str, ...]) -> Any:
         """Returns a copy of `owner` with its named methods counted as `phase`."""
