@@ -9,6 +9,8 @@ import numpy as np
 import optax
 import pytest
 from toys import (
+    At,
+    On,
     assert_close,
     batches,
     cross_entropy,
@@ -18,14 +20,10 @@ from toys import (
     on_one_device,
 )
 
-from jaxdp import FSDP, Bitwise, Callback, Pmap, Sharded
+from jaxdp import FSDP, Bitwise, Pmap, Sharded
 from jaxdp.callbacks import LearningRateMonitor, WeightAveraging
 
 DATA = batches(8, 8, 8, 8)
-
-
-def make_model():
-    return linear()
 
 
 def injected(rate=0.1):
@@ -37,36 +35,22 @@ def make_trainer(optimizer=None, callbacks=(), **options):
     return linear_on_one_device(*callbacks, optimizer=optimizer, **options)
 
 
-class Setter(Callback):
-    """Sets the rate after some steps."""
-
-    def __init__(self, rates, hook="on_train_batch_end", name="learning_rate"):
-        self.rates, self.name = rates, name
-        setattr(self, hook, self.set_rate)
-
-    def set_rate(self, trainer, *_):
-        if trainer.global_step in self.rates:
-            trainer.set_hyperparams(**{self.name: self.rates[trainer.global_step]})
+def set_rate(step, rate, hook="on_train_batch_end"):
+    """Sets the rate after a step."""
+    return At(step, lambda trainer: trainer.set_hyperparams(learning_rate=rate), hook)
 
 
-class Rates(Callback):
-    """Records the rate of every step."""
-
-    def __init__(self):
-        self.metrics = []
-
-    def on_train_batch_end(self, trainer, metrics, batch_idx):
-        self.metrics.append(metrics)
-
-    @property
-    def seen(self):
-        return [float(metrics["lr"]) for metrics in self.metrics]
+def note_rates():
+    """A callback, and the rates of steps that it notes."""
+    seen = []
+    note = lambda trainer, metrics, batch_idx: seen.append(float(metrics["lr"]))  # noqa: E731
+    return On(on_train_batch_end=note), seen
 
 
 def by_hand(rates):
     """Returns the weights after a step of plain SGD on each batch with these rates."""
     optimizer = optax.sgd(lambda step: jnp.asarray(rates)[step])
-    return hand_written(make_model(), optimizer, DATA, 1, cross_entropy)[0]
+    return hand_written(linear(), optimizer, DATA, 1, cross_entropy)[0]
 
 
 WAYS = {
@@ -92,14 +76,14 @@ AFTER = "on_train_batch_end"
 )
 def test_the_next_step_uses_the_new_value(way, hook):
     options = dict(WAYS[way])
-    rates = Rates()
-    setter = Setter({2: 0.5}, hook)
-    callbacks = [LearningRateMonitor(), setter, rates, *options.pop("callbacks", [])]
+    rates, seen = note_rates()
+    own = LearningRateMonitor(), set_rate(2, 0.5, hook), rates
+    callbacks = [*own, *options.pop("callbacks", [])]
     trainer = make_trainer(callbacks=callbacks, **options)
     trainer.fit(DATA)
     assert_close(trainer.model, by_hand([0.1, 0.1, 0.5, 0.5]))
     assert trainer.hyperparams == {"learning_rate": 0.5}
-    np.testing.assert_allclose(rates.seen, [0.1, 0.1, 0.5, 0.5], rtol=1e-6)
+    np.testing.assert_allclose(seen, [0.1, 0.1, 0.5, 0.5], rtol=1e-6)
 
 
 def test_set_hyperparams_compiles_no_step():
@@ -134,19 +118,19 @@ def test_a_value_set_before_the_fit_is_used_in_the_first_step():
     {"precision": "16-mixed"},
 ])  # fmt: skip
 def test_accumulated_steps_and_other_precisions_use_the_new_value(options):
-    rates = Rates()
-    callbacks = [LearningRateMonitor(), Setter({1: 0.5}), rates]
+    rates, seen = note_rates()
+    callbacks = [LearningRateMonitor(), set_rate(1, 0.5), rates]
     trainer = make_trainer(callbacks=callbacks, **options)
     trainer.fit(DATA)
-    np.testing.assert_allclose(rates.seen[:2], [0.1, 0.5], rtol=1e-2)
+    np.testing.assert_allclose(seen[:2], [0.1, 0.5], rtol=1e-2)
     assert trainer.hyperparams["learning_rate"] == 0.5
 
 
-LABELS = jax.tree.map(lambda leaf: "wide" if leaf.ndim == 2 else "thin", make_model())
+LABELS = jax.tree.map(lambda leaf: "wide" if leaf.ndim == 2 else "thin", linear())
 
 
 def masked(rate, dims):
-    mask = jax.tree.map(lambda leaf: leaf.ndim == dims, make_model())
+    mask = jax.tree.map(lambda leaf: leaf.ndim == dims, linear())
     return optax.masked(injected(rate), lambda _: mask)
 
 
@@ -264,7 +248,7 @@ class Layers(eqx.Module):
 
 @pytest.mark.parametrize("use", ["step", "state", "model", "save"])
 def test_writing_to_other_fields_is_refused_at_the_next_use(use, tmp_path):
-    trainer = on_one_device(model=Layers([make_model()]))
+    trainer = on_one_device(model=Layers([linear()]))
     trainer.fit(DATA)
     layers = trainer.state.params.layers
     layers[0] = jax.tree.map(lambda leaf: leaf * 0, layers[0])
