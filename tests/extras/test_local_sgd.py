@@ -17,31 +17,20 @@ DATA = batches(16, 16, 13, 16, 5)
 PLAIN = optax.sgd(1.0)
 
 
-def fitted(
-    strategy, optimizer, *callbacks, model=None, max_epochs=3, data=None, **options
-):
+def fitted(strategy, optimizer, *callbacks, max_epochs=3, **options):
     """A trainer after a short fit, and its losses."""
-    recorder = Recorder()
-    trainer = make_small(
-        Mlp(jax.random.key(0)) if model is None else model,
-        optimizer,
-        strategy=strategy,
-        callbacks=[recorder, *callbacks],
-        **options,
-    )
-    trainer.fit(DATA if data is None else data, max_epochs=max_epochs)
+    options |= {"strategy": strategy, "callbacks": [recorder := Recorder(), *callbacks]}
+    trainer = make_small(Mlp(jax.random.key(0)), optimizer, **options)
+    trainer.fit(DATA, max_epochs=max_epochs)
     return trainer, recorder.losses
 
 
 def local_of(trainer):
-    (found,) = [
-        node
-        for node in jax.tree.leaves(
-            trainer.state.opt_state,
-            is_leaf=lambda node: isinstance(node, LocalSGDState),
-        )
-        if isinstance(node, LocalSGDState)
-    ]
+    def is_local(node):
+        return isinstance(node, LocalSGDState)
+
+    nodes = jax.tree.leaves(trainer.state.opt_state, is_leaf=is_local)
+    (found,) = filter(is_local, nodes)
     return found
 
 
