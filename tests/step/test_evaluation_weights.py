@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 from optax.contrib import ScheduleFreeState, schedule_free_eval_params
-from toys import arrays, assert_close, batches, mlp
+from toys import arrays, assert_close, batches, mlp, quiet
 
 from jaxdp import FSDP, Part, Sharded, SingleDevice, Trainer, load_model
 from jaxdp.callbacks import WeightAveraging
@@ -16,10 +16,8 @@ DATA = batches(16, 16, 16, 5)
 
 
 def train(optimizer, model=None, steps=3, **options):
-    options = {"enable_progress_bar": False} | options
-    if not isinstance(optimizer, list):
-        options |= {"loss": "cross_entropy"}
-    trainer = Trainer(mlp() if model is None else model, optimizer, **options)
+    options["loss"] = None if isinstance(optimizer, list) else "cross_entropy"
+    trainer = quiet(mlp() if model is None else model, optimizer, **options)
     trainer.fit(DATA, max_steps=steps)
     return trainer
 
