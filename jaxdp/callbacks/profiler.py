@@ -127,3 +127,24 @@ class Profiler(Callback):
         trace = max(traces, key=lambda path: path.stat().st_mtime)
         text = f"steps {first + 1} to {trainer.global_step} are traced in {trace}"
         announce(trainer, "Profiler", text)
+        device, *_ = jax.tree.leaves(trainer.state)[0].sharding.device_set
+        if lacks_device_events(trace.parent, device.platform):
+            text = "that trace has no operations of the device; GPUs need CUPTI for it."
+            announce(trainer, "Profiler", text)
+
+
+def lacks_device_events(folder: Path, platform: str) -> bool:
+    """Returns True if a trace has events of the host alone, for devices but CPUs.
+
+    The operations of CPUs are among the host's events.
+    """
+    if platform == "cpu":
+        return False
+    planes = [
+        plane
+        for path in folder.glob("*.xplane.pb")
+        for plane in jax.profiler.ProfileData.from_file(str(path)).planes
+        if plane.name.startswith("/device:")
+    ]
+    lines = [line for plane in planes for line in plane.lines]
+    return not any(True for line in lines for _ in line.events)

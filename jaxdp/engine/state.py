@@ -19,7 +19,7 @@ from ..distributed import make_global_array
 from ..step import (
     Steps,
     TrainState,
-    cast_for_storage,
+    cast_arrays,
     cast_to_original,
     first_state,
     make_weights_view,
@@ -227,7 +227,7 @@ def make_first_state(
     strategy: DataParallel,
 ) -> TrainState:
     """Returns the state before the first step, which is not placed yet."""
-    params, buffers, _ = cast_for_storage(use_auto_axes(parts), steps.precision)
+    params, buffers, _ = cast_arrays(use_auto_axes(parts), steps.precision.stored)
     model = params, buffers, use_auto_axes(model_state)
     layout = None
     # No device may have the memory for all of a model that is sharded already; its
@@ -266,7 +266,7 @@ def make_abstract_state(
     """Returns the first state as shapes and shardings, without any computation."""
 
     def first(params: PyTree, buffers: PyTree, model_state: PyTree) -> TrainState:
-        params, buffers = cast_for_storage((params, buffers), steps.precision)
+        params, buffers = cast_arrays((params, buffers), steps.precision.stored)
         return first_state(params, buffers, model_state, steps, seed=0)
 
     state = jax.eval_shape(first, parts[0], parts[1], model_state)

@@ -191,13 +191,7 @@ class LocalSGD(Sharded):
         return super().layouts(state) | replicas
 
     def collectives(self, groups: Sequence[Group], rows: Rows) -> Collectives:
-        arguments = (
-            self.mesh,
-            self.row_axes,
-            self._get_param_spec,
-            self._get_update_spec,
-        )
-        return _ReplicaCollectives(self.every, *arguments, rows=rows)
+        return _ReplicaCollectives(self, rows)
 
     def __repr__(self) -> str:
         return f"LocalSGD(every={self.every}, devices={self.mesh.size})"
@@ -209,9 +203,9 @@ class _ReplicaCollectives(ShardMapCollectives):
     Validation and prediction are those of `ShardMapCollectives`.
     """
 
-    def __init__(self, every: int, *arguments: Any, rows: Rows):
-        super().__init__(*arguments, is_apart=rows == "apart")
-        self.every, self._is_split = every, rows != "whole"
+    def __init__(self, strategy: "LocalSGD", rows: Rows):
+        super().__init__(strategy, is_apart=rows == "apart")
+        self.every, self._is_split = strategy.every, rows != "whole"
 
     def weights(self, state: TrainState) -> Weights:
         states = find_nodes(LocalSGDState, state.opt_state)

@@ -179,6 +179,7 @@ class _SequenceCollectives(Collectives):
         mesh: jax.sharding.AbstractMesh,
     ):
         self._inner, self._split, self._mesh = inner, split, mesh
+        self.gathers_params = inner.gathers_params
 
     def over_rows(
         self, function: OnRows, inputs: Any, groups: Sequence[Group], results: Results

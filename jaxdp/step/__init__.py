@@ -49,7 +49,7 @@ from .parts import (
 )
 from .per_example import PerExample, per_example
 from .precision import (
-    cast_for_storage,
+    cast_arrays,
     cast_to_original,
     find_precision,
     float32_products,

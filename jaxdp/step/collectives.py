@@ -29,6 +29,9 @@ class Collectives:
 
     num_shards: int = 1
 
+    gathers_params: bool = False
+    """Whether devices send each other parameters for a step."""
+
     def row_ids(self, rows: int) -> Int[Array, " rows"]:
         """Returns the positions of this step's `rows` rows in the global batch."""
         return jnp.arange(rows)

@@ -91,15 +91,13 @@ def _global() -> str | None:
     return jax.config.jax_default_matmul_precision  # pyright: ignore
 
 
-def cast_for_storage(tree: PyTree, precision: Precision) -> PyTree:
-    """Casts the leaves of a model to their dtypes between steps."""
-    if precision.stored is None:
-        return tree
-    return _cast_model(tree, precision.stored, is_stored=True)
+def cast_arrays(tree: PyTree, dtype: Any) -> PyTree:
+    """Casts the floating leaves of a model, but for norms'; None keeps their dtypes."""
+    return tree if dtype is None else _cast_model(tree, dtype, is_stored=True)
 
 
 def cast_to_original(tree: PyTree, like: PyTree) -> PyTree:
-    """Casts leaves to the dtypes of `like`: undoes `cast_for_storage`."""
+    """Casts leaves to the dtypes of `like`: undoes `cast_arrays`."""
     return jax.tree.map(
         lambda leaf, own: leaf if leaf.dtype == own.dtype else leaf.astype(own.dtype),
         tree,

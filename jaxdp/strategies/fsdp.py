@@ -20,7 +20,7 @@ from .stack import Stack, find_stacks
 
 _FULL: Final = PartitionSpec()
 _GROUP: Final = "group"
-_GATHER: Final = "auto", "blocks", "once"
+_GATHER: Final = "auto", "once"
 
 
 class _AxisShardedStrategy(Sharded):
@@ -114,19 +114,11 @@ class FSDPUnitStrategy(Sharded):
         if self.gather == "once":
             return NO_UNITS
         if isinstance(self.gather, str):
-            stacks = {name: path for name, (path, _) in find_stacks(model).items()}
             paths = {
                 f"{name}.stacked".lstrip("."): (*path, GetAttrKey("stacked"))
-                for name, path in stacks.items()
+                for name, (path, _) in find_stacks(model).items()
                 if isinstance(get_node(model, path).stacked, eqx.Module)
             }
-            if not paths and self.gather == "blocks":
-                raise ValueError(
-                    "`gather`='blocks' gathers the blocks of a jaxdp.Stack one by"
-                    " one, but the model has none. Make its equal layers one,"
-                    " Stack([Block(key) for key in keys]), or name submodules:"
-                    " gather=['layers[*]']."
-                )
         else:
             paths = find_outermost_modules(model, self.gather, "gather")
         stacked = {}
@@ -161,10 +153,9 @@ class FSDP(FSDPUnitStrategy, _AxisShardedStrategy):
         mesh: instead of `devices`, as for `Sharded`.
         min_size: leaves of fewer elements are replicated: each split leaf costs two
             collectives.
-        gather: `"blocks"`, as above; `"once"`, everything before the step; `"auto"`,
-            the former if the model has a `Stack`. Or path patterns of submodules, such
-            as `["encoder.layers[*]"]`, each of which gathers its own parameters when it
-            is called.
+        gather: `"auto"`, as above; `"once"`, everything before the step. Or path
+            patterns of submodules, such as `["encoder.layers[*]"]`, each of which
+            gathers its own parameters when it is called.
         groups: the number of groups of devices, usually hosts, that hold the same
             shards (HSDP). Parameters are gathered within a group only; shards of
             gradients are summed between groups.

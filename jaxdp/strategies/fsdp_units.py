@@ -109,13 +109,11 @@ class FSDPUnits(NamedTuple):
         It gathers over `axes` of the mesh; over other axes the array stays split.
         """
         owner = self.owner(name)
-        splits = [[axis in axes for axis in get_axis_names(names)] for names in spec]
-        # An array axis split by `axes` and by others is not gathered: a gathered part
-        # would be no part of the others' shards.
-        if owner is None or any(any(axis) and not all(axis) for axis in splits):
+        if owner is None or is_split_by_both(axes, spec):
             return False
+        splits = [*map(bool, keep_axes(axes, spec))]
         stacked = self.stacked[owner]
-        return any(map(any, splits[stacked:])) and not any(map(any, splits[:stacked]))
+        return any(splits[stacked:]) and not any(splits[:stacked])
 
     def wrap_modules(
         self,
@@ -250,7 +248,8 @@ def _all_gather(spec: PartitionSpec, _: PartitionSpec, leaf: Array) -> Array:
     return leaf
 
 
-def _reduce_scatter(spec: PartitionSpec, gradient: Array) -> Array:
+def reduce_scatter(spec: PartitionSpec, gradient: Array) -> Array:
+    """Sums an array over the axes of `spec`, to this device's shard."""
     for axis, names in enumerate(spec):
         if names is not None:
             gradient = jax.lax.psum_scatter(
@@ -295,7 +294,7 @@ _all_gather_parts = jax.custom_vjp(_gather_parts, nondiff_argnums=(0, 1))
 _all_gather_parts.defvjp(
     lambda own, others, leaf: (_gather_parts(own, others, leaf), None),
     lambda own, others, _, gradient: (
-        map_local_shards(functools.partial(_reduce_scatter, own), others)(gradient),
+        map_local_shards(functools.partial(reduce_scatter, own), others)(gradient),
     ),
 )
 
@@ -322,6 +321,15 @@ def _(
     (leaf,), (tangent,) = leaves, tangents
     tangent = jax.lax.with_sharding_constraint(tangent, split)
     return _constrain_split_then_full(leaf, split, whole), tangent
+
+
+def is_split_by_both(axes: tuple[str, ...], spec: PartitionSpec) -> bool:
+    """Returns True if `axes` and others split the same axis of an array.
+
+    A part that is gathered over `axes` would be no part of the others' shards.
+    """
+    splits = ([name in axes for name in get_axis_names(names)] for names in spec)
+    return any(any(axis) and not all(axis) for axis in splits)
 
 
 def drop_axes(axes: tuple[str, ...], spec: PartitionSpec) -> PartitionSpec:

@@ -2,14 +2,13 @@
 
 import copy
 import functools
-import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import equinox as eqx
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from ..basics.tree import find_nodes, leaf_path, map_nodes
@@ -22,7 +21,14 @@ from ..step import (
     Weights,
 )
 from .base import is_rng_row_independent
-from .fsdp_units import FSDPUnits, drop_axes, keep_axes, map_local_shards
+from .fsdp_units import (
+    FSDPUnits,
+    drop_axes,
+    is_split_by_both,
+    keep_axes,
+    map_local_shards,
+    reduce_scatter,
+)
 from .meshes import clear_ambient_mesh, get_axis_names
 
 NO_UNITS: Final = FSDPUnits()
@@ -35,7 +41,7 @@ class ShardMapCollectives(Collectives):
     """Runs the rows of a step on their devices; the step itself sees global arrays.
 
     Where all functions are written for one example, `over_rows` is a `jax.shard_map`.
-    Parameters are gathered before it. Gradients are reduced after it, once, directly
+    Parameters are gathered before it. Gradients are reduced at its end, once, directly
     to the shards of `update_spec` (`psum_scatter`); XLA would reduce those of each
     micro-batch, and of each iteration of a loop in the model. Where something is
     written for a batch, XLA partitions the full computation.
@@ -44,33 +50,20 @@ class ShardMapCollectives(Collectives):
     parameters is right.
 
     Args:
-        mesh: a mesh of Auto axes.
-        row_axes: the axes of the mesh that rows are split over.
-        param_spec: the split of parameters between steps.
-        update_spec: the split of their gradients and optimizer states.
+        strategy: a `Sharded`, which knows the split of leaves.
         is_apart: whether each device works on its own rows alone.
-        find_units: finds the modules of a model that gather their own parameters. All
-            other parameters are gathered before the rows.
     """
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        row_axes: tuple[str, ...],
-        param_spec: Spec,
-        update_spec: Spec,
-        *,
-        is_apart: bool,
-        find_units: Callable[[PyTree], FSDPUnits] = lambda _: NO_UNITS,
-    ):
-        self.mesh = mesh
-        self.row_axes = row_axes
-        self.param_spec = param_spec
-        self.update_spec = update_spec
-        self.is_apart, self.find_units = is_apart, find_units
+    gathers_params = True
+
+    def __init__(self, strategy: Any, *, is_apart: bool):
+        self.mesh, self.row_axes = strategy.mesh, strategy.row_axes
+        self.param_spec = strategy._get_param_spec
+        self.update_spec = strategy._get_update_spec
+        self.is_apart, self.find_units = is_apart, strategy.find_units
         # Set for one step by `_bind_step`.
-        self._units = NO_UNITS
-        self._shards: dict[str, PartitionSpec] = {}
+        self.units = NO_UNITS
+        self.shards: dict[str, PartitionSpec] = {}
 
     def over_rows(
         self, function: OnRows, inputs: Any, groups: Sequence[Group], results: Results
@@ -79,16 +72,24 @@ class ShardMapCollectives(Collectives):
         if not self.is_apart or not is_rng_row_independent():
             return function(this_step, inputs, groups)
         try:
-            return this_step._run_shard_map(function, inputs, groups, results)
+            values = this_step._run_shard_map(function, inputs, groups, results)
         except Exception:
             function(this_step, inputs, groups)  # its error has the batch's shapes
             raise
+        if "gradients" not in results:
+            return values
+        return tuple(
+            self.like_gradients(part) if role == "gradients" else part
+            for role, part in zip(results, values, strict=True)
+        )
 
     def arrange(self, model: PyTree) -> PyTree:
-        return self._units.wrap_modules(model, self._shards, self.row_axes, self.mesh)
+        return self.units.wrap_modules(model, self.shards, self.row_axes, self.mesh)
 
     def gather(self, params: PyTree) -> PyTree:
-        return self._constrain(params, self._make_used_spec(self._shards))
+        # First split: or else XLA would gather parameters before it casts them.
+        split = self._constrain(params, self.param_spec)
+        return self._constrain(split, self._get_used_spec)
 
     def sum_gradients(self, gradients: PyTree) -> PyTree:
         return self.like_gradients(gradients)
@@ -107,228 +108,116 @@ class ShardMapCollectives(Collectives):
         """Returns a copy for a step of these inputs, which knows their units."""
         weights, *_ = find_nodes(Weights, inputs)
         model = eqx.combine(weights.params, weights.buffers)
-        bound = copy.copy(self)
-        units = self.find_units(model)
-        bound._shards = self._find_shard_specs(model, units)
-        bound._units = units if bound._shards else NO_UNITS
+        bound, units = copy.copy(self), self.find_units(model)
+        bound.shards = {}
+        for path, leaf in jax.tree_util.tree_leaves_with_path(model):
+            spec = self.param_spec(name := leaf_path(path), leaf)
+            if units.gather(name, spec, self.row_axes):
+                bound.shards[name] = spec
+        bound.units = units if bound.shards else NO_UNITS
         return bound
 
     def _run_shard_map(
         self, function: OnRows, inputs: Any, groups: Sequence[Group], results: Results
     ) -> Any:
-        """Runs `function` on each device's rows, and sums its gradients.
+        """Runs `function` on each device's rows.
 
-        The `_shards`, which modules gather in their calls, and the gradients of these
+        The `shards`, which modules gather in their calls, and the gradients of these
         stay split.
         """
         weights, *_ = find_nodes(Weights, inputs)
-        shards = self._shards
-        trained = self._find_shard_specs(weights.params, self._units)
-        num_shards = math.prod(self.mesh.shape[name] for name in self.row_axes)
-        roles = results if isinstance(results, tuple) else (results,)
         rows, whole = PartitionSpec(self.row_axes), PartitionSpec()
-        arrange = functools.partial(
-            self._units.wrap_modules, specs=shards, axes=self.row_axes
+        gradients = jax.tree_util.tree_map_with_path(
+            lambda path, leaf: self.gradient_spec(leaf_path(path), leaf), weights.params
         )
-        own_rows = _DeviceCollectives(self.row_axes, num_shards, arrange, shards)
-
-        def on_one_device(inputs: Any, groups: Sequence[Group]) -> tuple[Any, ...]:
-            values = function(own_rows, inputs, groups)
-            values = values if isinstance(results, tuple) else (values,)
-            return tuple(
-                _stack_gradients(part, shards) if role == "gradients" else part
-                for role, part in zip(roles, values, strict=True)
-            )
-
+        specs = {"gradients": gradients, "rows": rows, "replicated": whole}
+        is_many = isinstance(results, tuple)
+        run = functools.partial(function, _DeviceCollectives(self))
         # XLA splits arrays over the other axes.
-        own_shards, own_trained = (
-            {name: keep_axes(self.row_axes, spec) for name, spec in specs.items()}
-            for specs in (shards, trained)
-        )
         is_alone = {*self.mesh.axis_names} == {*self.row_axes}
-        spec_of = {"gradients": (rows, own_trained), "rows": rows, "replicated": whole}
-        values = jax.shard_map(
-            clear_ambient_mesh(on_one_device) if is_alone else on_one_device,
+        return jax.shard_map(
+            clear_ambient_mesh(run) if is_alone else run,
             mesh=self.mesh,
             in_specs=(
-                _make_input_specs(inputs, own_shards),
+                self._make_input_specs(inputs),
                 [Group(PartitionSpec(None, self.row_axes), whole, whole)] * len(groups),
             ),
-            out_specs=tuple(spec_of[role] for role in roles),
+            out_specs=tuple(map(specs.get, results)) if is_many else specs[results],
             axis_names=set(self.row_axes),
             check_vma=False,
-        )(self._gather_weights(inputs, shards), list(groups))
-        values = tuple(
-            self._reduce_stacks(*part) if role == "gradients" else part
-            for role, part in zip(roles, values, strict=True)
-        )
-        return values if isinstance(results, tuple) else values[0]
+        )(self._gather_weights(inputs), list(groups))
 
-    def _find_shard_specs(
-        self, params: PyTree, units: FSDPUnits
-    ) -> dict[str, PartitionSpec]:
-        """Returns by name the specs of leaves that stay split over row axes."""
-        specs: dict[str, PartitionSpec] = {}
-        if not units.paths:
-            return specs
-        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-            name = leaf_path(path)
-            spec = self.param_spec(name, leaf)
-            if units.gather(name, spec, self.row_axes):
-                specs[name] = spec
-        return specs
+    def gradient_spec(self, name: str, leaf: Any) -> PartitionSpec:
+        """Returns the split of a gradient, summed over rows, over the rows' devices."""
+        if name in self.shards:
+            return keep_axes(self.row_axes, self.shards[name])
+        spec = self.update_spec(name, leaf)
+        is_mixed = is_split_by_both(self.row_axes, spec)
+        return PartitionSpec() if is_mixed else keep_axes(self.row_axes, spec)
+
+    def _make_input_specs(self, inputs: Any) -> Any:
+        """Returns the specs of inputs: only the `shards` of weights are split."""
+        whole = PartitionSpec()
+
+        def spec(path: Any, _: Any) -> PartitionSpec:
+            return keep_axes(self.row_axes, self.shards.get(leaf_path(path), whole))
+
+        def specs(weights: Weights) -> Weights:
+            params = jax.tree_util.tree_map_with_path(spec, weights.params)
+            buffers = jax.tree_util.tree_map_with_path(spec, weights.buffers)
+            return Weights(params, buffers, whole, whole, whole)
+
+        return map_nodes(Weights, specs, inputs, others=lambda _: whole)
 
     @jax.named_scope("parameters")
-    def _gather_weights(self, inputs: Any, shards: Mapping[str, Any]) -> Any:
-        """Returns inputs with full weights, but for `shards`."""
+    def _gather_weights(self, inputs: Any) -> Any:
+        """Returns inputs with full weights, but for shards."""
 
         def gather_one(weights: Weights) -> Weights:
-            params = self._constrain(weights.params, self._make_used_spec(shards))
-            buffers = self._constrain(weights.buffers, self._make_used_spec(shards))
+            params, buffers = map(self.gather, weights[:2])
             return weights._replace(params=params, buffers=buffers)
 
         return map_nodes(Weights, gather_one, inputs)
 
-    def _make_used_spec(self, shards: Mapping[str, Any]) -> Spec:
-        """Returns specs within a step: only `shards` are split over the rows' axes."""
-
-        def spec(path: str, leaf: Any) -> PartitionSpec:
-            param_spec = self.param_spec(path, leaf)
-            return (
-                param_spec if path in shards else drop_axes(self.row_axes, param_spec)
-            )
-
-        return spec
-
-    @jax.named_scope("gradients")
-    def _reduce_stacks(self, stacked: PyTree, shards: Mapping[str, Any]) -> PyTree:
-        """Sums gradients of `_stack_gradients` over devices, split by `update_spec`."""
-        leaves, treedef = jax.tree_util.tree_flatten_with_path(stacked)
-        specs = [
-            self.update_spec(
-                leaf_path(path), jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
-            )
-            for path, x in leaves
-        ]
-        # Arrays are split over other axes before the sum, over row axes after it.
-        others = [drop_axes(self.row_axes, spec) for spec in specs]
-        targets = [
-            spec if self._ends_in_row_axes(spec) else other
-            for spec, other in zip(specs, others, strict=True)
-        ]
-
-        def reduce(stacks: list[Any]) -> list[Any]:
-            return [
-                self._reduce_to_shard(stack[0], target)
-                for stack, target in zip(stacks, targets, strict=True)
-            ]
-
-        summed = jax.shard_map(
-            reduce,
-            mesh=self.mesh,
-            in_specs=([PartitionSpec(self.row_axes, *other) for other in others],),
-            out_specs=targets,
-            check_vma=False,
-        )([leaf for _, leaf in leaves])
-
-        # Shards, summed already, return to their places in the tree.
-        def fill_shard(path: Any, leaf: Any) -> Any:
-            return shards.get(leaf_path(path)) if leaf is None else leaf
-
-        whole = jax.tree_util.tree_map_with_path(
-            fill_shard, treedef.unflatten(summed), is_leaf=lambda leaf: leaf is None
-        )
-        return self.like_gradients(whole)
-
-    def _reduce_to_shard(self, gradient: Any, target: PartitionSpec) -> Any:
-        """Sums over the rows' devices, to this device's shard by `target`."""
-        remaining = list(self.row_axes)
-        for axis, names in enumerate(target):
-            row_names = tuple(
-                name for name in get_axis_names(names) if name in self.row_axes
-            )
-            if row_names:
-                gradient = jax.lax.psum_scatter(
-                    gradient, row_names, scatter_dimension=axis, tiled=True
-                )
-                remaining = [name for name in remaining if name not in row_names]
-        return jax.lax.psum(gradient, tuple(remaining)) if remaining else gradient
-
-    def _ends_in_row_axes(self, spec: PartitionSpec) -> bool:
-        """Returns True if row axes come last wherever they split an array axis.
-
-        Only in this order is a shard of a shard the one that `spec` stands for.
-        """
-        for names in map(get_axis_names, spec):
-            row_names = [name in self.row_axes for name in names]
-            if row_names != sorted(row_names):
-                return False
-        return True
+    def _get_used_spec(self, path: str, leaf: Any) -> PartitionSpec:
+        """Returns the spec within a step: only shards are split over the rows' axes."""
+        spec = self.param_spec(path, leaf)
+        return spec if path in self.shards else drop_axes(self.row_axes, spec)
 
 
 class _DeviceCollectives(AxisCollectives):
     """The collectives of one device, which works on its own rows.
 
-    Its parameters are full, but for the `shards` that units gather in their calls.
+    Its parameters are full, but for the shards that units gather in their calls.
     """
 
-    def __init__(
-        self,
-        axes: tuple[str, ...],
-        num_shards: int,
-        arrange: Callable[[PyTree], PyTree],
-        shards: Mapping[str, PartitionSpec],
-    ):
-        super().__init__(axes, num_shards)
-        self._axes = axes
-        self._arrange, self.shards = arrange, shards
+    def __init__(self, step: ShardMapCollectives):
+        sizes = (step.mesh.shape[name] for name in step.row_axes)
+        super().__init__(step.row_axes, math.prod(sizes))
+        self._step = step
 
     def arrange(self, model: PyTree) -> PyTree:
-        return self._arrange(model)
+        step = self._step
+        return step.units.wrap_modules(model, step.shards, step.row_axes)
 
     def sum_gradients(self, gradients: PyTree) -> PyTree:
-        """Sums gradients of shards over the devices that have the same ones.
+        return jax.tree_util.tree_map_with_path(self._sum_gradient, gradients)
 
-        `ShardMapCollectives` sums the others, into the layout of updates."""
+    def _sum_gradient(self, path: Any, leaf: Any) -> Any:
+        """Sums a gradient over the rows' devices, to this device's shard of it.
 
-        def sum_leaf(path: Any, leaf: Any) -> Any:
-            if (spec := self.shards.get(leaf_path(path))) is None:
-                return leaf
-            done = set(itertools.chain(*map(get_axis_names, spec)))
-            remaining = tuple(name for name in self._axes if name not in done)
-            reduce = functools.partial(jax.lax.psum, axis_name=remaining)
-            others = drop_axes(self._axes, spec)
-            return map_local_shards(reduce, others)(leaf) if remaining else leaf
+        That of a shard is summed already over the devices that have other ones.
+        """
+        step, name = self._step, leaf_path(path)
+        own, is_shard = step.gradient_spec(name, leaf), name in step.shards
+        split = {axis for names in own for axis in get_axis_names(names)}
+        remaining = tuple(axis for axis in step.row_axes if axis not in split)
+        if is_shard and not remaining:
+            return leaf
 
-        return jax.tree_util.tree_map_with_path(sum_leaf, gradients)
+        def reduce(leaf: Any) -> Any:
+            leaf = leaf if is_shard else reduce_scatter(own, leaf)
+            return jax.lax.psum(leaf, remaining) if remaining else leaf
 
-
-def _stack_gradients(
-    gradients: PyTree, shards: Mapping[str, Any]
-) -> tuple[PyTree, dict[str, Any]]:
-    """Stacks gradients that are not summed yet; returns those of shards by name."""
-    is_apart: dict[str, Any] = {}
-
-    def stack(path: Any, leaf: Any) -> Any:
-        if (name := leaf_path(path)) not in shards:
-            return leaf[None]
-        is_apart[name] = leaf
-        return None
-
-    return jax.tree_util.tree_map_with_path(stack, gradients), is_apart
-
-
-def _make_input_specs(inputs: Any, shards: Mapping[str, PartitionSpec]) -> Any:
-    """Returns the specs of inputs: only the `shards` of weights are split."""
-
-    whole = PartitionSpec()
-
-    def spec(path: Any, leaf: Any) -> PartitionSpec:
-        return shards.get(leaf_path(path), whole)
-
-    def specs(weights: Weights) -> Weights:
-        params = jax.tree_util.tree_map_with_path(spec, weights.params)
-        buffers = jax.tree_util.tree_map_with_path(spec, weights.buffers)
-        return Weights(params, buffers, whole, whole, whole)
-
-    return map_nodes(Weights, specs, inputs, others=lambda _: whole)
+        spec = step.shards[name] if is_shard else step.update_spec(name, leaf)
+        return map_local_shards(reduce, drop_axes(step.row_axes, spec))(leaf)

@@ -113,14 +113,7 @@ class Sharded(DataParallel):
             for group in groups
             for leaf in jax.tree.leaves(group.batch)
         )
-        return ShardMapCollectives(
-            self.mesh,
-            self.row_axes,
-            self._get_param_spec,
-            self._get_update_spec,
-            is_apart=is_apart,
-            find_units=self.find_units,
-        )
+        return ShardMapCollectives(self, is_apart=is_apart)
 
     def find_units(self, model: PyTree) -> FSDPUnits:
         """Returns the modules of a model that gather their own parameters: none."""

@@ -12,7 +12,6 @@ from ..basics.arguments import checks_arguments, format_call
 from ..basics.tree import leaf_path, matches
 from ..step import DATA, TrainState
 from .fsdp import FSDPUnitStrategy, split_axis
-from .fsdp_units import FSDPUnits
 from .meshes import (
     Devices,
     check_sizes,
@@ -20,7 +19,6 @@ from .meshes import (
     get_axis_names,
     make_topology_mesh,
 )
-from .shard_map_collectives import NO_UNITS
 from .stack import Stack
 
 _FSDP: Final = "fsdp"
@@ -112,9 +110,6 @@ class TensorParallel(FSDPUnitStrategy):
 
     def __repr__(self) -> str:
         return format_call(self, 1, mesh_shape=repr(dict(self.mesh.shape)))
-
-    def _find_units(self, model: PyTree) -> FSDPUnits:
-        return super()._find_units(model) if _FSDP in self.mesh.shape else NO_UNITS
 
     def _rule(self, path: str) -> Rule | None:
         """Returns the first rule that matches."""

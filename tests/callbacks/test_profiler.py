@@ -11,6 +11,7 @@ from toys import At, batches, fail_with, on_one_device
 
 from jaxdp import Sharded, SingleDevice
 from jaxdp.callbacks import Profiler
+from jaxdp.callbacks.profiler import lacks_device_events
 
 
 def make_trainer(*callbacks, **options):
@@ -67,3 +68,17 @@ def test_the_window_begins_with_a_call_of_several_steps(tmp_path):
     profiler = Profiler(tmp_path, start_step=3, num_steps=2)
     make_trainer(profiler, steps_per_execution=4).fit(batches(*[8] * 8))
     assert step_numbers(tmp_path) == [5, 6]
+
+
+@pytest.mark.parametrize("events", ["", "events { metadata_id: 1 }"])
+def test_a_trace_without_operations_of_the_device_is_recognised(
+    tmp_path, monkeypatch, events
+):
+    Data = jax.profiler.ProfileData
+    host = 'planes { name: "/host:CPU" lines { events { metadata_id: 1 } } }'
+    device = f'planes {{ name: "/device:GPU:0" lines {{ {events} }} }}'
+    raw = Data.text_proto_to_serialized_xspace(f"{host} {device}")
+    monkeypatch.setattr(Data, "from_file", lambda _: Data.from_serialized_xspace(raw))
+    (tmp_path / "host.xplane.pb").touch()
+    assert lacks_device_events(tmp_path, "gpu") == (not events)
+    assert not lacks_device_events(tmp_path, "cpu")

@@ -129,6 +129,37 @@ def test_a_recomputed_block_is_recomputed_by_one_checkpoint():
     assert sum(name in ("checkpoint", "remat2") for name in names) == 1
 
 
+@pytest.mark.parametrize("gather", ["once", ["blocks[*]"]])
+@pytest.mark.parametrize("named", [True, False])
+def test_a_named_loss_casts_parameters_before_they_are_gathered(gather, named):
+    """A `loss_fn` may read them outside of calls, where they keep their dtype."""
+    programs = []
+
+    class Traced(FSDP):
+        def compile(self, step, arguments, *others, **options):
+            jitted = super().compile(step, arguments, *others, **options)
+            programs.append(jitted.trace(*arguments).jaxpr)
+            return jitted
+
+    def loss_fn(model, x, y):
+        return softmax(jax.vmap(model)(x), y)
+
+    how = {"loss": "cross_entropy"} if named else {"loss_fn": loss_fn}
+    how |= {"strategy": Traced(gather=gather), "precision": "bf16-mixed"}
+    _, trainer = losses(Deep(2, in_stack=False), epochs=1, **how)
+    trainer.validate(data()[:1])
+    # Split when they are cast: or else XLA gathers before it casts.
+    dtype = "bfloat16" if named else "float32"
+    for program in programs[0], programs[-1]:
+        gathered = {
+            (str(x.outvars[0].aval.dtype), x.params["sharding"].is_fully_replicated)
+            for x in equations_in(program)
+            if x.primitive.name == "sharding_constraint"
+            and x.outvars[0].aval.shape == (WIDTH, 8)
+        }
+        assert gathered >= {(dtype, False), (dtype, True)}
+
+
 def test_memory_within_a_step_is_that_of_few_blocks():
     def temporary(gather):
         strategy = FSDP(gather=gather)

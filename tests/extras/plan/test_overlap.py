@@ -48,7 +48,7 @@ class Transformer(eqx.Module):
         return self.blocks(x)
 
 
-def planned(width, blocks, options=None, gather="blocks", loss_fn=None):
+def planned(width, blocks, options=None, gather="auto", loss_fn=None):
     """Of a transformer made of shapes, recomputed and gathered block by block."""
     loss = {"loss": "mse"} if loss_fn is None else {"loss_fn": loss_fn}
     trainer = Trainer(
