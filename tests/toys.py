@@ -1,5 +1,6 @@
 """Tiny models, data and hand-written loops that the tests share."""
 
+import csv
 import os
 import pathlib
 import subprocess
@@ -235,6 +236,12 @@ def leaves(trainer):
 def assert_equal_leaves(one, other):
     for ours, theirs in zip(*map(jax.tree.leaves, (one, other)), strict=True):
         np.testing.assert_array_equal(ours, theirs)
+
+
+def read_table(path):
+    """The rows of a table, or of that in the folder of a run."""
+    path = path / "metrics.csv" if path.is_dir() else path
+    return list(csv.DictReader(path.read_text().splitlines()))
 
 
 def steps_in(folder):
