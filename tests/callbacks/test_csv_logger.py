@@ -6,14 +6,13 @@ import jax
 import numpy as np
 import optax
 import pytest
-from logs import Losses, read
-from toys import At, batches, linear_trainer
+from toys import At, Recorder, batches, linear_trainer, read_table
 
 from jaxdp.callbacks import CSVLogger, LearningRateMonitor
 
 
 def steps(folder):
-    return [row["step"] for row in read(folder / "metrics.csv")]
+    return [row["step"] for row in read_table(folder)]
 
 
 def metadata(folder):
@@ -21,12 +20,12 @@ def metadata(folder):
 
 
 def test_the_table_has_a_row_per_logged_step_and_per_epoch(tmp_path):
-    losses, logger = Losses(), CSVLogger(tmp_path)
+    losses, logger = Recorder(), CSVLogger(tmp_path)
     rates = LearningRateMonitor(optax.linear_schedule(0.1, 0.0, 100))
     trainer = linear_trainer(rates, logger, losses)
     history = trainer.fit(batches(*[8] * 5), batches(8), max_epochs=2)
     assert logger.path == tmp_path / "metrics.csv"
-    rows = read(logger.path)
+    rows = read_table(logger.path)
     assert list(rows[0]) == [
         *("epoch", "step", "loss", "accuracy", "lr"),
         *("epoch_loss", "epoch_accuracy", "epoch_lr", "val_loss", "val_accuracy"),
@@ -38,7 +37,7 @@ def test_the_table_has_a_row_per_logged_step_and_per_epoch(tmp_path):
     for row in rows:
         if row["loss"]:
             step = int(row["step"])
-            assert np.float32(row["loss"]) == losses.seen[step]["loss"]
+            assert np.float32(row["loss"]) == losses.losses[step - 1]
             assert float(row["lr"]) == pytest.approx(0.1 * (1 - (step - 1) / 100))
             assert row["epoch_loss"] == row["val_loss"] == ""
         else:
@@ -53,7 +52,7 @@ def test_a_second_fit_continues_the_table_and_may_add_columns(tmp_path):
     trainer.fit(batches(8, 8), max_epochs=1)
     trainer.fit(batches(8, 8), max_epochs=2)
     trainer.fit(batches(8, 8), batches(8), max_epochs=3)
-    rows = read(tmp_path / "metrics.csv")
+    rows = read_table(tmp_path)
     assert [row["step"] for row in rows] == ["2", "2", "4", "4", "6", "6"]
     assert [row["val_loss"] != "" for row in rows] == [*[False] * 5, True]
     assert rows[0]["loss"] and rows[1]["epoch_loss"]
@@ -70,7 +69,7 @@ def test_a_new_run_moves_the_files_of_the_old_one_aside(tmp_path, caplog):
     assert f"CSVLogger: what another run has logged to {tmp_path}" in caplog.text
     assert f"is now in {tmp_path / 'before-2'}" in caplog.text
     for seed, table in enumerate(tables):
-        assert [row["step"] for row in read(table)] == ["2", "2"]
+        assert [row["step"] for row in read_table(table)] == ["2", "2"]
         record = json.loads(table.with_suffix(".json").read_text())
         assert record["hyperparameters"]["seed"] == seed
 
@@ -87,10 +86,10 @@ def test_a_resumed_run_removes_what_was_logged_after_its_checkpoint(tmp_path):
         file.write("1,8,0.")  # a kill may leave this
     again = linear_trainer(CSVLogger(tmp_path))
     again.fit(*data, max_epochs=3, ckpt_path=path)
-    rows = read(tmp_path / "metrics.csv")
+    rows = read_table(tmp_path)
     # The fit that `max_steps` ended logged the means of its part of the epoch.
     assert rows.pop(1)["step"] == "3"
-    assert rows == read(whole.path)
+    assert rows == read_table(whole.path)
 
 
 @pytest.mark.filterwarnings("ignore:.*CSVLogger")
@@ -110,11 +109,11 @@ def test_a_resumed_run_leaves_the_table_of_another_run_alone(tmp_path):
     trainer.fit(batches(8, 8))
     path = trainer.save(tmp_path / "saved")
     linear_trainer(CSVLogger(tmp_path)).fit(batches(8, 8, 8))
-    other = read(tmp_path / "metrics.csv")
+    other = read_table(tmp_path)
     again = linear_trainer(CSVLogger(tmp_path))
     again.fit(batches(8, 8), max_epochs=2, ckpt_path=path)
-    assert read(tmp_path / "before-1" / "metrics.csv") == other
-    assert [row["epoch"] for row in read(tmp_path / "metrics.csv")] == ["1", "1"]
+    assert read_table(tmp_path / "before-1" / "metrics.csv") == other
+    assert [row["epoch"] for row in read_table(tmp_path)] == ["1", "1"]
 
 
 def test_the_metadata_has_arguments_versions_and_hardware(tmp_path):
