@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from logs import read
-from toys import batches, cross_entropy, on_one_device
+from toys import batches, cross_entropy, on_one_device, read_table
 
 from jaxdp import Pmap, Sharded, SingleDevice
 from jaxdp.callbacks import CSVLogger, GradientMonitor
@@ -33,7 +32,7 @@ def test_norms_are_those_of_plain_jax(tmp_path, strategy):
     trainer = make_trainer(GradientMonitor(), CSVLogger(tmp_path), strategy=strategy)
     model = trainer.model
     trainer.fit(data)
-    for row, (x, y) in zip(read(tmp_path / "metrics.csv"), data, strict=False):
+    for row, (x, y) in zip(read_table(tmp_path), data, strict=False):
         grads = eqx.filter_grad(cross_entropy)(model, x, y)
         updates = jax.tree.map(lambda g: -0.5 * g, grads)
         weights = eqx.filter(model, eqx.is_inexact_array)
@@ -52,7 +51,7 @@ def test_norms_are_those_of_plain_jax(tmp_path, strategy):
 def test_values_are_logged_when_others_are(tmp_path):
     callbacks = CSVLogger(tmp_path), GradientMonitor(max_layers=0)
     make_trainer(*callbacks, log_every_n_steps=3).fit(batches(*[8] * 7))
-    logged = [row for row in read(tmp_path / "metrics.csv") if row["loss"]]
+    logged = [row for row in read_table(tmp_path) if row["loss"]]
     assert [row["step"] for row in logged] == ["3", "6"]
     names = [name for name in logged[0] if "/" in name or "_" in name]
     assert names == ["grad_norm", "update_ratio", "epoch_loss"]
