@@ -5,8 +5,7 @@ import collections
 import equinox as eqx
 import optax
 import pytest
-from logs import read
-from toys import On, batches, linear, linear_on_one_device
+from toys import On, batches, linear, linear_on_one_device, read_table
 
 from jaxdp import Sharded
 from jaxdp.callbacks import CSVLogger, LearningRateMonitor
@@ -127,5 +126,5 @@ def test_an_epoch_has_the_rate_of_its_last_step(tmp_path):
     trainer = make(injected(optax.sgd, 0.5), *callbacks)
     history = trainer.fit(batches(8, 8), batches(8), max_epochs=3)
     assert history["lr"] == [0.5, 0.25, 0.125]
-    rows = read(tmp_path / "metrics.csv")
+    rows = read_table(tmp_path)
     assert [float(row["epoch_lr"]) for row in rows] == history["lr"]
