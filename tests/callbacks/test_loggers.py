@@ -4,8 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from logs import Losses, read
-from toys import At, On, batches, fail_with, linear_trainer
+from toys import At, On, Recorder, batches, fail_with, linear_trainer, read_table
 
 from jaxdp.callbacks import CSVLogger, LivePlot, NanGuard, TensorBoardLogger
 from jaxdp.record import scalars
@@ -36,14 +35,14 @@ def test_rows_are_read_late_and_are_all_there_after_an_exception(tmp_path):
     path, written = tmp_path / "metrics.csv", []
 
     def count(*_):
-        written.append(len(read(path)) if path.exists() else 0)
+        written.append(len(read_table(path)) if path.exists() else 0)
 
     callbacks = CSVLogger(tmp_path), On(on_train_batch_end=count), At(15, pull)
     trainer = linear_trainer(*callbacks, log_every_n_steps=1)
     with pytest.raises(RuntimeError, match="the cable"):
         trainer.fit(batches(*[8] * 20))
     assert written == [max(step - IN_FLIGHT, 0) for step in range(1, 16)]
-    assert [row["step"] for row in read(path)] == [str(i) for i in range(1, 16)]
+    assert [row["step"] for row in read_table(path)] == [str(i) for i in range(1, 16)]
 
 
 def test_an_unreadable_value_does_not_hide_the_exception(tmp_path):
@@ -63,7 +62,7 @@ def test_an_unreadable_value_does_not_hide_the_exception(tmp_path):
 
 def test_only_scalars_are_logged_in_their_kind_and_short_form(tmp_path):
     linear_trainer(NanGuard(), CSVLogger(tmp_path)).fit(batches(8, 8))
-    row = read(tmp_path / "metrics.csv")[0]
+    row = read_table(tmp_path)[0]
     assert list(row)[:5] == ["epoch", "step", "loss", "accuracy", "skipped"]
     assert row["skipped"] == "0"
     values = {"loss": np.float32(0.1), "count": np.int32(3), "skipped": np.True_}
@@ -76,11 +75,11 @@ def test_only_scalars_are_logged_in_their_kind_and_short_form(tmp_path):
 ])  # fmt: skip
 def test_a_place_that_cannot_be_written_to_is_an_error_before_training(tmp_path, make):
     (tmp_path / "file").write_text("mine")
-    losses = Losses()
+    losses = Recorder()
     match = r"dirpath='.*deeper'\)`: cannot write there \("
     with pytest.raises(OSError, match=match):
         linear_trainer(make(tmp_path / "file" / "deeper"), losses).fit(batches(8))
-    assert losses.seen == {} and len([*tmp_path.iterdir()]) == 1
+    assert losses.losses == [] and len([*tmp_path.iterdir()]) == 1
 
 
 def test_trial_runs_and_other_processes_write_nothing(tmp_path):
