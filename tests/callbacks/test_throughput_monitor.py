@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from logs import read
-from toys import At, On, batches, on_one_device
+from toys import At, On, batches, on_one_device, read_table
 
 from jaxdp.basics.stopwatch import PHASES
 from jaxdp.callbacks import CSVLogger, ModelCheckpoint, ThroughputMonitor
@@ -64,7 +63,7 @@ def test_each_phase_has_its_share_of_the_time(tmp_path, clock):
     monitor = ThroughputMonitor(100, peak_flops_per_device=1e4)
     trainer = make_trainer(CSVLogger(tmp_path), monitor, turns(clock, 1.0))
     trainer.fit(Slow(batches(*[8] * 6), clock, 3.0), batches(8), max_epochs=2)
-    first, second, *_ = [row for row in read(tmp_path / "metrics.csv") if row["loss"]]
+    first, second, *_ = [row for row in read_table(tmp_path) if row["loss"]]
     # The first batch is read before the clock starts; the callback comes last.
     assert float(first["throughput/data"]) == pytest.approx(3 / 4)
     assert float(first["throughput/callbacks"]) == pytest.approx(1 / 4)
@@ -150,5 +149,5 @@ def test_logs_the_peak_memory_of_devices_that_report_it(tmp_path, monkeypatch):
     stats = {"peak_bytes_in_use": 3}
     monkeypatch.setattr(type(jax.devices()[0]), "memory_stats", lambda device: stats)
     make_trainer(monitor, CSVLogger(tmp_path)).fit(batches(8, 8))
-    (row, *_) = read(tmp_path / "metrics.csv")
+    (row, *_) = read_table(tmp_path)
     assert float(row["throughput/peak_bytes"]) == monitor.summary["peak_bytes"] == 3
