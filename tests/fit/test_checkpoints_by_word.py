@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from toys import Mlp, On, assert_equal_leaves, batches, quiet
+from toys import Mlp, On, arrays, assert_equal_leaves, batches, quiet
 
 import jaxdp
 from jaxdp import FSDP, LocalSGD, SingleDevice
@@ -64,12 +64,6 @@ def by_hand(model):
     logits = jax.vmap(eqx.nn.inference_mode(model))(x)
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
     return [float(loss), float((logits.argmax(1) == y).mean())]
-
-
-def arrays(model):
-    return [
-        np.asarray(leaf) for leaf in jax.tree.leaves(eqx.filter(model, eqx.is_array))
-    ]
 
 
 @pytest.mark.parametrize("strategy", [SingleDevice(), FSDP(min_size=1)], ids=repr)
