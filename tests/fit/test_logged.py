@@ -1,12 +1,10 @@
 """`Trainer.log`: values of callbacks in rows, means, the history and `monitor=`."""
 
-import csv
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toys import On, batches
+from toys import On, batches, read_table
 from toys import linear_on_one_device as make
 
 from jaxdp import Callback
@@ -30,11 +28,6 @@ class Logs(Callback):
                 trainer.log(name, value(trainer))
 
 
-def read(folder):
-    with (folder / "metrics.csv").open() as file:
-        return list(csv.DictReader(file))
-
-
 AREAS = [0.5, 0.7, 0.6, 0.65, 0.9]
 
 
@@ -52,7 +45,7 @@ def test_a_value_of_a_validation_is_stopped_at_judged_and_written(tmp_path):
     assert history["val_count"] == [3.0] * 4
     assert stop.best_score == saver.best_model_score == 0.7
     assert saver.best_model_path.endswith("6")
-    assert [float(row["val_area"]) for row in read(tmp_path)] == AREAS[:4]
+    assert [float(row["val_area"]) for row in read_table(tmp_path)] == AREAS[:4]
     assert trainer.validate(DATA)["val_area"] == AREAS[trainer.current_epoch]
 
 
@@ -63,14 +56,13 @@ def test_values_of_steps_are_in_their_rows_and_the_last_one_in_the_epoch(tmp_pat
     )
     trainer = make(CSVLogger(tmp_path), logs, log_every_n_steps=1)
     trainer.fit(DATA, max_epochs=2)
-    rows = [row for row in read(tmp_path) if row["loss"]]
+    rows = [row for row in read_table(tmp_path) if row["loss"]]
     assert [float(row["before"]) for row in rows] == [0, 1, 2, 3, 4, 5]
     assert [float(row["after"]) for row in rows] == [1, 2, 3, 4, 5, 6]
     assert trainer.history["before"] == [2, 5]
     assert trainer.history["after"] == [3, 6]
-    assert [row["epoch_after"] for row in read(tmp_path) if row["epoch_loss"]] == [
-        "3.0", "6.0"
-    ]  # fmt: skip
+    epochs = [row for row in read_table(tmp_path) if row["epoch_loss"]]
+    assert [row["epoch_after"] for row in epochs] == ["3.0", "6.0"]
     of_steps = [dict(metrics) for metrics in trainer.steps(DATA)]
     assert [step["after"] for step in of_steps] == [7, 8, 9]
 
@@ -88,7 +80,7 @@ def test_values_of_epochs_and_fits_are_where_their_hooks_are(tmp_path):
     assert history["val_own"] == [10, 9] and history["start"] == [0, 1]
     assert history["first"][0] == 1 and np.isnan(history["first"][1])
     assert history["end"][1] == 1
-    *epochs, last = read(tmp_path)
+    *epochs, last = read_table(tmp_path)
     assert [float(row["val_own"]) for row in epochs] == [10, 9]
     assert float(last["end"]) == 1
 
