@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec
-from toys import assert_equal_leaves, batches, quiet, rows
+from toys import arrays, assert_close, assert_equal_leaves, batches, quiet, rows
 
 import jaxdp
 from jaxdp import FSDP, Part, SingleDevice, TensorParallel
@@ -45,10 +45,6 @@ def make(kind, strategy=None, optimizer=None, **options):
     return quiet(KINDS[kind][0], optimizer or optax.adam(1e-2), **options)
 
 
-def arrays(model):
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(model) if eqx.is_array(leaf)]
-
-
 @pytest.fixture(scope="module")
 def expected():
     """What a module of the two has learned."""
@@ -77,8 +73,7 @@ def test_several_models_train_as_a_module_of_them(kind, strategy, expected):
     trainer.fit(batches(16, 16, 5), max_epochs=2)
     assert type(trainer.model) is type(KINDS[kind][0])
     assert jax.tree.structure(trainer.model) == jax.tree.structure(KINDS[kind][0])
-    for one, other in zip(arrays(trainer.model), expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+    assert_close(trainer.model, expected, rtol=1e-4)
 
 
 @pytest.mark.slow_but("tuple", "dict")
