@@ -43,13 +43,12 @@ def test_the_users_model_is_never_deleted_or_changed(strategy, own):
     assert bits(eqx.filter(model, eqx.is_array)) == before
 
 
-@pytest.mark.slow_but("optimizer2", "optimizer5")
+@pytest.mark.slow_but("optimizer2", "optimizer4")
 @pytest.mark.parametrize("optimizer", [
     optax.contrib.schedule_free_adamw(1e-2),
     optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1e-2, momentum=0.9)),
     optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
     optax.contrib.muon(1e-2),
-    optax.contrib.sam(optax.sgd(1e-2), optax.sgd(1e-2), sync_period=2),
     optax.inject_hyperparams(optax.adam)(learning_rate=1e-2),
     optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau(patience=1)),
 ])  # fmt: skip
