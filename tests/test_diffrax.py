@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toys import Recorder, hand_written, quiet, run_python
+from toys import Recorder, assert_close, hand_written, quiet, run_python
 
 from jaxdp import Sharded, SingleDevice, Whole, per_example
 
@@ -261,21 +261,11 @@ def test_a_solver_that_fails_ends_a_fit_after_the_last_good_step(spoil):
 
     assert trainer.global_step == 2
     expected, _ = by_hand("ode", 2)
-    assert_same_weights(trainer.model, expected)
+    assert_close(trainer.model, expected)
 
     trainer.fit(good, max_steps=4)
     assert trainer.global_step == 4
     assert np.isfinite(trainer.history["loss"][-1])
-
-
-def assert_same_weights(model, expected):
-    pairs = zip(weights(model), weights(expected), strict=True)
-    for one, other in pairs:
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
-
-
-def weights(model):
-    return jax.tree.leaves(eqx.filter(model, eqx.is_array))
 
 
 @pytest.mark.parametrize("form", ["ode loss_fn", "ode per_example"])
