@@ -143,7 +143,7 @@ def test_they_are_filtered_and_passed_over(kind, tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_a_loss_that_calls_them_they_are_refused(kind):
     model = KINDS[kind][0]
-    with pytest.raises(TypeError, match=r"2 models.*`loss_fn\(model.*Part"):
+    with pytest.raises(TypeError, match=r"a list of models.*`loss_fn\(model.*Part"):
         quiet(model)
     with pytest.raises(TypeError, match="calls the model on one example"):
         make(kind).predict([rows(4)[0]])
