@@ -74,6 +74,9 @@ def on_config(config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Ranks the reference below the guides in search: its titles are single words."""
-    if page.file.src_uri.startswith("reference/"):
-        page.meta["search"] = {"boost": 0.3}
+    """Ranks guides first in search, then recipes: titles of the reference are single
+    words, and those of recipes name what they are about, not what they answer."""
+    boosts = {"reference": 0.3, "recipes": 0.6}
+    folder = page.file.src_uri.split("/")[0]
+    if folder in boosts and page.file.name not in ("llama", "huggingface", "lora"):
+        page.meta["search"] = {"boost": boosts[folder]}

@@ -88,6 +88,16 @@ QUERIES = {
     "distributed.md#SLURM": "slurm",
     "install.md#On a GPU": "gpu",
     "recipes/gan.md#A GAN": "two optimizers gan",
+    "recipes/lora.md": "lora",
+    "data.md#DataLoaders": "dataloader",
+    "install.md#CPU, GPU or TPU": "tpu",
+    "metrics.md#": "custom loss | metrics",
+    "getting_started.md#Test it": "predict",
+    "getting_started.md#Train it": "plot",
+    "watching.md#Logging: TensorBoard": "tensorboard | wandb",
+    "strategies.md#Memory": "fsdp",
+    "How do I call": "dropout",
+    "How do I set": "freeze",
 }
 """What users type, by the section that they look for: of Troubleshooting, or a page."""
 
