@@ -181,7 +181,7 @@ def test_commands_of_a_page_are_there(page, monkeypatch):
     for command in re.findall(r"python -m jaxdp ([a-z]+ [^\n`#|)]+)", text):
         options, others = cli._make_parser().parse_known_args(command.split())
         assert options.command and (others == [] or command.startswith("plan"))
-    for script in re.findall(r"(?:examples|benchmarks)/\w+\.py", text):
+    for script in re.findall(r"(?:examples|benchmarks)/[\w/]+\.py", text):
         assert pathlib.Path(script).is_file()
     for module in re.findall(r"python -m (benchmarks[\w.]*\w)", text):
         assert importlib.util.find_spec(module)

@@ -17,7 +17,11 @@ import jaxdp
 from jaxdp.strategies import tensor_rules
 
 ROOT = Path(__file__).parent.parent
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+EXAMPLES = sorted(
+    path
+    for kind in ("*.py", "tutorials/*.py")
+    for path in (ROOT / "examples").glob(kind)
+)
 
 
 # They are run for a few steps, which is less often than loggers write.
@@ -51,7 +55,7 @@ def assert_same_weights(found, expected, rtol=1e-4, atol=1e-6):
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_its_docstring_has_its_command_and_it_is_short(path):
     text = path.read_text()
-    assert f"    python examples/{path.name}" in text.split('"""')[1]
+    assert f"    python {path.relative_to(ROOT)}" in text.split('"""')[1]
     assert len(text.splitlines()) <= 150
 
 

@@ -1,12 +1,12 @@
 """One device, jit over many, or pmap: step time and memory of a deep, wide MLP.
 
-    python examples/big_mlp.py --strategy sharded
+    python examples/tutorials/big_mlp.py --strategy sharded
 
 The size it is about has 1.5 GB of weights and wants accelerators:
 
-    python examples/big_mlp.py --depth 90 --width 2056 --strategy single \
+    python examples/tutorials/big_mlp.py --depth 90 --width 2056 --strategy single \
         --batch-size 6912 --devices 0
-    python examples/big_mlp.py --depth 90 --width 2056 --strategy sharded \
+    python examples/tutorials/big_mlp.py --depth 90 --width 2056 --strategy sharded \
         --batch-size 13824 --devices 0
 """
 

@@ -1,6 +1,6 @@
 """From one example to eight devices: `vmap`, `jit` and `shard_map`, as jaxdp uses them.
 
-    python examples/transformations.py
+    python examples/tutorials/transformations.py
 
 The network is the smallest possible one, a convolution over a line of numbers. You
 write the model for one example; jaxdp applies `vmap` to it, compiles the step once by

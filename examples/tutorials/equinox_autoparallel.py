@@ -1,6 +1,6 @@
 """Equinox's autoparallelism tutorial: a small MLP learns the sine of its input.
 
-    python examples/equinox_autoparallel.py
+    python examples/tutorials/equinox_autoparallel.py
 
 The tutorial places the model and every batch by hand and compiles its own step. Here
 its loss is handed to the trainer as it is, and `Sharded()` does the placing.
