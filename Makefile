@@ -102,10 +102,13 @@ bench-quick: $(READY)
 	$(BIN)/python -m benchmarks.quick $(ARGS)
 
 # The wheel is installed without a look at this folder, and has to run README's example.
+# REPOSITORY=https://github.com/OWNER/NAME is where the links of its description lead.
 dist: $(READY)
 	rm -rf dist build .venv-dist
 	$(PIP) build twine
-	$(BIN)/python -m build --outdir dist .
+	mkdir -p build/source && git archive HEAD | tar -x -C build/source
+	$(BIN)/python docs/readme_of_package.py build/source/README.md $(REPOSITORY)
+	$(BIN)/python -m build --outdir dist build/source
 	$(BIN)/python -m twine check --strict dist/*
 	$(FOUND) -m venv .venv-dist
 	.venv-dist/bin/python $(INSTALL) '$(TORCH)+cpu' \

@@ -1,6 +1,7 @@
 """The name that the library is installed by, which differs from its import name."""
 
 import importlib.metadata
+import importlib.util
 import re
 from pathlib import Path
 
@@ -49,3 +50,19 @@ def test_the_readme_and_the_metadata_have_the_version_of_the_package():
     text = (ROOT / "README.md").read_text()
     assert f"This is version {jaxdp.__version__}." in text
     assert "version = attr: jaxdp.__version__" in (ROOT / "setup.cfg").read_text()
+
+
+@pytest.mark.parametrize("address", [(), ("https://example.org/a/b",)])
+def test_links_of_the_readme_hold_on_a_package_index(address):
+    path = ROOT / "docs" / "readme_of_package.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    before = (ROOT / "README.md").read_text()
+    text = script.make_absolute(before, *address)
+    links = re.findall(r"\]\(([^)\s]+)\)", text)
+    assert links and all(link.startswith("https://") for link in links)
+    if address:
+        assert len(links) == len(re.findall(r"\]\(", before))
+        assert "](https://example.org/a/b/raw/main/docs/images/" in text
+        assert "](https://example.org/a/b/blob/main/docs/strategies.md)" in text
