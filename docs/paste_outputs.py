@@ -8,6 +8,7 @@ lines that are left out. Pictures go to docs/images/, and `getting_started` beco
 notebook, too. `tests/test_docs.py` compares the pages with what is printed.
 """
 
+import base64
 import contextlib
 import io
 import json
@@ -68,23 +69,39 @@ def paste(page):
 
 
 def make_notebook(text):
-    """Returns a page as a Jupyter notebook, JSON: its blocks of code are the cells."""
+    """Returns a page as a Jupyter notebook, JSON: its blocks of code are the cells.
+
+    A picture that a block draws is its output, instead of a picture in the text."""
     cells, end = [], 0
+    drawn = re.findall(r"^history\.plot\(\"(\w+\.png)\"\)$", text, re.M)
 
     def add_text(part):
+        for name in drawn:
+            part = re.sub(rf"^!\[.*\]\(images/{name}\)$", "", part, flags=re.M)
         part = re.sub(r"\]\((?!\w+:|#)", "](../docs/", part).strip()
         if part:
             cells.append({"cell_type": "markdown", "metadata": {}, "source": part})
 
     for block in _BLOCK.finditer(text):
         add_text(text[end : block.start()])
-        printed = {"output_type": "stream", "name": "stdout", "text": block["shown"]}
+        outputs = [
+            {
+                "output_type": "display_data",
+                "metadata": {},
+                "data": {"image/png": _read_picture(name)},
+            }
+            for name in drawn
+            if f'"{name}"' in block["code"]
+        ]
+        if block["shown"]:
+            printed = {"output_type": "stream", "name": "stdout"}
+            outputs.append(printed | {"text": block["shown"]})
         cells.append(
             {
                 "cell_type": "code",
                 "execution_count": None,
                 "metadata": {},
-                "outputs": [printed] if block["shown"] else [],
+                "outputs": outputs,
                 "source": block["code"].strip(),
             }
         )
@@ -95,6 +112,10 @@ def make_notebook(text):
     notebook = {"cells": cells, "metadata": {"kernelspec": kernel}}
     notebook |= {"nbformat": 4, "nbformat_minor": 5}
     return json.dumps(notebook, indent=1) + "\n"
+
+
+def _read_picture(name):
+    return base64.b64encode((DOCS / "images" / name).read_bytes()).decode()
 
 
 NOTEBOOK = DOCS.parent / "examples" / "getting_started.ipynb"
