@@ -84,7 +84,7 @@ QUERIES = {
     "precision.md#Mixed precision": "mixed precision",
     "How do I set gradient": "gradient accumulation",
     "checkpoints.md#Checkpoints": "checkpoint",
-    "checkpoints.md#Checkpoints: save and resume": "resume",
+    "checkpoints.md#Checkpoints: save": "resume | save model",
     "distributed.md#SLURM": "slurm",
     "install.md#On a GPU": "gpu",
     "recipes/gan.md#A GAN": "two optimizers gan",
@@ -98,6 +98,7 @@ QUERIES = {
     "strategies.md#Memory": "fsdp",
     "How do I call": "dropout",
     "How do I set": "freeze",
+    "checkpoints.md#Load a model": "load model",
 }
 """What users type, by the section that they look for: of Troubleshooting, or a page."""
 
