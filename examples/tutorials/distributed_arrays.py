@@ -1,8 +1,8 @@
 """JAX's distributed-arrays tutorial: a wide network, its batch split over devices.
 
     python examples/tutorials/distributed_arrays.py
-    python examples/tutorials/distributed_arrays.py --tensor 2  # 4-way batch, 2-way tensor
-    python examples/tutorials/distributed_arrays.py --width 8192 --batch-size 8192  # full size
+    python examples/tutorials/distributed_arrays.py --tensor 2  # 2-way tensor
+    python examples/tutorials/distributed_arrays.py --width 8192 --batch-size 8192
 
 With `--tensor`, the tutorial's second half: two of the weights are split over a second
 axis of the mesh, W2 by columns and W3 by rows. The numbers stay.
