@@ -7,11 +7,12 @@ trainer.fit(train_loader, val_loader, max_epochs=10)
 """
 
 import pkgutil
+import sys
 from typing import TYPE_CHECKING, Any
 
 from . import callbacks, distributed, losses, strategies
 from .basics.environment import warn_of_namesake
-from .basics.other_libraries import INSTEAD
+from .basics.other_libraries import INSTEAD, find_near
 from .callbacks import Callback
 from .data import Arrays
 from .fit import PassMetric
@@ -161,6 +162,10 @@ def open_extra(module: str, name: str) -> Any:
             raise ImportError(f"{text}; it is in {where}: from {where} import {name}")
     if instead := INSTEAD.get(module, {}).get(name):
         raise ImportError(f"{text}; instead of it: {instead}.")
+    looked_at = [sys.modules[module], *(homes if module == __name__ else ())]
+    names = {known: each.__name__ for each in looked_at for known in dir(each)}
+    if not name.startswith("_") and (near := find_near(name, names)):
+        raise ImportError(f"{text}; {names[near]}.{near} may be meant.")
     raise AttributeError(text)
 
 
@@ -169,4 +174,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -224,11 +224,12 @@ def find_criterion(argument: str, value: Any, known: Mapping[str, Criterion]) ->
     """Returns the criterion that `value` names, or `value` itself if it is one."""
     names = ", ".join(sorted(known))
     if isinstance(value, str):
-        name = _SYNONYMS.get(value, value)
+        name = _SYNONYMS.get(value.lower(), value.lower())
         if name in known:
             return known[name]
-        if instead := INSTEAD["loss"].get(value) or find_near(value, known):
-            names = f"{names}; {instead} may be meant"
+        words = {**INSTEAD["metrics"], **INSTEAD["loss"], **{n: repr(n) for n in known}}
+        if near := find_near(name, words):
+            raise ValueError(f"{argument}: for {value!r} write {words[near]}.")
     if not callable(value):
         error = ValueError if isinstance(value, str) else TypeError
         raise error(
@@ -279,9 +280,9 @@ def infer_loss(target: Any) -> tuple[str, str]:
         return "cross_entropy", f"targets are integers ({dtype})"
     if dtype is not None and jnp.issubdtype(dtype, jnp.inexact):
         return "mse", f"targets are floating point ({dtype})"
-    what = jax.tree.structure(target) if dtype is None else f"of dtype {dtype}"
+    kind = f"dtype {dtype}" if dtype is not None else f"type {type(target).__name__}"
     raise ValueError(
-        f"`loss` can't be inferred from targets {what}: one array of integers gives"
+        f"`loss` can't be inferred from targets of {kind}: one array of integers gives"
         " 'cross_entropy', one of floating point 'mse'; pass `loss`, for example"
         " 'binary_cross_entropy', or `loss_fn`."
     )

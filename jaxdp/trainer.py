@@ -370,6 +370,7 @@ class Trainer(Generic[Model]):
     def __repr__(self) -> str:
         return trainer_methods.format_repr(self)
 
+    @checks_arguments
     def summary(self) -> "jaxdp.reports.Summary":
         """The layers of the model, their arrays, parameters and bytes, as a table.
 
@@ -441,6 +442,7 @@ class Trainer(Generic[Model]):
         """
         trainer_methods.set_hyperparams(self.run, values)
 
+    @checks_arguments
     def log(self, name: str, value: Any) -> None:
         """Logs a value of your own; for use in the hooks of callbacks.
 

@@ -4,18 +4,24 @@ import collections.abc
 import functools
 import inspect
 import numbers
+import pkgutil
+import re
 import types
 import typing
 
 import equinox as eqx
 import jax
 import numpy as np
+import optax
 import pytest
 from toys import batches, linear, mlp
 
 import jaxdp
 from jaxdp import callbacks, strategies
+from jaxdp.basics import arguments
+from jaxdp.basics.other_libraries import INSTEAD
 from jaxdp.basics.tree import matches
+from jaxdp.fit import trainer_methods
 
 NOT_CALLED = {"Callback", "DataParallel", "History", "Plan", "TrainState"}
 """What is public and not made by users, or takes what their subclasses say."""
@@ -133,23 +139,86 @@ def test_late_and_nameless_ones_are_early_and_named():
             jaxdp.Trainer(MODEL).fit(batches(8), batches(8), **{name: wrong})
 
 
-@pytest.mark.parametrize("name, pattern, fits", [
-    ("layers[3].w", "layers.3.w", True),
-    ("layers[3]", "layers[*]", True),
-    ("layers[3]", "layers.*", True),
-    ("layers[13]", "layers[3]", False),
-    ("layers[10]", "layers[1?]", True),
-    ("layers[3].norm.w", "layers[*].w", False),
-    ("layers[3].norm.w", "layers.*.w", True),
-    ("blocks.stacked.norm.w", "blocks.norm.w", True),
-    ("blocks.stacked.norm.w", "blocks[*].norm.w", True),
-    ("stacked.norm.w", "norm.w", True),
-    ("unstacked.w", "un.w", False),
-    ("nets['a'].w", "nets.a.w", True),
-    ("[0].w", "0.w", True),
-])  # fmt: skip
-def test_patterns_of_paths_have_one_grammar(name, pattern, fits):
-    assert matches(name, pattern) is fits
+PATTERNS = """
+    layers[3]              layers[3] layers.3 layers[*] layers.* l*[3] *[?] ** **.* *.3
+    layers[3]              not * ? layers layers.3.* layers[3].** layer.3
+    layers[13]             layers[1?] layers[*3] not layers[3] layers[?] layer[*]
+    layers[3].norm.w       layers[*].norm.w layers.*.*.w layers.**.w layers[3].** **.w
+    layers[3].norm.w       layers.**.norm.w *.*.*.* not layers[*].w layers.*.w *.w *
+    w                      w * **.w ** not *.w w.** ?.w
+    blocks.stacked.norm.w  blocks.norm.w blocks[*].norm.w blocks.*.*.w blocks.norm.*
+    blocks.stacked.norm.w  blocks.** blocks.*.w not blocks.* blocks.w blocks
+    blocks.stacked         blocks blocks.* blocks[*] blocks.stacked
+    a.stacked.b.stacked.w  a.b.w a.stacked.b.w a.b.stacked.w a[*].b[*].w
+    stacked.norm.w         norm.w *.w **.w stacked.norm.w
+    unstacked.w            *.w not un.w w
+    nets['a'].w            nets.a.w nets['a'].w nets["a"].w nets.?.w nets[*].w
+    [0].w                  0.w [0].w *.w [*].w [?].w not w
+    head.q_proj            *.q_proj *.*_proj **_proj not *_proj q_proj
+"""
+
+
+@pytest.mark.parametrize("line", PATTERNS.strip().splitlines())
+def test_patterns_of_paths_have_one_grammar(line):
+    name, *patterns = line.split()
+    good, _, bad = " ".join(patterns).partition("not ")
+    assert [p for p in good.split() if not matches(name, p)] == []
+    assert [p for p in bad.split() if matches(name, p)] == []
+
+
+class Twice(eqx.Module):
+    blocks: jaxdp.Stack
+    layers: list
+    attention: eqx.nn.MultiheadAttention
+
+    def __init__(self):
+        keys = jax.random.split(jax.random.key(0), 6)
+        linear = [eqx.nn.Linear(4, 4, key=key) for key in keys]
+        self.blocks, self.layers = jaxdp.Stack(linear[:2]), linear[2:5]
+        self.attention = eqx.nn.MultiheadAttention(2, 4, key=keys[5])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.blocks(x)
+
+
+def _by_pattern(argument, pattern):
+    """Uses a pattern where `argument` takes one."""
+    model, key = Twice(), jax.random.key(0)
+    arrays = eqx.filter(model, eqx.is_array)
+    rules = [(f"{pattern}.weight", jax.sharding.PartitionSpec())]
+    part = jaxdp.Part(pattern, lambda m, x: 0.0, optax.sgd(1), name="a")
+
+    def plan(strategy):
+        trainer = jaxdp.Trainer(model, loss="mse", strategy=strategy)
+        trainer_methods.get_shapes(trainer.run)
+
+    calls = {
+        "filter_spec": lambda: jaxdp.Trainer(model, filter_spec=[pattern]),
+        "Part": lambda: jaxdp.Trainer(model, [part]),
+        "remat": lambda: jaxdp.Trainer(model, remat=pattern),
+        "gather": lambda: plan(jaxdp.FSDP(1, gather=[pattern])),
+        "lora": lambda: jaxdp.lora(model, pattern, 1, key=key),
+        "decay_mask": lambda: jaxdp.decay_mask(pattern)(arrays),
+        "muon": lambda: jaxdp.muon(0.1, adam=pattern).init(arrays),
+        "rules": lambda: plan(jaxdp.TensorParallel({"data": 1, "model": 1}, rules, 1)),
+    }
+    return calls[argument]()
+
+
+@pytest.mark.parametrize(
+    "argument",
+    "filter_spec Part remat gather lora decay_mask muon rules".split(),
+)
+def test_patterns_are_the_same_everywhere(argument):
+    for pattern in ("layers[1]", "layers.1", "layers[*]", "layers.*", "**.layers.?"):
+        _by_pattern(argument, pattern)
+    for pattern in ("layers[3]", "layer.*", "*.layers", "layers.*.*.*"):
+        with pytest.raises(ValueError, match=r"there are|The paths are") as caught:
+            _by_pattern(argument, pattern)
+        assert repr(pattern)[:-1] in str(caught.value)
+        assert "layers[*]" in str(caught.value)  # those to choose from
 
 
 def test_a_bare_name_is_of_layers_anywhere():
@@ -176,10 +245,84 @@ def test_losses_by_other_libraries_names():
     assert found["val_loss"] == found["val_mean_squared_error"]
     for theirs, answer in [
         ("sparse_categorical_crossentropy", "'cross_entropy', which takes logits"),
-        ("cross_entropi", "cross_entropy may be meant"),
+        ("cross_entropi", "for 'cross_entropi' write 'cross_entropy'."),
     ]:
         with pytest.raises(ValueError, match=answer):
             jaxdp.Trainer(MODEL, loss=theirs)
+
+
+def test_words_of_other_libraries_lead_to_arguments_that_exist():
+    for function, words in INSTEAD.items():
+        ours = {*arguments._list_keywords(arguments._PARAMETERS.get(function, {}))}
+        assert words.keys() & ours <= {"ckpt_path"}, function  # which has a note
+        for answer in {*words.values()} if ours else ():
+            for name in re.findall("it is called `(.+?)`", answer):
+                assert name in ours, (function, answer)
+    for name in ("Trainer", "fit"):
+        assert not INSTEAD["argument"].keys() & {*arguments._PARAMETERS[name]}
+    for module in ("callbacks", "strategies", "losses", "distributed"):
+        names = dir(getattr(jaxdp, module))
+        assert not INSTEAD[f"jaxdp.{module}"].keys() & {*names}
+
+
+# Some of each library's: the words that its users type first.
+WORDS = {
+    "Trainer": """accelerator devices num_nodes logger max_epochs enable_checkpointing
+        profiler sync_batchnorm | optimizer_cls_and_kwargs args data_collator
+        train_dataset eval_dataset compute_metrics output_dir train_batch_size
+        learning_rate num_train_epochs fp16 report_to push_to_hub | max_duration
+        optimizers schedulers device_train_microbatch_size save_folder deepspeed_config
+        algorithms autoresume run_name | dls loss_func opt_func cbs splitter moms
+        wd_bn_bias train_bn | module step_lr_interval swa_params detect_anomaly""",
+    "fit": """x y batch_size epochs verbose validation_split validation_data shuffle
+        class_weight initial_epoch steps_per_epoch n_epoch lr_max datamodule""",
+    "predict": "batch_size verbose steps dataloaders test_dataset ignore_keys",
+    "EarlyStopping": "restore_best_weights strict baseline comp",
+    "ModelCheckpoint": "filename filepath save_best_only save_weights_only period",
+    "LearningRateMonitor": "logging_interval log_momentum",
+    "TensorBoardLogger": "save_dir version log_graph histogram_freq",
+    "WeightAveraging": "half_life swa_lrs device avg_fn",
+    "FSDP": "sharding_strategy cpu_offload auto_wrap_policy mixed_precision",
+    "Sharded": "find_unused_parameters process_group_backend static_graph",
+    "ZeRO": "offload_optimizer overlap_comm allgather_bucket_size",
+    "lora": "r lora_alpha target_modules lora_dropout bias",
+    "Arrays": "num_workers pin_memory bs",
+}
+
+
+@pytest.mark.parametrize("function", WORDS)
+def test_words_of_other_libraries_are_answered(function):
+    homes = jaxdp, callbacks, jaxdp.Trainer
+    call = next(getattr(home, function) for home in homes if function in dir(home))
+    words = {*WORDS[function].split()} - {"|"}
+    trainer = [None] if function in ("fit", "predict") else []
+    with pytest.raises(TypeError) as caught:
+        call(*trainer, **dict.fromkeys(words))
+    lines = str(caught.value).splitlines()
+    answered = {re.match(r"`(\w+)` is no", x)[1] for x in lines if "is no arg" in x}
+    assert answered == words
+    assert not [x for x in lines if "no argument" in x and ": it takes" in x]
+
+
+NAMES = """
+    jaxdp: EarlyStopping LightningModule TrainingArguments Learner DataLoader nn optim
+        seed_everything cross_entropy lr_find Sharde DataParallell EarlyStoping metrics
+    jaxdp.callbacks: TQDMProgressBar TerminateOnNaN SaveModelCallback EarlyStoping Timer
+        BackupAndRestore LearningRateScheduler SpeedMonitor MixedPrecision
+    jaxdp.strategies: DDPStrategy FSDPStrategy DeepSpeedStrategy Shardd
+    jaxdp.losses: CrossEntropyLoss MSELoss cross_entropi sparse_categorical_crossentropy
+    jaxdp.distributed: init_process_group get_rank barrier initialise
+"""
+
+
+@pytest.mark.parametrize("line", NAMES.replace("\n        ", " ").strip().splitlines())
+def test_names_of_other_libraries_are_answered(line):
+    module, names = line.strip().split(":")
+    for name in names.split():
+        with pytest.raises(ImportError, match="instead of it|may be meant|it is in"):
+            getattr(pkgutil.resolve_name(module), name)
+    assert not hasattr(pkgutil.resolve_name(module), "something_else")
+    assert {*dir(jaxdp)} >= {*jaxdp.__all__} and "INSTEAD" not in dir(jaxdp)
 
 
 class Other(callbacks.EarlyStopping):
@@ -189,9 +332,9 @@ class Other(callbacks.EarlyStopping):
 
 @pytest.mark.parametrize("call, answer", [
     (lambda: callbacks.ModelCheckpoint(verbose=True), "`ModelCheckpoint`: leave"),
-    (lambda: callbacks.EarlyStopping(metric="val_loss"), "it is called `monitor`."),
-    (lambda: jaxdp.FSDP(activation_checkpointing=1), "it takes devices, mesh,"),
-    (lambda: jaxdp.Ensemble(learning_rate=[1.0]), "^`Ensemble`: .* 'size'. It takes"),
+    (lambda: callbacks.EarlyStopping("x", comp="less"), "it is called `mode`,"),
+    (lambda: jaxdp.FSDP(something=1), "it takes devices, mesh,"),
+    (lambda: jaxdp.Ensemble(learning_rate=[1.0]), "^`Ensemble`: missing .* 'size'.$"),
     (lambda: jaxdp.Arrays([1], batchsize=3), "may be meant for `batch_size`.$"),
 ])  # fmt: skip
 def test_answers_are_of_the_callable_itself(call, answer):

@@ -10,7 +10,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal, TypeVar
 
 import equinox as eqx
@@ -28,35 +28,80 @@ _PARAMETERS: Final[dict[str, Mapping[str, inspect.Parameter]]] = {}
 def checks_arguments(function: Function) -> Function:
     """Decorates a public function or `__init__` with checks of its arguments.
 
-    The errors name all arguments that it does not take, each with what to write
-    instead, and values that are not of an annotated kind, if all kinds are in `_KINDS`.
+    One error names all that is wrong in a call: arguments that the function does not
+    take, each with what to write instead; those that it lacks; and values that are not
+    of an annotated kind, if all kinds are in `_KINDS`.
     """
     signature = inspect.signature(function)
-    parameters = signature.parameters
     name = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
-    _PARAMETERS[name] = parameters
+    is_init = function.__name__ == "__init__"
+    _PARAMETERS[name] = signature.parameters
 
     @functools.wraps(function)
     def call(*args: Any, **keywords: Any) -> Any:
-        try:
-            bound = signature.bind(*args, **keywords).arguments
-        except TypeError as error:
-            kinds = {parameter.kind for parameter in parameters.values()}
-            takes_all = inspect.Parameter.VAR_KEYWORD in kinds
-            wrong = [
-                f"`{each}` is no argument of `{name}`: {_suggest(name, each)}."
-                for each in keywords
-                if each not in parameters and not takes_all
-            ] or [
-                f"`{name}`: {error}. It takes {', '.join(_list_keywords(parameters))};"
-                " pass them by name."
-            ]
-            raise TypeError("\n".join(wrong)) from None
-        for argument, value in bound.items():
-            check_kind(argument, value, parameters[argument].annotation)
+        shown = type(args[0]).__name__ if is_init and args else name
+        errors = [*_find_errors(name, shown, signature, args, keywords)]
+        if len(errors) == 1:
+            raise errors[0]
+        if errors:
+            raise TypeError("\n".join(map(str, errors)))
         return function(*args, **keywords)
 
     return typing.cast(Function, call)
+
+
+def _find_errors(
+    function: str,
+    shown: str,
+    signature: inspect.Signature,
+    args: Any,
+    keywords: dict[str, Any],
+) -> Iterator[TypeError | ValueError]:
+    """Yields what is wrong in a call of a function, which messages call `shown`."""
+    parameters = signature.parameters
+    takes_all = inspect.Parameter.VAR_KEYWORD in {p.kind for p in parameters.values()}
+    ours = _list_keywords(parameters)
+    for name in () if takes_all else keywords:
+        if name not in ours:
+            instead = _suggest(function, name)
+            yield TypeError(f"`{name}` is no argument of `{shown}`: {instead}.")
+    known = {k: v for k, v in keywords.items() if takes_all or k in ours}
+    try:
+        known = signature.bind(*args, **known).arguments
+    except TypeError as error:
+        yield TypeError(f"`{shown}`: {_explain(error, parameters, args)}.")
+    variadic = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    for name in [
+        n for n, p in parameters.items() if n in known and p.kind not in variadic
+    ]:
+        value, hint = known[name], INSTEAD.get(function, {}).get(name)
+        words = INSTEAD.get(name, {}) if isinstance(value, str) else {}
+        try:
+            if words and (instead := words.get(value.lower())):
+                raise ValueError(f"`{name}`: for {value!r} write {instead}.")
+            check_kind(name, value, parameters[name].annotation)
+        except (TypeError, ValueError) as error:
+            yield type(error)(f"{error} ({hint}.)") if hint else error
+
+
+def _explain(
+    error: TypeError, parameters: Mapping[str, inspect.Parameter], args: Any
+) -> str:
+    """Returns why arguments can't be bound: which ones by position are too many."""
+    by_position = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    ]
+    if len(args) <= len(by_position):
+        return str(error)
+    others = [n for n in _list_keywords(parameters) if n not in by_position]
+    taken = ", ".join(name for name in by_position if name != "self")
+    extra = " and ".join(type(each).__name__ for each in args[len(by_position) :])
+    return (
+        f"too many positional arguments. By position it takes {taken or 'none'},"
+        f" in this order; pass the {extra} by name, one of {', '.join(others)}"
+    )
 
 
 def _suggest(function: str, name: str) -> str:
@@ -126,8 +171,9 @@ def check_kind(name: str, value: Any, annotation: Any) -> None:
     elif plain:
         listed = [kind for kind in plain if kind is not int or float not in plain]
         named = " or ".join(_KINDS[kind][0] for kind in listed)
-        shown = f"{value!r:.200} of type {type(value).__name__}"
-        raise TypeError(f"`{name}` must be {named}; got {shown}.")
+        shown = " ".join(repr(value).split())[:200]
+        kind = type(value).__name__
+        raise TypeError(f"`{name}` must be {named}; got {shown} of type {kind}.")
 
 
 def _list_kinds(annotation: Any) -> list[Any]:

@@ -3,7 +3,7 @@
 import functools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import jax
@@ -38,21 +38,105 @@ def to_dotted(name: str) -> str:
     return name.lstrip(".")
 
 
-@functools.lru_cache(maxsize=2**16)
-def matches(name: str, pattern: str) -> bool:
-    """Returns True if a pattern matches a path such as `layers[0].weight`.
+_IN_PATTERNS: Final = {
+    ".": r"\.(?:stacked\.)?",
+    "?": "[^.]",
+    "*": "([^.]*)",
+    "**": "(.*)",
+    "**.": r"(?:(.*)\.)?",
+}
+"""The regular expression of each piece of a pattern that is no text."""
 
-    `*` stands for anything, in brackets for anything without dots, and `?` for one
-    character. `layers[0]` and `layers.0` are the same, and `stacked`, which the blocks
-    of a `Stack` are in, may be left out.
+
+@functools.lru_cache(maxsize=2**12)
+def compile_pattern(pattern: str) -> re.Pattern[str]:
+    """Compiles a pattern for paths `to_dotted`. Each star is a group.
+
+    As in file names, `*` and `?` stand for any text and any character of one part of a
+    path, and `**` for any number of parts. `layers[0]` and `layers.0` are the same, and
+    `stacked`, which the blocks of a `Stack` are in, may be left out.
     """
-    # A star in brackets becomes "\0", as it means less than other stars.
-    pieces = re.split(r"([*?\x00])", to_dotted(pattern.replace("[*]", "[\0]")))
-    means = {"*": ".*", "?": ".", "\0": "[^.]+"}
-    regex = "".join(means.get(piece) or re.escape(piece) for piece in pieces)
-    full = to_dotted(name)
-    short = re.sub(r"(^|\.)stacked(?=\.|$)", "", full).lstrip(".")
-    return any(re.fullmatch(regex, each) for each in (full, short))
+    pieces = re.split(r"(\*\*\.?|[*?.])", to_dotted(pattern))
+    regex = "".join(_IN_PATTERNS.get(piece) or re.escape(piece) for piece in pieces)
+    return re.compile(rf"(?:stacked\.)?{regex}(?:\.stacked)?")
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Returns True if a pattern matches a path such as `layers[0].weight`."""
+    return compile_pattern(pattern).fullmatch(to_dotted(name)) is not None
+
+
+def find_matches(
+    argument: str,
+    patterns: Iterable[str],
+    names: Iterable[str],
+    kind: str,
+    *,
+    anywhere: bool = False,
+) -> list[str]:
+    """Returns the paths that match a pattern, in the order of the patterns.
+
+    With `anywhere` a pattern without dots and brackets is for the last part alone.
+
+    Raises:
+        ValueError: for a pattern that matches none of the `names`, each a `kind`.
+    """
+    names, found = [*names], dict[str, None]()
+    for pattern in patterns:
+        prefix = "**." if anywhere and not {*".["} & {*pattern} else ""
+        matching = [name for name in names if matches(name, prefix + pattern)]
+        if not matching:
+            raise ValueError(
+                f"{argument}: {pattern!r} matches no {kind}; there are"
+                f" {format_paths(names)}. `*` is one part of a path, `**` any number."
+            )
+        found |= dict.fromkeys(matching)
+    return [*found]
+
+
+def format_paths(names: Iterable[str]) -> str:
+    """Lists paths, joined as by `group_rows`."""
+    rows = [row[0] or "the model" for row, _ in group_rows((name,) for name in names)]
+    return ", ".join([*rows[:20], *["..."] * (len(rows) > 20)]) or "none"
+
+
+_NUMBER: Final = re.compile(r"(?<=[.\[])\d+(?=[.\]\s]|$)")
+
+
+def group_rows(rows: Iterable[Sequence[str]]) -> list[tuple[tuple[str, ...], int]]:
+    """Joins rows of texts that differ only in numbers, which become `*`.
+
+    Returns:
+        The rows, each with the number of rows that it stands for.
+    """
+    groups: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+    for row in rows:
+        starred = tuple(_NUMBER.sub("*", text) for text in row)
+        groups.setdefault(starred, []).append(tuple(row))
+    return [
+        (starred if len(rows) > 1 else rows[0], len(rows))
+        for starred, rows in groups.items()
+    ]
+
+
+def mark_leaves(argument: str, patterns: Iterable[str], tree: PyTree) -> PyTree:
+    """Returns bools in the structure of `tree`: True for leaves that patterns name.
+
+    The path of a submodule names all leaves in it.
+
+    Raises:
+        ValueError: for a pattern that matches no leaf and no submodule.
+    """
+
+    def list_names(path: Sequence[Any]) -> list[str]:
+        return [leaf_path(path[: end + 1]) for end in range(len(path))]
+
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    names = dict.fromkeys(name for path in paths for name in list_names(path))
+    found = {*find_matches(argument, patterns, names, "submodule and no leaf")}
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: not found.isdisjoint(list_names(path)), tree
+    )
 
 
 def get_node(tree: PyTree, path: Sequence[Any]) -> Any:

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from ..basics.console import join_some
+from ..basics.tree import describe_difference
 from ..distributed import RowBlocks
 from ..step import Batch, Group, SingleRowBatch, find_batched_leaves, merge_leaves
 from .batches import (
@@ -165,8 +166,9 @@ class BatchSpecs:
             return ""
         start, (first, expected) = f"a {self._kind} batch", self._first
         if treedef != first:
-            start += " differs from the first one in structure"
-            return f"{start}: was {first}, is {treedef}."
+            old = first.unflatten(range(first.num_leaves))
+            difference = describe_difference(old, batch)
+            return f"{start} differs from the first one in structure: {difference}."
 
         triples = zip(expected, shapes, find_batched_leaves(treedef), strict=True)
         changed = [

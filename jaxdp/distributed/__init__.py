@@ -1,5 +1,9 @@
 """Several processes: how they start, exchange values, wait for each other, and end."""
 
+from typing import Any
+
+import jaxdp
+
 from .process_group import PeriodicVote, ProcessGroup, get_process_group
 from .row_blocks import RowBlocks, find_row_blocks, make_global_array
 from .signals import (
@@ -13,3 +17,7 @@ from .signals import (
 from .start import find_missing_initialize, initialize
 
 __all__ = ["initialize"]
+
+
+def __getattr__(name: str) -> Any:
+    return jaxdp.open_extra(__name__, name)

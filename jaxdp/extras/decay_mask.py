@@ -7,7 +7,8 @@ import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
-from ..basics.tree import get_node, leaf_path, matches
+from ..basics.arguments import checks_arguments
+from ..basics.tree import get_node, leaf_path, mark_leaves
 from ..strategies.stack import Stack
 
 _NORMS: Final = (
@@ -18,11 +19,12 @@ _NORMS: Final = (
 )
 
 
+@checks_arguments
 def decay_mask(*exclude: str) -> Callable[[PyTree], PyTree]:
     """Returns a mask for the optimizers of optax that decay weights.
 
         optax.adamw(1e-3, weight_decay=0.1, mask=decay_mask())
-        optax.adamw(1e-3, weight_decay=0.1, mask=decay_mask("embedding.*", "head.*"))
+        optax.adamw(1e-3, weight_decay=0.1, mask=decay_mask("embedding", "head"))
 
     Arrays of two or more dimensions decay, as in GPT-2: weights of linear layers,
     convolutions and embeddings. Arrays called `bias` do not, nor those of Equinox's
@@ -30,8 +32,8 @@ def decay_mask(*exclude: str) -> Callable[[PyTree], PyTree]:
     dimension that a `jaxdp.Stack` adds to the arrays of its blocks does not count.
 
     Args:
-        exclude: paths of more arrays that do not decay, such as `layers[0].weight`;
-            `*` stands for anything.
+        exclude: path patterns of more arrays that do not decay, such as `"**.scale"`;
+            the path of a submodule is for all arrays in it.
 
     Raises:
         ValueError: by the optimizer's `init`, for a path that the model does not have.
@@ -40,27 +42,18 @@ def decay_mask(*exclude: str) -> Callable[[PyTree], PyTree]:
         if not isinstance(pattern, str):
             raise TypeError(
                 f"`exclude` is {pattern!r}, of type {type(pattern).__name__}; it must"
-                ' be paths such as "embedding.*", one argument each.'
+                ' be paths such as "embedding", one argument each.'
             )
 
     def mask(params: PyTree) -> PyTree:
-        names = [leaf_path(path) for path, _ in jax.tree.leaves_with_path(params)]
-        for pattern in exclude:
-            if not any(matches(name, pattern) for name in names):
-                raise ValueError(
-                    f"`exclude`: no array of the model is called {pattern!r}; it has"
-                    f" {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}."
-                )
-
-        def decays(path: tuple[Any, ...], leaf: Any) -> bool:
-            name = leaf_path(path)
+        def decays(path: tuple[Any, ...], leaf: Any, is_excluded: bool) -> bool:
             nodes = [get_node(params, path[:depth]) for depth in range(len(path))]
             dims = leaf.ndim - sum(isinstance(node, Stack) for node in nodes)
             is_norm = any(isinstance(node, _NORMS) for node in nodes)
-            is_bias = name.rpartition(".")[2] == "bias"
-            is_excluded = any(matches(name, pattern) for pattern in exclude)
+            is_bias = leaf_path(path[-1:]) == "bias"
             return dims >= 2 and not (is_norm or is_bias or is_excluded)
 
-        return jax.tree.map_with_path(decays, params)
+        excluded = mark_leaves("`exclude`", exclude, params)
+        return jax.tree.map_with_path(decays, params, excluded)
 
     return mask

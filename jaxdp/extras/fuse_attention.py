@@ -14,7 +14,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from ..basics.arguments import check_choice, check_count, checks_arguments
 from ..basics.console import log_info_once, warn
-from ..basics.tree import leaf_path, matches
+from ..basics.tree import find_matches, leaf_path
 from .attention_in_blocks import MODEL, MaskAndDropout, attend_in_blocks
 
 Model = TypeVar("Model")
@@ -47,7 +47,7 @@ def fuse_attention(
     Args:
         model: a model, or any tree with such layers.
         causal: whether each token attends only to itself and earlier ones; or path
-            patterns of the layers where it does, such as `"decoder.*"`. Leave out the
+            patterns of the layers where it does, such as `"decoder.**"`. Leave out the
             causal mask, which would be a matrix again.
         block: how many keys the loop reads at a time.
         implementation: `"auto"`; `"blocks"`, always the loop; or `"cudnn"`, which
@@ -72,18 +72,13 @@ def fuse_attention(
             " (subclasses of it are left alone). In a layer of your own, call"
             " jax.nn.dot_product_attention."
         )
-    for pattern in patterns:
-        if not any(matches(name, pattern) for name in names):
-            raise ValueError(
-                f"`causal`: {pattern!r} matches no eqx.nn.MultiheadAttention of the"
-                f" model; there are {', '.join(name or 'the model' for name in names)}."
-            )
+    named = find_matches("`causal`", patterns, names, "eqx.nn.MultiheadAttention")
 
     def fuse_layer(path: Any, node: Any) -> Any:
         if not is_layer(node):
             return node
-        named = any(matches(leaf_path(path), pattern) for pattern in patterns)
-        return FusedAttention(node, causal is True or named, block, implementation)
+        is_causal = causal is True or leaf_path(path) in named
+        return FusedAttention(node, is_causal, block, implementation)
 
     return jax.tree_util.tree_map_with_path(fuse_layer, model, is_leaf=is_layer)
 
@@ -96,7 +91,7 @@ def _list_patterns(causal: Any) -> list[str]:
     if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
         raise TypeError(
             "`causal` must be True, False, or path patterns of layers, such as"
-            f" 'decoder.*'; got {causal!r}."
+            f" 'decoder.**'; got {causal!r}."
         )
     return patterns
 

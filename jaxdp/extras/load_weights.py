@@ -15,6 +15,7 @@ from jaxtyping import PyTree
 from ..basics.arguments import check_is_local, checks_arguments
 from ..basics.console import log_info
 from ..basics.files import expand_path, read_json
+from ..basics.tree import find_matches, group_rows
 from ..checkpoint import CheckpointCorrupt, describe_shape
 from ..fit import get_shapes
 from ..trainer import Trainer
@@ -24,10 +25,7 @@ from .weight_names import (
     LeafMapping,
     ModelLeaf,
     Tensor,
-    compile_pattern,
     find_norms,
-    format_names,
-    group_rows,
     is_tensor,
     list_leaves,
     map_leaves,
@@ -78,8 +76,8 @@ def load_weights(
             be made of shapes.
         names: from leaves to tensors. Leaves are named by dots, those of a
             `jaxdp.Stack` by the number of the block; a BatchNorm has `running_mean` and
-            `running_var`. `*` stands for a part of a name without dots, `**` for any
-            part, in both names in order. A tuple says what is done to the tensor:
+            `running_var`. `*` stands for one part of a name, `**` for any number of
+            parts, in both names in order. A tuple says what is done to the tensor:
             `"T"`, or `("T", *axes)`; `("split", parts, index)`, along the first axis or
             a fourth argument; `("squeeze", *axes)` and `("expand", *axes)`. None:
             the leaf stays as it is in `like`.
@@ -144,7 +142,9 @@ def _load(
     trees: dict[str, PyTree] = {"model": current[0], "state": current[1]}
     leaves = {tree: jax.tree.leaves(value) for tree, value in trees.items()}
     tensors = open_weights(path)
-    ignored = _find_ignored(path, tensors, ignore)
+    patterns = [ignore] if isinstance(ignore, str) else ignore
+    kind = f"tensor of {os.fspath(path)}"
+    ignored = {*find_matches("`ignore`", patterns, tensors, kind)}
     filled, rows = _match(tensors, mappings, unnamed, ignored)
     table = _format_table(rows)
     if any(rows[title] for title in _WRONG):
@@ -171,25 +171,6 @@ def _load(
 
 def _is_shape(value: Any) -> bool:
     return isinstance(value, jax.ShapeDtypeStruct)
-
-
-def _find_ignored(path: Any, tensors: Iterable[str], ignore: Iterable[str]) -> set[str]:
-    """Returns the tensors that the patterns of `ignore` name.
-
-    Raises:
-        ValueError: for a pattern that matches none.
-    """
-    ignored: set[str] = set()
-    for text in [ignore] if isinstance(ignore, str) else ignore:
-        named = {*filter(compile_pattern(text).fullmatch, tensors)}
-        if not named:
-            raise ValueError(
-                f"`ignore`: {text!r} matches no tensor of {os.fspath(path)}; `*` is a"
-                " part of a name without dots, `**` any part. The names are"
-                f" {format_names(tensors)}"
-            )
-        ignored |= named
-    return ignored
 
 
 def _make_array(value: Any, views: Views) -> jax.Array:

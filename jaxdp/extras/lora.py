@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
 from ..basics.arguments import check_count, check_number, checks_arguments
-from ..basics.tree import is_key, leaf_path, map_nodes, matches
+from ..basics.tree import find_matches, is_key, leaf_path, map_nodes
 
 Model = TypeVar("Model")
 
@@ -79,8 +79,8 @@ def lora(
     Args:
         model: any pytree; its layers may be in a `jaxdp.Stack`, and hold shapes.
         patterns: of the paths of `eqx.nn.Linear` layers, such as
-            `"blocks.attention.*_proj"`; `*` stands for anything, and a bare name, such
-            as `"q_proj"`, for all layers whose last name it is.
+            `"blocks.attention.*_proj"`; a bare name, such as `"q_proj"` or `"*_proj"`,
+            is for all layers whose last name it matches.
         rank: the rank of the product.
         alpha: the product is multiplied by `alpha / rank`. Default: `rank`.
         key: for the random numbers in `down`.
@@ -104,16 +104,8 @@ def lora(
 
     nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_linear)
     layers = {leaf_path(path): node for path, node in nodes if is_linear(node)}
-    chosen: dict[str, None] = {}
-    for pattern in patterns:
-        anywhere = f"*.{pattern}" if pattern.isidentifier() else pattern
-        named = [n for n in layers if matches(n, pattern) or matches(n, anywhere)]
-        if not named:
-            raise ValueError(
-                f"`patterns`: {pattern!r} matches no eqx.nn.Linear; there are"
-                f" {', '.join(layers) or 'none'}."
-            )
-        chosen |= dict.fromkeys(named)
+    kind = "eqx.nn.Linear"
+    chosen = find_matches("`patterns`", patterns, layers, kind, anywhere=True)
     for name in chosen:
         layer = layers[name]
         if isinstance(layer, LoRALinear):

@@ -16,13 +16,15 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, PyTree
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
-from ..basics.tree import get_node, leaf_path, matches
+from ..basics.arguments import checks_arguments
+from ..basics.tree import get_node, mark_leaves
 from ..strategies.stack import Stack
 
 _AXES: Final = MuonDimensionNumbers(reduction_axis=-1, output_axis=-2)
 """The axes of a weight of `eqx.nn.Linear`, `(out_features, in_features)`."""
 
 
+@checks_arguments
 def muon(
     learning_rate: optax.ScalarOrSchedule,
     *,
@@ -47,7 +49,7 @@ def muon(
 
     Args:
         learning_rate: a number or a schedule.
-        adam: patterns of the paths of more leaves for Adam, such as `"head.*"`.
+        adam: patterns of the paths of more leaves for Adam, such as `"head"`.
         adam_learning_rate: default: `learning_rate`.
         beta: the decay of the momentum.
         nesterov: whether the momentum looks ahead, as `optax.contrib.muon`'s does; for
@@ -82,23 +84,13 @@ def muon(
 
 def _labels(params: PyTree, patterns: Sequence[str]) -> PyTree:
     """Returns for each leaf which of the two optimizers updates it."""
-    used: set[str] = set()
 
-    def label(path: Any, leaf: Array) -> str:
-        names = [leaf_path(path[:length]) for length in range(1, len(path) + 1)]
-        named = {p for p in patterns if any(matches(name, p) for name in names)}
-        used.update(named)
-        return "muon" if _is_matrix(params, path, leaf) and not named else "adam"
+    def label(path: Any, leaf: Array, is_named: bool) -> str:
+        is_for_muon = not is_named and _is_matrix(params, path, leaf)
+        return "muon" if is_for_muon else "adam"
 
-    labels = jax.tree_util.tree_map_with_path(label, params)
-    for pattern in patterns:
-        if pattern not in used:
-            paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-            raise ValueError(
-                f"`adam`: {pattern!r} matches no leaf and no submodule; the leaves are"
-                f" {', '.join(map(leaf_path, paths))}."
-            )
-    return labels
+    named = mark_leaves("`adam`", patterns, params)
+    return jax.tree_util.tree_map_with_path(label, params, named)
 
 
 def _is_matrix(params: PyTree, path: Any, leaf: Array) -> bool:

@@ -16,13 +16,13 @@ from jaxtyping import PyTree
 from ..basics.arguments import check_count, check_is_local, checks_arguments
 from ..basics.environment import import_extra
 from ..basics.files import expand_path, sync_to_disk, write_atomically
+from ..basics.tree import format_paths
 from .weight_names import (
     INDEX_SUFFIX,
     ModelLeaf,
     Operation,
     Tensor,
     find_norms,
-    format_names,
     list_leaves,
     map_leaves,
 )
@@ -151,7 +151,7 @@ def _make_tensors(
     """Returns the tensors of the file by name."""
     mappings, unnamed = map_leaves(names, list_leaves(model, state))
     if unnamed:
-        listed = format_names(name for name, _ in unnamed)
+        listed = format_paths(name for name, _ in unnamed)
         raise ValueError(
             f"`names` names no tensor for {listed}; with None they are not written."
         )

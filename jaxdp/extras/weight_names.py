@@ -10,7 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from ..basics.tree import get_node, is_key, stored_path, to_dotted
+from ..basics.tree import (
+    compile_pattern,
+    format_paths,
+    get_node,
+    is_key,
+    stored_path,
+    to_dotted,
+)
 from ..strategies.stack import Stack
 
 INDEX_SUFFIX: Final = ".safetensors.index.json"
@@ -206,7 +213,7 @@ def map_leaves(
             f" {type(names).__name__}."
         )
     tensors = {key: _parse_tensor(value, key) for key, value in names.items()}
-    patterns = {key: compile_pattern(to_dotted(key)) for key in names}
+    patterns = {key: compile_pattern(key) for key in names}
     mappings, unmatched, all_names = [], [], []
     unused = dict.fromkeys(names)
     for leaf in leaves:
@@ -228,8 +235,8 @@ def map_leaves(
             mappings.append(LeafMapping(leaf, parts))
     for key in unused:
         raise ValueError(
-            f"`names`[{key!r}] matches no leaf of the model; those are"
-            f" {format_names(all_names)}."
+            f"`names`[{key!r}] matches no leaf of the model; there are"
+            f" {format_paths(all_names)}."
         )
     return mappings, unmatched
 
@@ -260,13 +267,6 @@ def _parse_operation(step: Any, key: str) -> Operation:
     return Operation(kind, tuple(numbers))
 
 
-def compile_pattern(text: str) -> re.Pattern[str]:
-    """Compiles a pattern: `*` is a part of a name without dots, `**` is any part."""
-    pieces = re.split(r"(\*+)", text)
-    stars = {"*": "([^.]+)", "**": "(.+)"}
-    return re.compile("".join(stars.get(piece) or re.escape(piece) for piece in pieces))
-
-
 def _find_key(name: str, patterns: Mapping[str, re.Pattern[str]]) -> str | None:
     """Returns the pattern that matches a name; a full name comes before patterns."""
     keys = [key for key, regex in patterns.items() if regex.fullmatch(name)]
@@ -280,35 +280,15 @@ def _find_key(name: str, patterns: Mapping[str, re.Pattern[str]]) -> str | None:
     return next(iter(exact or keys), None)
 
 
-def _fill_stars(name: str, captured: Sequence[str], key: str) -> str:
-    count, values = len(re.findall(r"\*+", name)), iter(captured)
+def _fill_stars(name: str, captured: Sequence[str | None], key: str) -> str:
+    stars, values = r"\*\*?", iter(captured)
+    count = len(re.findall(stars, name))
     if count and count != len(captured):
         raise ValueError(
             f"`names`[{key!r}] has {len(captured)} stars and {name!r} {count}; each"
             " star stands for what the one in its place in the other name does."
         )
-    return re.sub(r"\*+", lambda _: next(values), name)
-
-
-_NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.|\s|$)")
-
-
-def group_rows(rows: Iterable[Sequence[str]]) -> list[tuple[tuple[str, ...], int]]:
-    """Joins rows of texts that differ only in numbers, which become `*`.
-
-    Returns:
-        The rows, each with the number of rows that it stands for.
-    """
-    groups: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
-    for row in rows:
-        starred = tuple(_NUMBER.sub("*", text) for text in row)
-        groups.setdefault(starred, []).append(tuple(row))
-    return [
-        (starred if len(rows) > 1 else rows[0], len(rows))
-        for starred, rows in groups.items()
-    ]
-
-
-def format_names(names: Iterable[str]) -> str:
-    """Lists names in one line, joined as by `group_rows`."""
-    return ", ".join(row[0] for row, _ in group_rows((name,) for name in names))
+    if not count:
+        return name
+    filled = re.sub(stars, lambda _: next(values) or "", name)
+    return re.sub(r"\.+", ".", filled).strip(".")  # `**` may stand for no part

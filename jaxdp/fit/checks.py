@@ -14,8 +14,7 @@ import jaxdp
 from .. import losses
 from ..basics.arguments import check_count, check_is_local, check_number
 from ..basics.console import join_numbers, log_info_once
-from ..basics.other_libraries import INSTEAD
-from ..basics.tree import find_nodes, leaf_path
+from ..basics.tree import describe_difference, find_nodes, leaf_path
 from ..callbacks import Callback, check_hooks
 from ..distributed import get_process_group
 from ..step import (
@@ -181,12 +180,10 @@ def check_optimizer(optimizer: Any) -> None:
 
 def check_strategy_argument(strategy: Any) -> None:
     if not isinstance(strategy, DataParallel):
-        name = strategy.lower() if isinstance(strategy, str) else ""
-        instead = INSTEAD["strategy"].get(name)
-        meant = f" For {strategy!r} that is {instead}." if instead else ""
         raise TypeError(
             "`strategy` must be an instance of a jaxdp.DataParallel subclass, such as"
-            f" Sharded(), Pmap() or SingleDevice(); got {strategy!r}.{meant}"
+            " Sharded(), FSDP(), ZeRO(), TensorParallel(...), Pmap() or SingleDevice();"
+            f" got {strategy!r}."
         )
 
 
@@ -196,7 +193,7 @@ def check_callbacks(
     """Returns the callbacks as a tuple; the `known` ones were checked before."""
     if callbacks is None or isinstance(callbacks, Callback):
         callbacks = () if callbacks is None else (callbacks,)
-    if not isinstance(callbacks, Iterable):
+    if not isinstance(callbacks, Iterable) or isinstance(callbacks, str):
         raise TypeError(
             f"`callbacks` must be a list of callbacks, one, or None; got {callbacks!r}."
         )
@@ -271,11 +268,13 @@ def split_model(
     try:
         params, frozen = eqx.partition(inexact, filter_spec)
     except Exception as error:
+        got = f"got {type(error).__name__}: {error}"
+        if {type(leaf) for leaf in jax.tree.leaves(filter_spec)} == {bool}:
+            got = f"of this one, {describe_difference(inexact, filter_spec)}"
         raise ValueError(
             "`filter_spec` must be path patterns such as ['layers[1]'], a pytree of"
             " bools that is a prefix of the model, or a callable leaf -> bool, which is"
-            f" given array by array, and not the model; got {type(error).__name__}:"
-            f" {error}."
+            f" given array by array, and not the model; {got}."
         ) from error
 
     if not jax.tree.leaves(params):

@@ -168,7 +168,8 @@ def describe(value: Any) -> str:
     if eqx.is_array(value):
         return f"an array of shape {value.shape}"
     if isinstance(value, tuple | list):
-        return f"a {type(value).__name__} of {len(value)}"
+        kinds = ("array" if eqx.is_array(x) else type(x).__name__ for x in value[:5])
+        return f"a {type(value).__name__} of {len(value)} ({', '.join(kinds)})"
     if isinstance(value, Mapping):
         return f"a {type(value).__name__} with keys {list(value)}"
     return f"a {type(value).__name__}"

@@ -155,6 +155,7 @@ class LossFnObjective:
                     "`loss_fn` takes `state`, so it must return (loss, state) or"
                     " (loss, metrics, state), with the new eqx.nn.State last and not"
                     f" inside of another element; got {', '.join(got)}."
+                    f"{_locate_state(result)}"
                 )
             *result, state = result
             model_state = state
@@ -206,6 +207,15 @@ def split_batch(batch: PyTree) -> tuple[PyTree, PyTree, PyTree]:
             " `loss_fn(model, *batch)`, which is given the whole batch."
         )
     return x, y, weight
+
+
+def _locate_state(result: Any) -> str:
+    is_state = lambda node: isinstance(node, eqx.nn.State)  # noqa: E731
+    nodes = jax.tree_util.tree_leaves_with_path(result, is_leaf=is_state)
+    for path, node in nodes:
+        if is_state(node):
+            return f" The State is result{jax.tree_util.keystr(path)}."
+    return ""
 
 
 def _loss_and_metrics(result: Any) -> tuple[Any, Mapping[str, Any]]:

@@ -6,7 +6,7 @@ Leaves are selected by patterns, by bools, or by declarations of modules.
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import equinox as eqx
@@ -19,9 +19,9 @@ from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .. import losses
-from ..basics.arguments import format_call
+from ..basics.arguments import checks_arguments, format_call
 from ..basics.tracebacks import NoteOnError
-from ..basics.tree import get_node, leaf_path, matches
+from ..basics.tree import get_node, leaf_path, mark_leaves
 from .collectives import Collectives
 from .metrics import Facts, Metrics, Sums, check_num_values, sum_row_counts
 from .objective import LossFnObjective
@@ -67,6 +67,9 @@ class Part:
 
     def __repr__(self) -> str:
         return format_call(self, 3)
+
+
+Part.__init__ = checks_arguments(Part.__init__)
 
 
 def add_clipping(
@@ -175,22 +178,7 @@ def make_leaf_mask(params: PyTree, model: PyTree, argument: str) -> PyTree:
             )
         except ValueError as error:
             raise ValueError(argument + _NO_MASK) from error
-
-    def names_of(path: Sequence[Any]) -> Iterator[str]:
-        return (leaf_path(path[: end + 1]) for end in range(len(path)))
-
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(model)]
-    names = dict.fromkeys(name for path in paths for name in names_of(path))
-    for pattern in patterns:
-        if not any(matches(name, pattern) for name in names):
-            raise ValueError(
-                f"{argument}: {pattern!r} matches no submodule and no leaf; there are"
-                f" {', '.join(names)}."
-            )
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: any(matches(n, p) for n in names_of(path) for p in patterns),
-        model,
-    )
+    return mark_leaves(argument, patterns, model)
 
 
 def trained_alone(model: PyTree) -> PyTree | None:

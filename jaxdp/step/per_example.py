@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PRNGKeyArray, PyTree
 
+from ..basics.arguments import checks_arguments
 from ..basics.tracebacks import NoteOnError
 from .model_call import row_axes
 from .whole import unwrap_whole
@@ -152,6 +153,7 @@ class PerExample:
         return f"per_example({getattr(self.function, '__name__', self.function)})"
 
 
+@checks_arguments
 def per_example(function: Callable[..., Any]) -> PerExample:
     """Makes a `loss_fn` of a function that is written for one example.
 

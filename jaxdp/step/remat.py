@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
-from ..basics.tree import get_node, leaf_path, matches
+from ..basics.tree import find_matches, get_node, leaf_path
 from .call_override import get_call_override, override_call
 
 Remat = bool | Callable[..., Any] | str | Sequence[str]
@@ -84,16 +84,8 @@ def find_outermost_modules(
         ValueError: if a pattern matches nothing; it lists the submodules there are.
     """
     modules = _modules_in(model)
-    matching: dict[str, tuple[Any, ...]] = {}
-    for pattern in patterns:
-        named = {n: p for n, p in modules.items() if matches(n, pattern)}
-        if not named:
-            raise ValueError(
-                f"`{argument}`: {pattern!r} matches no submodule; there are"
-                f" {', '.join(modules) or 'none'}."
-            )
-        matching |= named
-
+    names = find_matches(f"`{argument}`", patterns, modules, "submodule")
+    matching = {name: modules[name] for name in names}
     paths = set(matching.values())
     return {
         name: path

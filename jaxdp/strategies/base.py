@@ -260,6 +260,8 @@ class DataParallel:
     ) -> PartitionSpec:
         """Returns `spec`, from `origin`; raises if it does not fit the leaf."""
         what = f"{origin} gave {spec} for {path} of shape {leaf.shape}"
+        if not isinstance(spec, PartitionSpec):
+            raise TypeError(f"{what}: it must be a PartitionSpec.")
         if len(spec) > leaf.ndim:
             raise ValueError(f"{what}: more entries than the array has axes.")
         for axis, entry in enumerate(spec):

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from ..basics.arguments import checks_arguments, format_call
-from ..basics.tree import leaf_path, matches
+from ..basics.tree import format_paths, leaf_path, matches
 from ..step import DATA, TrainState
 from .fsdp import FSDPUnitStrategy, split_axis
 from .meshes import (
@@ -50,8 +50,8 @@ class TensorParallel(FSDPUnitStrategy):
 
     Args:
         mesh_shape: sizes of the mesh's axes by name, `"data"` among them.
-        rules: `(path pattern, PartitionSpec)`; in a pattern, `*` stands for anything.
-            A pattern must match the whole path, such as `layers[0].weight`.
+        rules: `(path pattern, PartitionSpec)`. A pattern must match the whole path, as
+            `layers[0].weight` does, and `**.weight`, for weights anywhere.
         devices: how many, or which; all by default.
         min_size: leaves of fewer elements are not split over `"fsdp"`.
         gather: what is gathered over `"fsdp"` and when, as in `FSDP`.
@@ -99,12 +99,11 @@ class TensorParallel(FSDPUnitStrategy):
         used = [self._rule(path) for path in paths]
         for rule in self.rules:
             if not any(rule is other for other in used):
-                shown = ", ".join([*paths[:20], *["..."] * (len(paths) > 20)])
                 raise ValueError(
                     f"`rules`: {rule[0]!r} is used for no leaf of the model. A pattern"
-                    " must match the whole path, with `*` for anything, and the first"
-                    " rule that matches is used: put special rules before general"
-                    f" ones. The paths are {shown or 'none'}."
+                    " must match the whole path, and the first rule that matches is"
+                    f" used: put special rules before general ones. The paths are"
+                    f" {format_paths(paths)}."
                 )
         return super().layouts(state)
 

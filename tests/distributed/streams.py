@@ -141,7 +141,7 @@ def pretrained(path, into):
 
     def made():
         shapes = eqx.filter_eval_shape(Deep, 4)
-        model = lora(shapes, "blocks*", 2, key=jax.random.key(1))
+        model = lora(shapes, "blocks.**", 2, key=jax.random.key(1))
         run = trainer("FSDP", model=model)
         load_weights(path, run, names)
         return run

@@ -192,7 +192,7 @@ def test_structure_and_dtypes_may_not_vary():
     x, y = bucket(4, 4)
     with pytest.raises(ValueError, match=r"batch\[1\] was int32 .*is float32.*dtypes"):
         make().fit([(x, y), (x, y.astype(np.float32))])
-    with pytest.raises(ValueError, match="in structure"):
+    with pytest.raises(ValueError, match="in structure: .* missing"):
         make(loss_fn=lambda m, x, y=None: jax.vmap(m)(x).sum(1)).fit([(x, y), (x,)])
 
 

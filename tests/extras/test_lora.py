@@ -102,7 +102,7 @@ def test_what_changes_frozen_weights_has_them_saved(tmp_path):
 
 def test_patterns_train_more_than_the_adapters():
     model = adapted()
-    trainer = trainer_of(model, filter_spec=["*.down", "*.up", "first"])
+    trainer = trainer_of(model, filter_spec=["**.down", "**.up", "first"])
     trainer.fit(batches(16, 16))
     assert trainer.state.params.first.weight is not None
     assert trainer.state.params.last.weight is None

@@ -216,10 +216,20 @@ def test_the_table_of_arguments_has_none_that_are_ours():
 
 def test_all_unknown_arguments_are_told_of_at_once():
     with pytest.raises(TypeError) as told:
-        Trainer(max_epochs=3, accelerator="gpu", devices=8, batch_siez=3)
+        Trainer(
+            max_epochs=3, accelerator="gpu", batch_siez=3, strategy="ddp", precision=64
+        )
     lines = str(told.value).splitlines()
-    names = "max_epochs", "accelerator", "devices", "batch_siez"
-    assert all(f"`{n}`" in line for n, line in zip(names, lines, strict=True))
+    names = (
+        "max_epochs",
+        "accelerator",
+        "batch_siez",
+        "Trainer",
+        "strategy",
+        "precision",
+    )
+    assert all(line.startswith(f"`{n}`") for n, line in zip(names, lines, strict=True))
+    assert "'model'" in lines[3] and lines[4].endswith("for 'ddp' write Sharded().")
     with pytest.raises(TypeError, match="`Trainer`: missing a required.*: 'model'"):
         Trainer(seed=3)
     with pytest.raises(TypeError, match="`Trainer`: too many positional.*loss_fn.*by"):

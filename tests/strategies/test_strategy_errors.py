@@ -153,8 +153,8 @@ REFUSED = {
          "must be .path pattern, PartitionSpec. pairs"),
         (lambda: by_rules("layer.*", P("model")), WRONG,
          r"'layer.\*' is used for no leaf.* The paths are layers\[0\].weight"),
-        (lambda: by_rules("*", P(), ("*.bias", P("model"))), WRONG,
-         r"'\*.bias' is used for no leaf.*put special rules before general ones"),
+        (lambda: by_rules("**", P(), ("**.bias", P("model"))), WRONG,
+         r"'\*\*.bias' is used for no leaf.*put special rules before general ones"),
         (lambda: by_rules("layers[1].*", P("model")), WRONG,
          r"the rule for 'layers\[1\].\*' gave .* for layers\[1\].weight of shape"
          r" \(3, 64\): axis 0 of size 3 is not divisible by 2"),
