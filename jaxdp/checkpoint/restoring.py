@@ -174,17 +174,22 @@ def list_changed_arguments(
     if now is None or then is None:  # 0.2 saved none
         return []
     return [
-        f"  `{name}` was {_select_lines(then.get(name), now.get(name))}, and is"
-        f" {_select_lines(now.get(name), then.get(name))}"
+        f"  `{name}` was {_select_parts(then.get(name), now.get(name))}, and is"
+        f" {_select_parts(now.get(name), then.get(name))}"
         for name in dict.fromkeys([*now, *then])
         if _normalize(then.get(name)) != _normalize(now.get(name))
     ]
 
 
-def _select_lines(text: str | None, other: str | None) -> str:
-    """Returns the lines of a text, of a model say, that the other one lacks."""
-    lines, others = str(text).splitlines(), str(other).splitlines()
-    return "; ".join(line.strip(" ,") for line in lines if line not in others)
+def _select_parts(text: str | None, other: str | None) -> str:
+    """Returns the lines of a model, or the calls of an optimizer, that the other one
+    lacks; all of them if only their order differs."""
+    parts, others = (
+        re.split(r"\n|(?<=\)), (?=\w+\()", str(each)) for each in (text, other)
+    )
+    missing = [part.strip(" ,") for part in parts if part not in others]
+    same = str(text) if {*parts} == {*others} else "without it"
+    return "; ".join(missing) or same
 
 
 def _normalize(text: str | None) -> str:
