@@ -335,7 +335,7 @@ class Other(callbacks.EarlyStopping):
     (lambda: callbacks.EarlyStopping("x", comp="less"), "it is called `mode`,"),
     (lambda: jaxdp.FSDP(something=1), "it takes devices, mesh,"),
     (lambda: jaxdp.Ensemble(learning_rate=[1.0]), "^`Ensemble`: missing .* 'size'.$"),
-    (lambda: jaxdp.Arrays([1], batchsize=3), "may be meant for `batch_size`.$"),
+    (lambda: jaxdp.Arrays([1], batch_sise=3), "may be meant for `batch_size`.$"),
 ])  # fmt: skip
 def test_answers_are_of_the_callable_itself(call, answer):
     with pytest.raises(TypeError, match=answer) as caught:

@@ -202,7 +202,7 @@ REFUSED = {
     ],
     "muon": [
         (lambda: muon(0.01, adam="haed").init({"weight": jnp.ones((2, 2))}), ValueError,
-         "'haed' matches no leaf.* weight"),
+         "'haed' matches no submodule.* weight"),
     ],
     "Stack": [
         (lambda: Stack([]), ValueError, "`blocks` must have at least one block"),

@@ -152,7 +152,7 @@ INJECTED = optax.inject_hyperparams(optax.adam)(1e-3)
     ({"model": [mlp(), mlp()], "ensemble": 2}, TypeError,
      "a list, which can't .*docs/ensembles.md"),
     ({"strategy": Members()}, ValueError, "`ensemble` was not given"),
-    ({"model": FOUR, "ensemble": 4, "strategy": "sharded"}, TypeError,
+    ({"model": FOUR, "ensemble": 4, "strategy": 3}, TypeError,
      "`strategy` must be an instance"),
     *(({"model": FOUR, "ensemble": 4, **options}, ValueError, message)
       for options, message in [

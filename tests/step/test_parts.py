@@ -138,7 +138,7 @@ def by_hand(data, epochs, every):
         {"strategy": Sharded(8), "accumulate_grad_batches": 2},
         {"strategy": FSDP(8, min_size=1)},
         {"strategy": Pmap(8), "remat": "critic"},
-        {"strategy": TensorParallel({"data": 4, "model": 2}, [("*[0].bias", SPLIT)])},
+        {"strategy": TensorParallel({"data": 4, "model": 2}, [("**[0].bias", SPLIT)])},
         {"strategy": ZeRO(), "precision": "16-mixed"},
         {"strategy": Sharded(8), "critic": critic_loss_of_one},
     ],

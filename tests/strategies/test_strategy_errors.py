@@ -152,7 +152,7 @@ REFUSED = {
         (lambda: by_rules("layers[0].weight", "model"), WRONG,
          "must be .path pattern, PartitionSpec. pairs"),
         (lambda: by_rules("layer.*", P("model")), WRONG,
-         r"'layer.\*' is used for no leaf.* The paths are layers\[0\].weight"),
+         r"'layer.\*' is used for no leaf.* The paths are layers\[\*\].weight"),
         (lambda: by_rules("**", P(), ("**.bias", P("model"))), WRONG,
          r"'\*\*.bias' is used for no leaf.*put special rules before general ones"),
         (lambda: by_rules("layers[1].*", P("model")), WRONG,
