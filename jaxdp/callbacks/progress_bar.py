@@ -163,8 +163,9 @@ class _Pass:
             # It flushes the standard streams by itself, which may be closed.
             with contextlib.suppress(OSError, ValueError):
                 self._bar = _bar_class()(**facts)
+                self._bar.start_t -= seconds  # by the clock of tqdm, which began now
         if (bar := self._bar) is not None:
-            bar.start_t, bar.last_print_t, bar.n = self.start, now, n
+            bar.n = n
             bar.bar_format = facts["bar_format"]
             bar.refresh()
 
