@@ -95,12 +95,12 @@ def _explain(
     ]
     if len(args) <= len(by_position):
         return str(error)
-    others = [n for n in _list_keywords(parameters) if n not in by_position]
+    others = ", ".join(n for n in _list_keywords(parameters) if n not in by_position)
     taken = ", ".join(name for name in by_position if name != "self")
     extra = " and ".join(type(each).__name__ for each in args[len(by_position) :])
     return (
-        f"too many positional arguments. By position it takes {taken or 'none'},"
-        f" in this order; pass the {extra} by name, one of {', '.join(others)}"
+        f"too many positional arguments. It takes {taken or 'none'} in this order;"
+        f" pass the {extra} by name, as one of {others or 'none'}"
     )
 
 

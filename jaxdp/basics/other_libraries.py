@@ -371,8 +371,8 @@ INSTEAD: Final[dict[str, dict[str, str]]] = {
     """),
     "NanGuard": _read_table("""
         it is called `max_skips` <- patience
-        docs/troubleshooting.md, "The loss is NaN", leaves out large gradients <- outliers
-            threshold max_norm
+        docs/troubleshooting.md, "The loss is NaN", leaves out large gradients <-
+            outliers threshold max_norm
     """),
     "lora": _read_table("""
         it is called `rank` <- r

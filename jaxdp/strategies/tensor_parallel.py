@@ -24,7 +24,7 @@ from .stack import Stack
 _FSDP: Final = "fsdp"
 
 Rule = tuple[str, PartitionSpec]
-"""A pattern of paths, `*` standing for anything, and how leaves it fits are split."""
+"""A pattern of paths, and how leaves that it matches are split."""
 
 
 class TensorParallel(FSDPUnitStrategy):
