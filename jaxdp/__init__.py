@@ -163,7 +163,11 @@ def open_extra(module: str, name: str) -> Any:
     if instead := INSTEAD.get(module, {}).get(name):
         raise ImportError(f"{text}; instead of it: {instead}.")
     looked_at = [sys.modules[module], *(homes if module == __name__ else ())]
-    names = {known: each.__name__ for each in looked_at for known in dir(each)}
+    names = {
+        known: each.__name__
+        for each in looked_at
+        for known in getattr(each, "__all__", losses.METRICS)
+    }
     if not name.startswith("_") and (near := find_near(name, names)):
         raise ImportError(f"{text}; {names[near]}.{near} may be meant.")
     raise AttributeError(text)

@@ -96,8 +96,8 @@ def test_what_users_are_told_goes_through_the_console():
 def test_what_waits_until_it_is_asked_for_is_there():
     for module in (jaxdp, jaxdp.callbacks, jaxdp.plan):
         assert all(hasattr(module, name) for name in module.__all__)
-    with pytest.raises(AttributeError, match="no attribute 'EarlyStoping'"):
-        jaxdp.callbacks.EarlyStoping  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'Something'"):
+        jaxdp.callbacks.Something  # noqa: B018
 
 
 @pytest.mark.parametrize("line, answer", [
@@ -108,6 +108,7 @@ def test_what_waits_until_it_is_asked_for_is_there():
     ("from jaxdp import mse", "from jaxdp.losses import mse"),
     ("from jaxdp import LightningModule", r"jaxdp.Trainer\(model"),
     ("from jaxdp.callbacks import TerminateOnNaN", "NanGuard"),
+    ("from jaxdp.callbacks import EarlyStoping", "callbacks.EarlyStopping may be"),
     ("from jaxdp import optax", "cannot import name 'optax'"),
 ])  # fmt: skip
 def test_names_of_elsewhere_say_where_they_are(line, answer):
