@@ -166,7 +166,7 @@ def open_extra(module: str, name: str) -> Any:
     names = {
         known: each.__name__
         for each in looked_at
-        for known in getattr(each, "__all__", losses.METRICS)
+        for known in vars(each).get("__all__", losses.METRICS)
     }
     if not name.startswith("_") and (near := find_near(name, names)):
         raise ImportError(f"{text}; {names[near]}.{near} may be meant.")
