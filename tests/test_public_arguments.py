@@ -26,6 +26,9 @@ from jaxdp.fit import trainer_methods
 NOT_CALLED = {"Callback", "DataParallel", "History", "Plan", "TrainState"}
 """What is public and not made by users, or takes what their subclasses say."""
 
+CHECKED_LATER = {"Part", "decay_mask", "muon", "per_example"}
+"""What takes functions and trees, which are checked when they are used."""
+
 MODEL, LINEAR = mlp(), linear()
 NEEDED = {
     "Trainer": {"model": MODEL},
@@ -58,11 +61,11 @@ NEEDED = {
 def public():
     """Names and callables."""
     for module in (jaxdp, callbacks, strategies):
-        for name in module.__all__:
+        for name in sorted({*module.__all__} - NOT_CALLED - CHECKED_LATER):
             value = getattr(module, name)
-            if name not in NOT_CALLED and hasattr(value, "__wrapped__"):
+            if hasattr(value, "__wrapped__"):
                 yield name, value
-            elif isinstance(value, type) and name not in NOT_CALLED:
+            elif isinstance(value, type):
                 if hasattr(value.__init__, "__wrapped__"):
                     yield name, value
     for name in ("fit", "validate", "test", "predict"):
