@@ -232,7 +232,9 @@ def test_all_unknown_arguments_are_told_of_at_once():
     assert "'model'" in lines[3] and lines[4].endswith("for 'ddp' write Sharded().")
     with pytest.raises(TypeError, match="`Trainer`: missing a required.*: 'model'"):
         Trainer(seed=3)
-    with pytest.raises(TypeError, match="`Trainer`: too many positional.*by name.*loss_fn"):
+    with pytest.raises(
+        TypeError, match="`Trainer`: too many positional.*by name.*loss_fn"
+    ):
         Trainer(None, None, lambda: 0)
 
 
