@@ -223,16 +223,20 @@ def linger(trainer):
     time.sleep(6)
 
 
-class Slow(jaxdp.Callback):
-    """Takes its time at every step, in one process."""
+class Slow(torch.utils.data.Dataset):
+    """Takes its time at every row, in one process."""
 
-    def on_train_batch_start(self, trainer, batch, batch_idx):
-        time.sleep(mine(0.0, 0.05))
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        time.sleep(mine(0.0, 0.02))
+        return rows()[index]
 
 
 def measure():
     monitor = callbacks.ThroughputMonitor()
-    make(callbacks=[monitor, Slow()]).fit(load(), max_epochs=4)
+    make(callbacks=[monitor]).fit(load(Slow()), max_epochs=2)
     say("waited", monitor.summary["callbacks"])
 
 
