@@ -50,7 +50,9 @@ def test_mistakes_are_told():
     trainer = make()
     with pytest.raises(TypeError, match="`val_loader` is a list of 2 loaders.*'clean'"):
         trainer.fit(DATA, [map(tuple, CLEAN), map(tuple, SHIFTED)])
-    with pytest.raises(TypeError, match=r"`val_loader\['x'\]` is a ndarray, not an iter"):
+    with pytest.raises(
+        TypeError, match=r"`val_loader\['x'\]` is a ndarray, not an iter"
+    ):
         trainer.fit(DATA, {"x": np.ones((4, 4)), "y": np.ones(4)})
     for wrong in {}, {0: CLEAN}:
         with pytest.raises(TypeError, match="name each of them"):
