@@ -24,9 +24,9 @@ class Stack(eqx.Module):
     blocks. So a layout can split them by blocks, as `Pipeline` does.
 
     Args:
-        blocks: modules of one structure, called as `block(x)`, with `key` if the stack
-            gets one, and with `training` if they name it. A block returns the shape and
-            dtype of `x`.
+        blocks: modules of one structure, called as `block(x)`, with `key` and
+            `training` if the stack gets them and the block names them. A block returns
+            the shape and dtype of `x`.
     """
 
     stacked: PyTree
@@ -74,12 +74,11 @@ def apply_blocks(
 
     `rest` is a block without its arrays, which are stacked, and so are `keys`, if any.
     """
-    takes = training is not None and accepts_keyword(rest, "training")
-    of_all = {"training": training} if takes else {}
+    names = [name for name in ("key", "training") if accepts_keyword(rest, name)]
 
     def apply(x: PyTree, own: tuple[PyTree, Any]) -> tuple[PyTree, None]:
-        block, key = eqx.combine(own[0], rest), own[1]
-        keywords = of_all if key is None else {"key": key, **of_all}
+        block, values = eqx.combine(own[0], rest), {"key": own[1], "training": training}
+        keywords = {name: values[name] for name in names if values[name] is not None}
         return block(x, **keywords), None
 
     return jax.lax.scan(apply, x, (arrays, keys))[0]
