@@ -175,6 +175,12 @@ class Record:
         is_over = total is not None and 0 < total == self.batch_idx
         return (is_over or progress.done == progress.end) and not progress.epoch_ended
 
+    @property
+    def epochs_done(self) -> int:
+        """Epochs whose steps are all done."""
+        is_over = self.is_at_epoch_end or self._progress.is_finished
+        return self._progress.epoch + is_over
+
     # Values that come in.
 
     def put(

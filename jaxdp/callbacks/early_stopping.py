@@ -72,7 +72,7 @@ class EarlyStopping(MonitorCallback):
         self.restore_best = restore_best
         self.stopped_epoch: int | None = None
         self.reason: str | None = None
-        self._last_value: float | None = None
+        self._last_check: tuple[int, float] | None = None  # its step and value
         self._is_restored = self._has_failed = False
         # The steps that have the best weights (a fit may continue with them), and a
         # copy, if they were seen in this run.
@@ -83,11 +83,14 @@ class EarlyStopping(MonitorCallback):
         super().on_fit_start(trainer)
         self._has_failed, was_restored = False, self._is_restored
         self._is_restored = False
-        if not was_restored or self._last_value is None:
+        if not was_restored or self._last_check is None:
             return
         # A run that was killed when it was to stop has nothing more to do, unless its
-        # rules have changed.
-        self._stop_if_due(trainer, self._last_value)
+        # rules have changed. Between two checks it is the next one that decides, as it
+        # did before a minimum of the fit was reached.
+        step, value = self._last_check
+        if step == trainer.global_step or self.stopped_epoch is not None:
+            self._stop_if_due(trainer, value)
         if self.restore_best and self.best_score is not None:
             if trainer.global_step in self._best_steps:
                 self._best = _copy_parts(trainer)
@@ -95,7 +98,8 @@ class EarlyStopping(MonitorCallback):
                 self._warn_best_is_lost("no `ModelCheckpoint` of this trainer has them")
 
     def check(self, trainer: Trainer, values: Mapping[str, float]) -> None:
-        value = self._last_value = values[self.monitor]
+        value = values[self.monitor]
+        self._last_check = trainer.global_step, value
         if not self.update_best(value):
             self.wait_count += 1
         else:
@@ -151,14 +155,14 @@ class EarlyStopping(MonitorCallback):
 
     def state_dict(self) -> dict[str, Any]:
         of_run = {"stopped_epoch": self.stopped_epoch, "best_steps": self._best_steps}
-        last = None if self._last_value is None else [str(self._last_value)]
-        return super().state_dict() | of_run | {"last": last}
+        last = self._last_check
+        return super().state_dict() | of_run | {"last_check": last and [*map(str, last)]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.stopped_epoch, self._is_restored = state["stopped_epoch"], True
-        last = state.get("last")
-        self._last_value = float(last[0]) if last else None
+        last = state.get("last_check")
+        self._last_check = (int(last[0]), float(last[1])) if last else None
         self._best_steps = list(state.get("best_steps", []))  # in no older checkpoint
         # They belong to steps that are undone, or to another trainer.
         self.reason = self._best = None
@@ -170,7 +174,7 @@ class EarlyStopping(MonitorCallback):
             self.reason = f"{self.describe_wait()}."
         # `should_stop` stays set: before the minimum of the fit it would end a run that
         # improves later.
-        step, epochs = trainer.global_step, trainer.current_epoch + 1
+        step, epochs = trainer.global_step, trainer.record.epochs_done
         if self.reason is not None and trainer.record.limits.may_stop(step, epochs):
             was_said, trainer.should_stop = trainer.should_stop, True
             if self.verbose and not was_said:

@@ -106,6 +106,43 @@ def test_a_monitor_that_nothing_logs_is_refused_with_the_logged_names():
         make_trainer(EarlyStopping()).fit(batches(8))
 
 
+@pytest.mark.parametrize("killed_at", [None, 4, 5, 6])
+@pytest.mark.parametrize("values, minimum, options, steps", [
+    # By step. The bad stretch ends with the check that completes the minimum.
+    ({2: 3, 4: 4, 6: 2, 8: 1}, {"min_epochs": 3}, {}, 8),
+    ({2: 3, 4: 4, 6: 2, 8: 1}, {"min_steps": 5}, {}, 8),
+    ({2: 3, 4: 4, 6: 5, 8: 1}, {"min_steps": 5}, {}, 6),
+    ({1: 3, 2: 4, 3: 5, 4: 2, 5: 1.5, 6: 1, 7: 0.5, 8: 0.4}, {"min_epochs": 2},
+     {"val_check_interval": 1}, 8),
+    ({1: 3, 2: 4, 3: 5, 4: 6, 5: 2, 6: 1, 7: 0.5, 8: 0.4}, {"min_epochs": 2},
+     {"val_check_interval": 1}, 4),
+])  # fmt: skip
+def test_a_wish_to_stop_from_before_the_minimum_does_not_stay(
+    values, minimum, options, steps, killed_at, tmp_path
+):
+    class ByStep(Callback):
+        def on_validation_end(self, trainer, metrics):
+            metrics["val_loss"] = float(values[trainer.global_step])
+
+    class Kill(Callback):
+        def on_train_batch_end(self, trainer, metrics, batch_idx):
+            if trainer.global_step == killed_at:
+                raise KeyboardInterrupt
+
+    def fit(*callbacks):
+        saver = ModelCheckpoint(tmp_path, every_n_train_steps=1)
+        stopping = EarlyStopping(patience=1)
+        trainer = make_trainer(ByStep(), stopping, saver, *callbacks)
+        fit_options = {"max_epochs": 4, "ckpt_path": "auto"} | minimum | options
+        trainer.fit(batches(8, 8), batches(8), **fit_options)
+        return trainer
+
+    if killed_at is not None and killed_at < steps:
+        with pytest.raises(KeyboardInterrupt):
+            fit(Kill())
+    assert fit().global_step == steps
+
+
 def test_early_stopping_continues_from_its_state(tmp_path):
     def restore(stopping):
         other = EarlyStopping(patience=5)
