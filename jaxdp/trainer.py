@@ -168,11 +168,10 @@ class Trainer(Generic[Model]):
         self.num_training_batches: int | None = None  # of an epoch, if that is known
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if "run" in vars(self):
-            trainer_methods.check_may_be_set(self.run.arguments, name)
         if "num_training_batches" in vars(self):  # the last one that is set above
+            trainer_methods.check_may_be_set(self.run.arguments, name)
             trainer_methods.check_attribute(self, name)
-        super().__setattr__(name, value)
+        super().__setattr__(name, trainer_methods.convert_settable(name, value))
 
     def __getattr__(self, name: str) -> Any:
         if "run" in vars(self):

@@ -18,7 +18,12 @@ TEXTS = {".py", ".md", ".yaml", ".yml", ".cfg", ".toml", ".sh", ".sbatch", ".ipy
 def test_nothing_installs_the_library_by_the_name_of_another():
     """On the package index `jaxdp` is somebody else's."""
     found = re.compile(r"pip install[^#\n]*\bjaxdp(?!-trainer)\b|['\"]jaxdp\[")
-    files = [ROOT / "README.md", ROOT / "setup.cfg", ROOT / "Makefile"]
+    files = [
+        ROOT / "README.md",
+        ROOT / "CHANGELOG.md",
+        ROOT / "setup.cfg",
+        ROOT / "Makefile",
+    ]
     files += [f for d in WHERE for f in (ROOT / d).rglob("*") if f.suffix in TEXTS]
     assert len(files) > 300
     allowed = {ROOT / "docs" / "install.md", Path(__file__)}  # which warn of it

@@ -79,7 +79,15 @@ def append_atomically(file: IO[bytes], text: str) -> None:
 def read_json(path: str | os.PathLike[str]) -> Any:
     """Reads a file of JSON; raises a ValueError if it is none."""
     with open(path, "rb") as file:
-        return json.load(file)
+        return parse_json(file.read())
+
+
+def parse_json(text: str | bytes, pairs_hook: Any = None) -> Any:
+    """Parses JSON that may be damaged or a stranger's; raises a ValueError for none."""
+    try:
+        return json.loads(text, object_pairs_hook=pairs_hook)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 def check_fields(value: Any, types: Mapping[str, Any], name: str) -> None:

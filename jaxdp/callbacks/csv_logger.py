@@ -61,6 +61,18 @@ class CSVLogger(Logger):
         self._rows = -1  # unknown, until a fit or a checkpoint sets it
         self._facts: Facts = {}
 
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        files = self._list_files(self._folder(trainer))
+        for other in trainer.callbacks:
+            if isinstance(other, CSVLogger) and other is not self:
+                if files == other._list_files(other._folder(trainer)):
+                    raise ValueError(
+                        f"`callbacks` has two CSVLogger that write to {files[0]}, which"
+                        " would have each row twice. Pass one of them, or another"
+                        " `dirpath` or `name`."
+                    )
+
     def open(self, trainer: Trainer, folder: Path) -> None:
         self.path, self._facts = folder / self.name, {}
         if not self.path.exists() or _read_run_id(self.path) != trainer.record.run_id:

@@ -156,7 +156,9 @@ class EarlyStopping(MonitorCallback):
     def state_dict(self) -> dict[str, Any]:
         of_run = {"stopped_epoch": self.stopped_epoch, "best_steps": self._best_steps}
         last = self._last_check
-        return super().state_dict() | of_run | {"last_check": last and [*map(str, last)]}
+        return (
+            super().state_dict() | of_run | {"last_check": last and [*map(str, last)]}
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)

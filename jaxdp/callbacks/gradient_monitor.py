@@ -28,6 +28,8 @@ class GradientMonitor(Callback):
     - `update_ratio`, the norm of the update divided by the norm of the weights it was
       added to, and `update_ratio/<layer>`. With Adam, about 1e-3 is common. Much less
       means that the model hardly learns; much more means that training is unstable.
+      (Of weights that `after_update` changes, it is over what that has made of them,
+      less the update.)
 
     They are computed inside the compiled step, in one pass over gradients, updates and
     weights; the host reads them some steps late.
@@ -58,6 +60,7 @@ class GradientMonitor(Callback):
         self.never_updated: list[str] = []
         self._leaves: list[str] = []
         self._layers: dict[str, list[int]] = {}
+        self._run_id: str | None = None
         self._checked = 0
         self._alive: Any = False
 
@@ -74,8 +77,10 @@ class GradientMonitor(Callback):
         return {_SQUARES: jnp.stack([jnp.stack([*map(_square, t)]) for t in trees])}
 
     def setup(self, trainer: Trainer) -> None:
+        if self._run_id != trainer.record.run_id:  # the model may be another one
+            self._run_id, self._checked, self._alive = trainer.record.run_id, 0, False
+            self.dead, self.never_updated = [], []
         if self._checked < self.check_steps:
-            self._checked, self._alive = 0, False  # the model may be another one
             trainer.record.read_steps(self._check)
 
     def on_train_batch_end(
@@ -109,7 +114,8 @@ class GradientMonitor(Callback):
             (self.dead, "the gradient was exactly zero (the loss does not depend on"
              " it, or a layer before it is dead)"),
             (self.never_updated, "there was a gradient and no update (the optimizer"
-             " leaves it out, or its rate is zero)"),
+             " leaves it out, its rate is zero, or it updates after more steps than"
+             " these: pass a larger `check_steps`)"),
         ):  # fmt: skip
             if leaves:
                 warn(

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from ..basics.console import join_numbers, join_some
 from ..basics.environment import get_versions
-from ..basics.files import check_fields, expand_path, read_json
+from ..basics.files import check_fields, expand_path, parse_json, read_json
 from .orbax_quirks import check_name
 
 FORMAT: Final = 3
@@ -107,7 +107,7 @@ def read_sealed(path: str) -> tuple[dict[str, Any], str]:
             content = file.read()
         if hashlib.sha256(content).hexdigest() != listed.get(_METADATA):
             raise ValueError(f"{_METADATA} has changed since it was saved")
-        meta = json.loads(content)
+        meta = parse_json(content)
         check_fields(meta, {"format": int}, "metadata")
     except (OSError, ValueError) as error:
         raise _make_corrupt(path, str(error)) from error
@@ -173,7 +173,7 @@ def _make_corrupt(path: str, how: str) -> CheckpointCorrupt:
 def _read_file_list(path: str) -> tuple[dict[str, str], str]:
     with open(os.path.join(path, _LIST), "rb") as file:
         content = file.read()
-    listed = json.loads(content)
+    listed = parse_json(content)
     if not isinstance(listed, dict):
         raise ValueError(f"{_LIST} is not a list of files")
     return listed, hashlib.sha256(content).hexdigest()

@@ -10,6 +10,7 @@ generators of torch, NumPy and Python are restored after the epoch.
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from random import Random
 from types import FunctionType, ModuleType
 from typing import Any, Final
 
@@ -126,14 +127,15 @@ class TorchMapSource(_TorchSource):
         super().start_training()
         from torch import Generator
 
-        dataset = self.loader.dataset
-        copied = _find_copied_generators(dataset) if self.loader.num_workers else ()
-        for name, kind in copied:
-            warn(
-                f"`{self.argument}`: each of its workers has a copy of the dataset's"
-                f" `{name}`, a {kind}, and all draw the same from it. Draw from"
-                " np.random, random or torch instead, which are seeded for each batch."
-            )
+        parts = {"dataset": self.loader.dataset, "collate_fn": self.loader.collate_fn}
+        for part, node in parts.items() if self.loader.num_workers else ():
+            for name, kind in _find_copied_generators(node):
+                warn(
+                    f"`{self.argument}`: each of its workers has a copy of the {part}'s"
+                    f" `{name}`, a {kind}, and all draw the same from it. Draw from"
+                    " np.random, random or torch instead, which are seeded for each"
+                    " batch."
+                )
         for sampler in self._custom_samplers:
             is_saved = has_state_dict(sampler) or hasattr(sampler, "set_epoch")
             generator = getattr(sampler, "generator", None)
@@ -273,14 +275,22 @@ def _iterates_as_torch(loader: Any) -> bool:
 def _find_copied_generators(
     node: Any, levels: int = 2, prefix: str = ""
 ) -> Iterator[tuple[str, str]]:
-    """Yields the names and classes of NumPy's generators among the attributes of a
-    dataset, of what it holds (`Subset.dataset`, a transform), and of what that holds.
+    """Yields the names and classes of generators of NumPy and Python among the
+    attributes of a dataset, of what it holds (`Subset.dataset`, a list or dict of
+    transforms), and of what that holds.
     """
-    for name, value in getattr(node, "__dict__", {}).items():
-        if isinstance(value, np.random.Generator | np.random.RandomState):
-            yield prefix + name, type(value).__name__
+    if is_container := isinstance(node, dict | list | tuple):
+        held = node.items() if isinstance(node, dict) else enumerate(node)
+    else:
+        held = getattr(node, "__dict__", {}).items()
+    for name, value in itertools.islice(held, 100):  # not all rows of a dataset
+        if isinstance(value, np.random.Generator | np.random.RandomState | Random):
+            yield f"{prefix}{name}", type(value).__name__
         elif levels and not isinstance(value, type | ModuleType | FunctionType):
-            yield from _find_copied_generators(value, levels - 1, f"{prefix}{name}.")
+            costs = is_container or not isinstance(value, dict | list | tuple)
+            yield from _find_copied_generators(
+                value, levels - costs, f"{prefix}{name}."
+            )
 
 
 def _find_columns(dataset: Any) -> tuple[Sequence[Any], list[np.ndarray]] | None:

@@ -119,6 +119,11 @@ def plot_history(history: History, path: Any) -> "Figure":
             f"`path`={path!r} is the name of a metric; plot() draws all of them. (A"
             " path ends with the format, such as 'curves.png'.)"
         )
+    if path is not None and not Path(path).suffix:
+        raise ValueError(
+            f"`path`={os.fspath(path)!r} lacks the suffix that says the format, such as"
+            " 'curves.png'. (plot() draws all metrics.)"
+        )
     x = [float(epoch) for epoch in history.epochs]
     points = {name: list(zip(x, history[name], strict=True)) for name in history}
     means = [name for name in history if not MEMBER.search(name)]

@@ -164,6 +164,13 @@ def _load(
     for norm in find_norms(*like).values():
         if ("state", norm.mean) in filled:
             leaves["state"][norm.counter] = norm.make_final_counter()
+    if any(
+        v.dtype != leaf.value.dtype for leaf, vs in filled.values() for v in vs.values()
+    ):
+        table += (
+            "\n  The model keeps its own dtypes; `save_weights(..., like=path)` writes"
+            " those of the file."
+        )
     log_info(f"`load_weights`: {os.fspath(path)}\n{table}")
     model, state = map(jax.tree.structure, current)
     return model.unflatten(leaves["model"]), state.unflatten(leaves["state"])

@@ -1,6 +1,5 @@
 """Loads a model's weights from a checkpoint or a file, and saves them to a file."""
 
-import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, Literal, TypeVar, overload
@@ -17,6 +16,7 @@ from ..basics.environment import import_extra
 from ..basics.files import (
     check_fields,
     expand_path,
+    parse_json,
     sync_to_disk,
     write_atomically,
 )
@@ -393,7 +393,7 @@ def _make_views(content: np.ndarray) -> dict[str, np.ndarray]:
     if length > content.size - 8:
         raise ValueError("it is no safetensors file, or only the beginning of one")
     text = content[8 : 8 + length].tobytes()
-    header = json.loads(text, object_pairs_hook=_refuse_repeated_keys)
+    header = parse_json(text, _refuse_repeated_keys)
     check_fields(header, {}, "header")
     header.pop("__metadata__", None)
     numbers, tensors = content[8 + length :], {}

@@ -17,6 +17,7 @@ from ..basics.arguments import check_count, check_is_local, checks_arguments
 from ..basics.environment import import_extra
 from ..basics.files import expand_path, sync_to_disk, write_atomically
 from ..basics.tree import format_paths
+from .load_weights import open_weights
 from .weight_names import (
     INDEX_SUFFIX,
     ModelLeaf,
@@ -36,6 +37,7 @@ def save_weights(
     *,
     state: eqx.nn.State | None = None,
     dtype: Any = None,
+    like: str | os.PathLike[str] | None = None,
     shard_bytes: int = 5_000_000_000,
 ) -> str:
     """Writes a model as `load_weights` reads it with the same `names`.
@@ -50,7 +52,9 @@ def save_weights(
         names: as for `load_weights`.
         state: its `eqx.nn.State`, if `names` has leaves of it.
         dtype: of the floating-point tensors, such as "bfloat16". Default: those of the
-            model.
+            model, which keeps its own when `load_weights` fills it.
+        like: the files that the weights came from, as for `load_weights`: each
+            floating-point tensor gets the dtype that it has there.
         shard_bytes: with an index, how large a file may be; a tensor may be larger.
 
     Returns:
@@ -63,6 +67,9 @@ def save_weights(
     check_is_local("path", path)
     check_count("shard_bytes", shard_bytes)
     dtype = None if dtype is None else _parse_dtype(dtype)
+    if dtype is not None and like is not None:
+        raise ValueError(f"`like` and `dtype`={dtype} both say the dtypes; pass one.")
+    source = {} if like is None else open_weights(like)
     path = expand_path(path)
     if not path.endswith((".safetensors", INDEX_SUFFIX)):
         raise ValueError(
@@ -70,7 +77,8 @@ def save_weights(
             f" {INDEX_SUFFIX!r} for several files."
         )
     save = import_extra("safetensors.numpy", "`save_weights`", "safetensors").save_file
-    tensors = _make_tensors(model, state, names, dtype)
+    dtypes = {name: tensor.dtype for name, tensor in source.items()}
+    tensors = _make_tensors(model, state, names, dtype, dtypes)
 
     os.makedirs(os.path.dirname(path), exist_ok=True)
     if not path.endswith(INDEX_SUFFIX):
@@ -147,8 +155,9 @@ def _make_tensors(
     state: eqx.nn.State | None,
     names: Mapping[str, Any],
     dtype: np.dtype | None,
+    dtypes: Mapping[str, np.dtype],
 ) -> dict[str, _FileTensor]:
-    """Returns the tensors of the file by name."""
+    """Returns the tensors of the file by name, in `dtypes`, else in `dtype`."""
     mappings, unnamed = map_leaves(names, list_leaves(model, state))
     if unnamed:
         listed = format_paths(name for name, _ in unnamed)
@@ -180,9 +189,9 @@ def _make_tensors(
     tensors = {}
     for name, parts in parts_by_name.items():
         own = parts[0].leaf.value.dtype
-        is_float = jnp.issubdtype(own, jnp.floating)
-        chosen = own if dtype is None or not is_float else dtype
-        tensors[name] = _join(name, parts, read, chosen)
+        wanted = dtypes.get(name, dtype) or own
+        are_float = all(jnp.issubdtype(each, jnp.floating) for each in (own, wanted))
+        tensors[name] = _join(name, parts, read, wanted if are_float else own)
     return tensors
 
 

@@ -29,6 +29,13 @@ class TensorBoardLogger(Logger):
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
+        loggers = [c for c in trainer.callbacks if isinstance(c, TensorBoardLogger)]
+        folder = self._folder(trainer)
+        if [logger._folder(trainer) for logger in loggers].count(folder) > 1:
+            raise ValueError(
+                f"`callbacks` has two TensorBoardLogger that write to {folder}, where"
+                " each value would be twice. Pass one of them, or another `dirpath`."
+            )
         _tensorboard("summary.writer.event_file_writer")
 
     def open(self, trainer: Trainer, folder: Path) -> None:

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -73,7 +74,7 @@ class Evaluator:
         kind: str = "validation",
     ):
         self._trainer, self._run, self._sources = trainer, trainer.run, sources
-        self._limits = limits
+        self._limits, self._warned_of = limits, set[str]()
         self._start = getattr(hooks, f"on_{kind}_start")
         self._after_batch = getattr(hooks, f"on_{kind}_batch_end", lambda *_: None)
         self._end = getattr(hooks, f"on_{kind}_end")
@@ -105,6 +106,7 @@ class Evaluator:
             if of_passes := run.config.pass_metrics:
                 rows = self._outputs[prefix].collect_rows()
                 add_pass_values(means, of_passes, rows, pure.measure_outputs)
+            self._warn_of_nan(prefix, means["loss"])
             named = {f"{prefix}_{name}": value for name, value in means.items()}
             if twice := {*metrics} & {*named}:
                 raise ValueError(
@@ -117,6 +119,15 @@ class Evaluator:
         with run.record.redirect_logs(metrics):
             self._end(trainer, metrics)
         return metrics
+
+    def _warn_of_nan(self, prefix: str, loss: float) -> None:
+        is_new = prefix not in self._warned_of
+        if is_new and not math.isfinite(loss) and self._run.doing == "a fit":
+            self._warned_of.add(prefix)
+            warn(
+                f"the {prefix}_loss of epoch {self._run.progress.epoch} is {loss}: so"
+                " is that of some row, or all weights are 0"
+            )
 
     def _sum_pass(self, prefix: str, weights: list[Any], numbers: Iterator[int]) -> Any:
         """Returns the sums over a pass; keeps the outputs that a `PassMetric` needs."""

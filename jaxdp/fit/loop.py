@@ -130,6 +130,7 @@ class FitLoop:
                 self._end_epoch()
 
             self._log_max_time()
+            self._warn_of_minimum()
             if self._run.processes.count > 1:
                 self._run.engine.device_state.fetch()
 
@@ -192,8 +193,11 @@ class FitLoop:
                 f" {self.progress.done}, where the last fit stopped"
             )
 
-        trainer.max_epochs, trainer.max_steps = limits.max_epochs, limits.max_steps
-        trainer.num_training_batches = limits.batches_per_epoch
+        vars(trainer).update(
+            max_epochs=limits.max_epochs,
+            max_steps=limits.max_steps,
+            num_training_batches=limits.batches_per_epoch,
+        )
         self._record.limits = limits
         if run.loaded_padding is not None:
             self._load_padding(*run.loaded_padding)
@@ -359,6 +363,19 @@ class FitLoop:
                 f"`max_time` is over: the fit ends after step {step}, in epoch {epoch}"
             )
 
+    def _warn_of_minimum(self) -> None:
+        limits, step, epoch = (
+            self.limits,
+            self.progress.global_step,
+            self.progress.epoch,
+        )
+        if not limits.may_stop(step, epoch):
+            warn(
+                f"the fit ends after {epoch} epochs and {step} steps, before"
+                f" `min_epochs`={limits.min_epochs} and `min_steps`={limits.min_steps}:"
+                " `max_epochs`, `max_steps` and the end of the data come first."
+            )
+
     def _warn_of_no_batches(self) -> None:
         if not self.trainer.should_stop and not self.limits.is_time_over():
             warn(
@@ -456,7 +473,7 @@ def _iterate_steps(
         run_with_teardown(trainer, "a loop of steps", run.hooks),
     ):
         run.progress.start_loader(source)
-        trainer.num_training_batches = run.record.limits = None
+        vars(trainer)["num_training_batches"] = run.record.limits = None
         run.loaded_padding = None
         hooks = run_setup_hooks(trainer, run.hooks)
 

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import jax
 
+from ..basics.arguments import check_count, check_is_local
+from ..basics.files import expand_path
 from ..basics.other_libraries import INSTEAD, find_near
 from ..callbacks.run_metadata import plain
 from ..engine.hyperparams import convert_hyperparams, fetch_hyperparams
@@ -20,14 +22,39 @@ _SETTABLE: Final = "callbacks", "log_every_n_steps", "default_root_dir"
 """Arguments of a trainer that every fit reads again."""
 
 
+_OF_FITS: Final = {
+    "max_epochs": "pass it to `fit`",
+    "max_steps": "pass it to `fit`",
+    "num_training_batches": "pass `limit_train_batches` to `fit`",
+    "global_step": "`load` a checkpoint of another step",
+    "current_epoch": "`load` a checkpoint of another epoch",
+    "history": "it is what fits have measured",
+    "record": "it is what fits have logged",
+}
+"""Attributes that fits set, and what to do instead of setting them."""
+
+
 def check_may_be_set(arguments: Container[str], name: str) -> None:
-    """Raises for an argument of the trainer that nothing would read again."""
+    """Raises for what fits set, and arguments that nothing would read again."""
+    if name in _OF_FITS:
+        raise AttributeError(f"`trainer.{name}` can't be set: {_OF_FITS[name]}.")
     if name in arguments and name not in _SETTABLE:
         raise AttributeError(
             f"`trainer.{name}` can't be set: it is an argument of `Trainer`, and"
             " steps are made of it. For another value make another Trainer, which"
             " may `load` what this one saves."
         )
+
+
+def convert_settable(name: str, value: Any) -> Any:
+    """Returns the value of an attribute as the argument of its name is kept."""
+    if name == "log_every_n_steps":
+        check_count(name, value)
+        return int(value)
+    if name == "default_root_dir":
+        check_is_local(name, value)
+        return expand_path(value)
+    return value
 
 
 def check_attribute(trainer: "Trainer", name: str) -> None:
@@ -37,10 +64,18 @@ def check_attribute(trainer: "Trainer", name: str) -> None:
     instead = INSTEAD["trainer"].get(name)
     if instead is None:
         ours = [each for each in dir(type(trainer)) if not each.startswith("_")]
-        near = find_near(name, [*ours, *vars(trainer)], cutoff=0.9)
+        ours += [*vars(trainer), *trainer.run.arguments]
+        near = find_near(name, ours, cutoff=0.9)
+        if near is None:  # a long first word alone, as "acumulate"
+            first = {each.partition("_")[0]: each for each in ours}
+            near = first.get(find_near(name, filter(_is_long, first), 0.9) or "")
         instead = near and f"trainer.{near}"
     if instead is not None:
         raise AttributeError(f"`trainer` has no attribute {name!r}; use {instead}.")
+
+
+def _is_long(word: str) -> bool:
+    return len(word) > 9
 
 
 def gather_model(run: "Run") -> tuple[Any, Any]:

@@ -63,9 +63,10 @@ def resolve_remat(remat: Any, model: PyTree, blocks: Sequence[str]) -> RematSpec
             )
         return RematSpec(tuple(blocks), None if remat is True else remat)
     if isinstance(remat, Sequence) and all(isinstance(part, str) for part in remat):
-        recomputed = RematSpec(tuple(remat))
-        find_outermost_modules(model, recomputed.patterns, "remat")
-        return recomputed
+        names = find_outermost_modules(model, remat, "remat")
+        # A Stack as one would save nothing, so its name means its blocks.
+        inside = ((f"{name}.stacked", name) for name in names)
+        return RematSpec(tuple(a if a in blocks else name for a, name in inside))
     raise TypeError(
         "`remat` must be a bool, a policy of jax.checkpoint_policies, or path patterns"
         f" of submodules; got {remat!r} of type {type(remat).__name__}."

@@ -8,7 +8,7 @@ import optax
 import pytest
 from toys import At, Recorder, batches, linear_trainer, read_table
 
-from jaxdp.callbacks import CSVLogger, LearningRateMonitor
+from jaxdp.callbacks import CSVLogger, LearningRateMonitor, TensorBoardLogger
 
 
 def steps(folder):
@@ -141,3 +141,10 @@ def test_the_metadata_has_the_error_of_a_failed_run(tmp_path):
     with pytest.raises(RuntimeError):
         linear_trainer(CSVLogger(tmp_path), At(1, fail)).fit(batches(8))
     assert metadata(tmp_path)["status"] == "RuntimeError: the cable was pulled"
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
+def test_two_loggers_of_the_same_files_are_refused(kind, tmp_path):
+    with pytest.raises(ValueError, match=f"two {kind.__name__} that write to"):
+        linear_trainer(kind(tmp_path), kind(str(tmp_path))).fit(batches(8))
+    linear_trainer(CSVLogger(tmp_path), CSVLogger(tmp_path, "own.csv")).fit(batches(8))

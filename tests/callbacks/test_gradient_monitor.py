@@ -129,3 +129,15 @@ def test_a_monitor_may_see_another_model_before_its_check():
         model = eqx.nn.MLP(4, 3, 8, depth, key=jax.random.key(0))
         make_trainer(monitor, model=model).fit(batches(*[8] * 4))
     assert monitor.dead == []
+
+
+def test_the_check_goes_on_over_the_fits_of_a_run_and_anew_in_another():
+    model, monitor = {"used": jnp.ones(3), "idle": jnp.ones(3)}, GradientMonitor()
+    loss_fn = lambda model, x, y: x[:, :3] @ model["used"]  # noqa: E731
+    for _ in range(2):
+        trainer = make_trainer(monitor, model=model, loss=None, loss_fn=loss_fn)
+        trainer.fit(batches(*[8] * 6))
+        assert monitor.dead == []
+        with pytest.warns(UserWarning, match="exactly zero .*: idle"):
+            trainer.fit(batches(*[8] * 6), max_epochs=2)
+        assert monitor.dead == ["idle"]

@@ -160,3 +160,10 @@ def test_a_monitor_without_a_value_is_an_error_before_the_first_step(
 ])  # fmt: skip
 def test_a_monitor_whose_values_may_come_is_none(fit):
     make(EarlyStopping("val_loss")).fit(DATA[:2], VAL, **fit)
+
+
+@pytest.mark.parametrize("saver", [RARE, {"every_n_epochs": 9}])
+def test_a_fit_that_saves_nothing_says_so(saver, tmp_path):
+    saver = ModelCheckpoint(tmp_path, save_last=False, **saver)
+    with pytest.warns(UserWarning, match="has saved nothing to .*`save_last=False`"):
+        make(saver).fit(DATA)

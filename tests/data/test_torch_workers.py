@@ -2,6 +2,8 @@
 
 import multiprocessing
 import os
+import random
+import re
 import subprocess
 import sys
 import warnings
@@ -13,7 +15,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from squares import Squares, assert_same, flat  # noqa: E402
-from torch.utils.data import DataLoader, Subset, TensorDataset  # noqa: E402
+from torch.utils.data import (  # noqa: E402
+    DataLoader,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 from toys import linear  # noqa: E402
 
 from jaxdp import Arrays, Trainer  # noqa: E402
@@ -213,12 +220,23 @@ class Transformed(Squares):
         self.transform, self.library, self.kind = Drawing(), np, Drawing
 
 
+class Composed(Squares):
+    def __init__(self):
+        self.transforms, self.by_name = [Drawing()], {"rng": random.Random(0)}
+
+
+class Collates(Drawing):
+    def __call__(self, rows):
+        return default_collate(rows)
+
+
 @pytest.mark.parametrize("workers, dataset, names", [
     (0, Drawing(), []),
     (2, Drawing(), ["rng"]),
     (2, Subset(Drawing(), range(4)), ["dataset.rng"]),
     (2, Transformed(), ["transform.rng"]),
     (2, Subset(Transformed(), range(4)), ["dataset.transform.rng"]),
+    (2, Composed(), ["transforms.0.rng", "by_name.rng"]),
 ])  # fmt: skip
 def test_generators_that_workers_copy_are_warned_of(workers, dataset, names):
     source = open_loader(DataLoader(dataset, 4, num_workers=workers), "loader", 0)
@@ -228,4 +246,9 @@ def test_generators_that_workers_copy_are_warned_of(workers, dataset, names):
     copies = [str(w.message) for w in seen if "has a copy" in str(w.message)]
     assert len(copies) == len(names)
     for message, name in zip(copies, names, strict=True):
-        assert f"the dataset's `{name}`, a Generator" in message
+        assert re.search(rf"the dataset's `{name}`, a (Generator|Random),", message)
+    source = open_loader(
+        DataLoader(Squares(), 4, num_workers=2, collate_fn=Collates()), "loader", 0
+    )
+    with pytest.warns(UserWarning, match="the collate_fn's `rng`, a Generator"):
+        source.start_training()

@@ -327,7 +327,7 @@ def test_files_that_are_not_there_or_damaged_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", jnp.bfloat16])
-def test_weights_are_saved_in_the_dtype_that_is_asked_for(tmp_path, dtype):
+def test_weights_are_saved_in_the_dtype_that_is_asked_for(tmp_path, dtype, caplog):
     model = {"weight": numbers(3, 2), "count": np.arange(3)}
     for file in ("out.safetensors", "out.safetensors.index.json"):
         out = jaxdp.save_weights(model, tmp_path / file, {"*": "*"}, dtype=dtype)
@@ -339,3 +339,15 @@ def test_weights_are_saved_in_the_dtype_that_is_asked_for(tmp_path, dtype):
         n: x.dtype.name for n, x in load_file(tmp_path / "out.safetensors").items()
     }
     assert kinds == {"weight": "bfloat16", "count": model["count"].dtype.name}
+    jaxdp.save_weights(
+        model,
+        tmp_path / "like.safetensors",
+        {"*": "*"},
+        like=tmp_path / "out.safetensors",
+    )
+    for file in ("like", "out"):
+        found = load_file(tmp_path / f"{file}.safetensors")
+        assert {n: x.dtype.name for n, x in found.items()} == kinds
+    assert "`save_weights(..., like=path)` writes those of the file" in caplog.text
+    with pytest.raises(ValueError, match="`like` and `dtype`=bfloat16"):
+        jaxdp.save_weights(model, out, {"*": "*"}, like=out, dtype=dtype)

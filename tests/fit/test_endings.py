@@ -151,3 +151,12 @@ def test_a_loss_that_becomes_nan_is_told_once(recwarn):
     told = [w for w in recwarn if "NanGuard" in str(w.message)]
     assert len(told) == 1
     assert str(told[0].message).startswith("the loss of epoch 0 is inf: ")
+
+
+def test_a_validation_loss_that_is_nan_is_told_once():
+    x = np.ones((8, 4), np.float32)
+    trainer = make(linear(), loss="mse")
+    vals = {"clean": [(x, x[:, :3])], "broken": [(x, x[:, :3] * np.nan)]}
+    with pytest.warns(UserWarning, match="the val_broken_loss of epoch 0 is nan") as w:
+        trainer.fit([(x, x[:, :3])] * 3, vals, max_epochs=3)
+    assert len(w) == 1

@@ -130,3 +130,25 @@ def test_what_steps_are_made_of_is_not_set_later(name):
         setattr(trainer, name, 2)
     trainer.log_every_n_steps, trainer.callbacks = 3, ()
     trainer.own_note = np.zeros(2)  # nobody else's
+
+
+@pytest.mark.parametrize("name, value, message", [
+    ("max_epochs", 3, "`trainer.max_epochs` can't be set: pass it to `fit`"),
+    ("num_training_batches", 3, "pass `limit_train_batches` to `fit`"),
+    ("global_step", 3, "`load` a checkpoint"),
+    ("history", {}, "`trainer.history` can't be set"),
+    ("acumulate", 2, "no attribute 'acumulate'; use trainer.accumulate_grad_batches"),
+    ("gradient_clip_value", 1.0, "use trainer.gradient_clip_val"),
+    ("log_every_n_steps", 0, "`log_every_n_steps` must be"),
+    ("default_root_dir", "gs://bucket", "`default_root_dir`"),
+])  # fmt: skip
+def test_what_is_set_is_checked_as_an_argument_is(name, value, message):
+    with pytest.raises((AttributeError, ValueError), match=message):
+        setattr(make_small(), name, value)
+
+
+def test_a_root_that_is_set_is_made_absolute(tmp_path, monkeypatch):
+    trainer = make_small()
+    monkeypatch.chdir(tmp_path)
+    trainer.default_root_dir = "runs"
+    assert trainer.default_root_dir == str(tmp_path / "runs")
