@@ -191,7 +191,7 @@ def _unwrap_partial(criterion: Criterion) -> Criterion:
 def num_classes(
     criteria: Mapping[str, Criterion], prediction: Any, target: Any
 ) -> int | None:
-    """Returns the number of classes of integer targets, where the criteria tell.
+    """Returns the number of classes of targets, where the criteria tell.
 
     Raises:
         ValueError: if answers to yes/no questions were taken for logits of classes.
@@ -204,7 +204,10 @@ def num_classes(
             " binary cross-entropy each answers a yes/no question of its own; use"
             " 'binary_accuracy', or, where one class is right, loss='cross_entropy'."
         )
-    if not jnp.issubdtype(getattr(target, "dtype", float), jnp.integer):
+    dtype = getattr(target, "dtype", None)
+    if dtype is not None and is_yes_no and jnp.issubdtype(dtype, jnp.floating):
+        return 2  # probabilities
+    if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
         return None
     if any(function in _OF_LABELS for function in functions.values()):
         return num_logits(prediction)

@@ -32,7 +32,8 @@ class ReduceLROnPlateau(MonitorCallback):
             the name, whatever is computed: `"max"` for names like `accuracy`, `auroc`
             and `f1`, else `"min"`.
         min_delta: an improvement must be larger than this, in the unit of the value.
-        cooldown: how many checks to skip after a reduction.
+        cooldown: after a reduction the check of this number is the first that counts,
+            as in Keras: 2 skips one check, 1 none.
         min_lr: the lowest rate.
 
     Attributes:

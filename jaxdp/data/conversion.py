@@ -189,6 +189,8 @@ def check_targets(batch: Batch, num_classes: int | None, *, training: bool) -> N
         if num_classes is None or isinstance(labels, jax.Array):
             return
         # Small steps wait for this check.
+        if labels.dtype.kind not in "iub":
+            return _check_probabilities(labels)
         unsigned = labels.view(_UNSIGNED.get(labels.dtype, labels.dtype))
         if np.maximum.reduce(unsigned, axis=None) >= num_classes:
             _check_labels(labels, num_classes)
@@ -219,7 +221,19 @@ def check_targets(batch: Batch, num_classes: int | None, *, training: bool) -> N
             )
 
 
+def _check_probabilities(targets: np.ndarray) -> None:
+    # Mixed ones may be rounded. NaN is none of these, and the loss shows it.
+    if ((targets < -0.01) | (targets > 1.01)).any():
+        raise ValueError(
+            "targets of a binary cross-entropy are probabilities, 0 to 1; this batch"
+            f" has them from {targets.min()} to {targets.max()}. Labels of -1 and 1"
+            " become those by (y + 1) / 2; for other numbers use loss='mse'."
+        )
+
+
 def _check_labels(labels: np.ndarray, num_classes: int) -> None:
+    if labels.dtype.kind not in "iub":
+        return _check_probabilities(labels)
     low, high = labels.min(), labels.max()
     if low < 0 or high >= num_classes:
         raise ValueError(
