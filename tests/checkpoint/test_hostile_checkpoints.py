@@ -65,7 +65,7 @@ class Run:
     def forge(self, meta):
         """Puts other metadata in place of those of step 8, and seals them."""
         step = self.steps / "8"
-        content = json.dumps(meta).encode()
+        content = meta if isinstance(meta, bytes) else json.dumps(meta).encode()
         (step / "meta" / "metadata").write_bytes(content)
         sums = json.loads((step / "files.json").read_bytes())
         sums["meta/metadata"] = hashlib.sha256(content).hexdigest()
@@ -103,6 +103,13 @@ def test_metadata_of_another_schema_or_format_is_refused_whole(
     with pytest.raises(error, match=match):
         run.trainer.load(run.steps / "8")
     assert run.trainer.state is state and run.all() == before
+
+
+def test_metadata_that_exhaust_the_stack_are_damaged(run):
+    run.reset()
+    run.forge(b"[" * 100_000 + b"]" * 100_000)
+    with pytest.raises(CheckpointCorrupt, match="it is nested too deeply"):
+        run.trainer.load(run.steps / "8")
 
 
 @pytest.mark.parametrize("resumes", [False, True])

@@ -207,6 +207,7 @@ HEADERS = [
     (b"\xff\xfe", ""),
     ([1], r"`header` is \[1\], and must be an object"),
     ('{"w": 1, "w": 2}', "a key of its header is there twice"),
+    pytest.param(b"[" * 10**5, "it is nested too deeply", id="deep"),
     ({"w": F32}, "or some of its bytes are no tensor"),
     ({"v": F32, "w": F32 | {"data_offsets": [4, 12]}}, "its tensors overlap"),
     ({"w": [1]}, r"w is \[1\], and must have a dtype of F64, F32, .* the file's 16"),
