@@ -150,6 +150,11 @@ class ArraysSource(Source):
         return add_counts(self.loader.fetch(lists))
 
     @property
+    def num_dropped(self) -> int:
+        loader = self.loader
+        return loader.num_rows % loader.batch_size if loader.drop_last else 0
+
+    @property
     def is_in_memory(self) -> bool:
         return True
 

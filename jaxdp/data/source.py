@@ -99,6 +99,11 @@ class Source:
         outside of training."""
         return False
 
+    @property
+    def num_dropped(self) -> int:
+        """The rows that `drop_last` is known to leave out."""
+        return 0
+
     def read_epoch(self, position: Position = EPOCH_START) -> Iterator[Batch]:
         """Yields the host batches of an epoch from a position on.
 

@@ -123,6 +123,16 @@ class TorchMapSource(_TorchSource):
         self._worker_loader: Any = None
         self._worker_sampler = SeededBatchSampler()
 
+    @property
+    def num_dropped(self) -> int:
+        from torch.utils.data import BatchSampler
+
+        batches = self.loader.batch_sampler
+        if type(batches) is not BatchSampler or not batches.drop_last:
+            return 0
+        rows: Any = batches.sampler
+        return len(rows) % batches.batch_size if hasattr(rows, "__len__") else 0
+
     def start_training(self) -> None:
         super().start_training()
         from torch import Generator
