@@ -364,16 +364,15 @@ class FitLoop:
             )
 
     def _warn_of_minimum(self) -> None:
-        limits, step, epoch = (
-            self.limits,
-            self.progress.global_step,
-            self.progress.epoch,
-        )
-        if not limits.may_stop(step, epoch):
+        limits, progress = self.limits, self.progress
+        counts = {"min_epochs": progress.epoch, "min_steps": progress.global_step}
+        minima = {name: getattr(limits, name) for name in counts}
+        missed = [f"`{n}`={least}" for n, least in minima.items() if counts[n] < least]
+        if missed:
             warn(
-                f"the fit ends after {epoch} epochs and {step} steps, before"
-                f" `min_epochs`={limits.min_epochs} and `min_steps`={limits.min_steps}:"
-                " `max_epochs`, `max_steps` and the end of the data come first."
+                f"the fit ends after step {progress.global_step}, in epoch"
+                f" {progress.epoch}, before {' and '.join(missed)}: `max_epochs`,"
+                " `max_steps` or the end of the data comes first."
             )
 
     def _warn_of_no_batches(self) -> None:
