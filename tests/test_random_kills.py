@@ -141,6 +141,9 @@ def check_kills(run):
         # That checkpoint says that the epoch is over, and its last hooks did not run.
         hooks = {hook for hook, _ in run["kills"]}
         hypothesis.assume("on_train_epoch_end" not in hooks)
+        # It has the steps of a whole call, and not what hooks would add to their rows.
+        is_alone = run["trainer"]["steps_per_execution"] == 1
+        hypothesis.assume(is_alone or "norms" not in run["callbacks"])
     folder = tempfile.mkdtemp()
     try:
         with warnings.catch_warnings():
