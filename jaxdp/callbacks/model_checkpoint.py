@@ -293,10 +293,11 @@ class ModelCheckpoint(MetricCallback):
             self._save_last_step(trainer)
         self._finish_save(wait=True)
         if self._error is None and not self._scores and not keeps_none:
-            warn(
-                f"`ModelCheckpoint` has saved nothing to {self.dirpath}: no checkpoint"
-                " was due in this fit, and with `save_last=False` its end is not saved."
+            text = (
+                f"nothing is saved in {self.dirpath}: no checkpoint was due in this"
+                " fit, and with `save_last=False` its end is not saved"
             )
+            announce(trainer, "ModelCheckpoint", text)
 
     def _save_last_step(self, trainer: Trainer) -> None:
         """Saves the last step of a fit, which is kept whatever its score."""
