@@ -17,6 +17,8 @@ from ..distributed import Preempted, log_stop
 if TYPE_CHECKING:
     from jaxdp import Trainer
 
+    from .run import TrainerConfig
+
 Replacement = Callable[[Any, Any], NoReturn]
 """Called with the trainer and its `train_loader`; it raises."""
 
@@ -51,6 +53,23 @@ def check_may_train(trainer: "Trainer", method: str, train_loader: Any) -> None:
     trainer.run.check_between_dispatches(f"`{method}`")
     if trainer.run.progress.global_step == 0:
         _log_inference_layers(trainer.run.config.model)
+        _log_trained_share(trainer.run.config)
+
+
+def _log_trained_share(config: "TrainerConfig") -> None:
+    """Logs how much of a model the user's `filter_spec` trains.
+
+    A pattern may match fewer leaves than its author expects.
+    """
+    if config.arguments["filter_spec"] is eqx.is_inexact_array:
+        return
+    trained, frozen, _ = (jax.tree.leaves(part) for part in config.parts)
+    leaves = [*trained, *filter(eqx.is_inexact_array, frozen)]
+    count, total = (sum(leaf.size for leaf in part) for part in (trained, leaves))
+    log_info(
+        f"`filter_spec` trains {len(trained)} of {len(leaves)} arrays: {count:,} of"
+        f" {total:,} parameters"
+    )
 
 
 def _log_inference_layers(model: Any) -> None:

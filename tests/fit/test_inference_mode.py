@@ -50,3 +50,19 @@ def test_statistics_move_in_a_frozen_part_unless_it_is_in_inference_mode():
         after = jax.tree.leaves(trainer.model_state)
         same = [np.array_equal(a, b) for a, b in zip(before, after, strict=True)]
         assert all(same) != moves
+
+
+@pytest.mark.parametrize(("filter_spec", "share"), [
+    (["layers[1]"], "2 of 4 arrays: 36 of 76 parameters"),
+    (["**.bias"], "2 of 4 arrays: 12 of 76 parameters"),
+    (lambda leaf: eqx.is_inexact_array(leaf) and leaf.ndim == 2, "2 of 4 arrays: 64 "),
+    (None, None),
+])  # fmt: skip
+def test_a_fit_says_how_much_a_filter_spec_trains(filter_spec, share, caplog):
+    model = eqx.nn.MLP(4, 4, 8, 1, key=KEY)
+    options = {} if filter_spec is None else {"filter_spec": filter_spec}
+    trainer = make_small(model, optax.sgd(0.1), loss="cross_entropy", **options)
+    trainer.fit(batches(8), max_epochs=1)
+    trainer.fit(batches(8), max_epochs=2)
+    assert caplog.text.count("`filter_spec` trains") == (share is not None)
+    assert share is None or f"`filter_spec` trains {share}" in caplog.text
