@@ -157,8 +157,8 @@ def open_extra(module: str, name: str) -> Any:
     text = f"module {module!r} has no attribute {name!r}"
     homes = callbacks, strategies, losses, distributed
     for home in homes if module == __name__ else ():
-        found, where = getattr(home, name, None), home.__name__
-        if getattr(found, "__module__", "").startswith(__name__):
+        attribute, where = getattr(home, name, None), home.__name__
+        if getattr(attribute, "__module__", "").startswith(__name__):
             raise ImportError(f"{text}; it is in {where}: from {where} import {name}")
     if instead := INSTEAD.get(module, {}).get(name):
         raise ImportError(f"{text}; instead of it: {instead}.")

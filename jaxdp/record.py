@@ -163,8 +163,10 @@ class Record:
         limits = self.limits
         if limits is None or limits.max_steps is None:
             return limits and limits.steps_per_epoch
-        left = self.batch_idx + max(limits.max_steps - self._progress.global_step, 0)
-        return min(left, limits.steps_per_epoch or left)
+        remaining = self.batch_idx + max(
+            limits.max_steps - self._progress.global_step, 0
+        )
+        return min(remaining, limits.steps_per_epoch or remaining)
 
     @property
     def is_at_epoch_end(self) -> bool:

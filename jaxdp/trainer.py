@@ -149,10 +149,12 @@ class Trainer(Generic[Model]):
         enable_progress_bar: bool = True,
         default_root_dir: str | os.PathLike[str] = "runs",
     ):
-        given = {k: v for k, v in locals().items() if k != "self"}
-        arguments = checks.validate_arguments(given)
-        made = checks.check_callbacks(callbacks)
-        self.callbacks = add_default_callbacks(made, progress_bar=enable_progress_bar)
+        passed = {k: v for k, v in locals().items() if k != "self"}
+        arguments = checks.validate_arguments(passed)
+        checked = checks.check_callbacks(callbacks)
+        self.callbacks = add_default_callbacks(
+            checked, progress_bar=enable_progress_bar
+        )
         self.strategy: DataParallel = arguments["strategy"]
         self.run = Run(arguments, self.callbacks)
         self.record = (

@@ -96,11 +96,11 @@ def _explain(
     if len(args) <= len(by_position):
         return str(error)
     others = ", ".join(n for n in _list_keywords(parameters) if n not in by_position)
-    taken = ", ".join(name for name in by_position if name != "self")
+    accepted = ", ".join(name for name in by_position if name != "self")
     extra = " and ".join(type(each).__name__ for each in args[len(by_position) :])
     return (
-        f"too many positional arguments. It takes {taken or 'none'} in this order;"
-        f" pass the {extra} by name, as one of {others or 'none'}"
+        f"too many positional arguments. It takes {accepted or 'none'} in this"
+        f" order; pass the {extra} by name, as one of {others or 'none'}"
     )
 
 
@@ -116,8 +116,8 @@ def _suggest(function: str, name: str) -> str:
         return instead
     for other in dict.fromkeys([function, *(pair if function in pair else ())]):
         if near := find_near(name, _PARAMETERS[other]):
-            of = f" of `{other}`" if other != function else ""
-            return f"it may be meant for `{near}`{of}"
+            suffix = f" of `{other}`" if other != function else ""
+            return f"it may be meant for `{near}`{suffix}"
     if near := find_near(name, specific | others):
         return (specific | others)[near]
     return f"it takes {', '.join(_list_keywords(_PARAMETERS[function]))}"
@@ -305,19 +305,19 @@ def parse_duration(duration: Any, argument: str = "duration") -> float:
     return float(seconds)
 
 
-def format_call(made: Any, num_positional: int = 0, **texts: str | None) -> str:
+def format_call(instance: Any, num_positional: int = 0, **texts: str | None) -> str:
     """Returns the call that makes an object, of what differs from the defaults.
 
     Args:
-        made: whose attributes have the names of the arguments of its class.
+        instance: its attributes have the names of the arguments of its class.
         num_positional: how many of the first arguments are shown without their names.
         texts: by name, what is shown in the place of the attributes; None hides one.
     """
     shown = []
     for place, (name, parameter) in enumerate(
-        inspect.signature(type(made)).parameters.items()
+        inspect.signature(type(instance)).parameters.items()
     ):
-        value = vars(made).get(name, parameter.default)
+        value = vars(instance).get(name, parameter.default)
         text = getattr(value, "__qualname__", None) or repr(value)
         is_long = len(text) >= 200 or " at 0x" in text
         text = texts.get(name, "..." if is_long else text)
@@ -325,4 +325,4 @@ def format_call(made: Any, num_positional: int = 0, **texts: str | None) -> str:
         if is_other and text is not None:
             is_named = place >= num_positional or len(shown) < place
             shown.append(f"{name}={text}" if is_named else text)
-    return f"{type(made).__name__}({', '.join(shown)})"
+    return f"{type(instance).__name__}({', '.join(shown)})"

@@ -81,7 +81,7 @@ def find_matches(
     Raises:
         ValueError: for a pattern that matches none of the `names`, each a `kind`.
     """
-    names, found = [*names], dict[str, None]()
+    names, matched = [*names], dict[str, None]()
     for pattern in patterns:
         prefix = "**." if anywhere and not {*".["} & {*pattern} else ""
         matching = [name for name in names if matches(name, prefix + pattern)]
@@ -90,8 +90,8 @@ def find_matches(
                 f"{argument}: {pattern!r} matches no {kind}; there are"
                 f" {format_paths(names)}. `*` is one part of a path, `**` any number."
             )
-        found |= dict.fromkeys(matching)
-    return [*found]
+        matched |= dict.fromkeys(matching)
+    return [*matched]
 
 
 def format_paths(names: Iterable[str]) -> str:
@@ -133,9 +133,9 @@ def mark_leaves(argument: str, patterns: Iterable[str], tree: PyTree) -> PyTree:
 
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     names = dict.fromkeys(name for path in paths for name in list_names(path))
-    found = {*find_matches(argument, patterns, names, "submodule and no leaf")}
+    matched = {*find_matches(argument, patterns, names, "submodule and no leaf")}
     return jax.tree_util.tree_map_with_path(
-        lambda path, _: not found.isdisjoint(list_names(path)), tree
+        lambda path, _: not matched.isdisjoint(list_names(path)), tree
     )
 
 

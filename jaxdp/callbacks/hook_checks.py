@@ -70,15 +70,15 @@ def _check_arguments(where: str, name: str, method: Any) -> None:
     except TypeError:
         raise TypeError(f"{where} takes {signature}, but it is {called}.") from None
 
-    for theirs, mine in bound.items():
-        if (theirs, mine) == ("outputs", "predictions"):  # Lightning's word
+    for theirs, param in bound.items():
+        if (theirs, param) == ("outputs", "predictions"):  # Lightning's word
             continue
-        if theirs != mine and _MEANINGS.get(theirs, mine) != mine:
+        if theirs != param and _MEANINGS.get(theirs, param) != param:
             meaning = _MEANINGS[theirs]
-            there = "" if meaning == theirs else f" `{theirs}` is `{meaning}` here."
+            note = "" if meaning == theirs else f" `{theirs}` is `{meaning}` here."
             raise TypeError(
-                f"{where} has `{theirs}` where it is given `{mine}`: it is {called}."
-                f"{there}"
+                f"{where} has `{theirs}` where it is given `{param}`: it is {called}."
+                f"{note}"
             )
 
 

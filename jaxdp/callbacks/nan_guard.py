@@ -121,5 +121,5 @@ class NanGuard(Callback):
         if not len(bad):
             return f"{loss}, and all gradients were finite"
         names = join_some(self._leaves[i] for i in bad)
-        of = "all leaves" if len(bad) == len(self._leaves) else names
-        return f"{loss}, with NaN or infinity in the gradients of {of}"
+        affected = "all leaves" if len(bad) == len(self._leaves) else names
+        return f"{loss}, with NaN or infinity in the gradients of {affected}"

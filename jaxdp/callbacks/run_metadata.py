@@ -26,7 +26,7 @@ def collect_metadata(
         trainer: the running one.
         hyperparameters: the user's own, which come first.
     """
-    given = {name: plain(value) for name, value in (hyperparameters or {}).items()}
+    custom = {name: plain(value) for name, value in (hyperparameters or {}).items()}
     arguments = dict(trainer.run.arguments)
     settings = {name: plain(value) for name, value in arguments.items()}
     settings["optimizer"] = describe_optimizer(trainer.run.optimizer)
@@ -40,8 +40,8 @@ def collect_metadata(
     settings["parameters"] = _count((state.params, state.buffers))
     settings["trained_parameters"] = _count(state.params)
     return {
-        "hyperparameters": given
-        | {k: v for k, v in settings.items() if k not in given},
+        "hyperparameters": custom
+        | {k: v for k, v in settings.items() if k not in custom},
         "versions": get_versions(),
         "hardware": describe_hardware(),
     }

@@ -191,7 +191,11 @@ class Engine:
         """
         named = [(*name.partition(" ")[::2], rows) for name, rows in padding.items()]
         for kind, step in self.steps.items():
-            sizes = {spec: rows for of, spec, rows in named if of == kind and rows}
+            sizes = {
+                spec: rows
+                for step_kind, spec, rows in named
+                if step_kind == kind and rows
+            }
             step.packer.specs.load_sizes(sizes)
 
     # Compiling.

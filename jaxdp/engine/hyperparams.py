@@ -51,8 +51,8 @@ def find_hyperparams(state: PyTree) -> dict[str, Hyperparam]:
             case (*owner, GetAttrKey("hyperparams"), DictKey(name)):
                 label = "/".join(str(key.key) for key in owner if type(key) is DictKey)
                 is_scheduled = (tuple(owner), DictKey(name)) in scheduled
-                found = Hyperparam(name, label, index, leaf, is_scheduled)
-                by_name.setdefault(name, []).append(found)
+                entry = Hyperparam(name, label, index, leaf, is_scheduled)
+                by_name.setdefault(name, []).append(entry)
     hyperparams = {}
     for name, group in by_name.items():
         labels = [hyperparam.label for hyperparam in group]
@@ -85,23 +85,23 @@ def convert_hyperparams(
         ValueError: for an unknown name, one that a schedule sets, and a value that is
             no number, or has another shape or kind than the present one.
     """
-    present, leaves = find_hyperparams(state), {}
+    current, leaves = find_hyperparams(state), {}
     for name, value in values.items():
-        if name not in present:
-            names = ", ".join(map(repr, present)) or "none"
+        if name not in current:
+            names = ", ".join(map(repr, current)) or "none"
             raise ValueError(
                 f"`set_hyperparams`: the optimizer's state has no {name!r}; there are"
                 f" {names}. Only numbers and arrays that optax.inject_hyperparams was"
                 " given are in it, as in"
                 " optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)."
             )
-        if present[name].is_scheduled:
+        if current[name].is_scheduled:
             raise ValueError(
                 f"`set_hyperparams`: {name!r} is set by a schedule in every step,"
                 " which would overwrite the new value. Give optax.inject_hyperparams"
                 " a number instead of the schedule."
             )
-        leaves[present[name].index] = _convert(name, value, present[name].leaf)
+        leaves[current[name].index] = _convert(name, value, current[name].leaf)
     return leaves
 
 

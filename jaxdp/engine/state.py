@@ -213,8 +213,8 @@ def _compose_views(chosen: View, optimizers: View) -> View:
         return chosen or optimizers
 
     def view(state: TrainState) -> TrainState:
-        seen = chosen(state)
-        return optimizers(state) if seen is state else seen
+        viewed = chosen(state)
+        return optimizers(state) if viewed is state else viewed
 
     return view
 

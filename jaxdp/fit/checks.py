@@ -284,16 +284,16 @@ def split_model(
             f" {len(jax.tree.leaves(inexact))} of them floating point, and 0 selected"
             " by `filter_spec`."
         )
-    seen: dict[int, str] = {}
+    paths: dict[int, str] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         name = leaf_path(path)
-        if id(leaf) in seen:
+        if id(leaf) in paths:
             raise ValueError(
-                f"`model` has the same array as {seen[id(leaf)]} and as {name}. The two"
-                " would become different weights after one step; tie them with"
+                f"`model` has the same array as {paths[id(leaf)]} and as {name}."
+                " The two would become different weights after one step; tie them with"
                 " eqx.nn.Shared, or copy one of them."
             )
-        seen[id(leaf)] = name
+        paths[id(leaf)] = name
     return params, eqx.combine(frozen, others), static
 
 

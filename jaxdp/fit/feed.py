@@ -91,15 +91,15 @@ class Feed:
     def _prefetch(self, dispatches: Iterator[Dispatch]) -> Iterator[Dispatch]:
         """Yields each dispatch after the next one was read."""
 
-        def reads_on(present: Dispatch) -> bool:
-            after = self._run.progress.global_step + len(present.windows)
+        def reads_on(dispatch: Dispatch) -> bool:
+            after = self._run.progress.global_step + len(dispatch.windows)
             if not (self._is_fixed and self._may_read_after(after)):
                 return False
-            self._waiting = present.windows
+            self._waiting = dispatch.windows
             return True
 
-        for present, _ in read_one_ahead(dispatches, reads_on):
-            yield present
+        for dispatch, _ in read_one_ahead(dispatches, reads_on):
+            yield dispatch
             self._waiting = []
 
     def _may_read_after(self, step: int) -> bool:
@@ -140,9 +140,9 @@ class Feed:
         """Reads windows of batches and packs them; `read_epoch` prefetches them."""
         run, source, progress = self._run, self._source, self._run.progress
         limit = None if self._limits is None else self._limits.train_batches
-        left = None if limit is None else max(0, limit - progress.done)
+        remaining = None if limit is None else max(0, limit - progress.done)
 
-        batches = itertools.islice(source.read_epoch(progress.position()), left)
+        batches = itertools.islice(source.read_epoch(progress.position()), remaining)
         windows = make_windows(batches, run.config.accumulate_grad_batches)
         windows = run.record.stopwatch.time_iterator("data", windows)
         if self._limits is not None and self._limits.batches_per_epoch is None:
@@ -168,15 +168,15 @@ class Feed:
         progress = self._run.progress
         step, end = progress.global_step, progress.done
 
-        def reads_on(present: Window) -> bool:
+        def reads_on(window: Window) -> bool:
             nonlocal step, end
-            step, end = step + 1, end + len(present)
+            step, end = step + 1, end + len(window)
             return self._may_read_after(step)
 
-        for present, is_last in read_one_ahead(windows, reads_on):
+        for window, is_last in read_one_ahead(windows, reads_on):
             if is_last:
                 progress.end = end
-            yield present
+            yield window
         progress.end = end
 
     def _group(
@@ -187,13 +187,13 @@ class Feed:
         A dispatch ends before the step that a limit or a validation is due at. An
         error of the loader is returned with the windows before it.
         """
-        engine, progress, left = self._run.engine, self._run.progress, None
+        engine, progress, remaining = self._run.engine, self._run.progress, None
         if self._limits is not None:
             step = progress.global_step + len(self._waiting)
             done = progress.done + sum(map(len, self._waiting))
-            left = self._limits.steps_until_stop(step, done)
+            remaining = self._limits.steps_until_stop(step, done)
         count = engine.steps_per_execution
-        if left is not None and left < count:
+        if remaining is not None and remaining < count:
             return [[window]], None
         more, error = take_until_error(windows, count - 1)
         group = [window, *more]
@@ -212,10 +212,10 @@ def read_one_ahead(
     """
     following, error = take_until_error(items, 1)
     while following:
-        (present,), following = following, []
-        if is_ahead := reads_on(present):
+        (current,), following = following, []
+        if is_ahead := reads_on(current):
             following, error = take_until_error(items, 1)
-        yield present, is_ahead and not following and error is None
+        yield current, is_ahead and not following and error is None
         if not is_ahead:
             following, error = take_until_error(items, 1)
     if error is not None:

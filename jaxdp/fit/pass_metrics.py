@@ -52,17 +52,17 @@ class PassMetric:
 
     def __call__(self, name: str, predictions: PyTree, targets: PyTree) -> Any:
         """Returns the value of the metric `name`, or several values by name."""
-        given = jax.tree.map(_widen, (predictions, targets))
+        widened = jax.tree.map(_widen, (predictions, targets))
         shapes = [
             ", ".join(str(leaf.shape) for leaf in jax.tree.leaves(tree))
-            for tree in given
+            for tree in widened
         ]
         with NoteOnError(
             f"in `metrics`: {name!r}, called with predictions of shape {shapes[0]} and"
             f" targets of shape {shapes[1]}. They come from the model, perhaps as"
             " logits: for labels write PassMetric(lambda p, y: fn(y, p.argmax(-1)))"
         ):
-            result = self.fn(*given[::-1] if self._wants_targets_first else given)
+            result = self.fn(*widened[::-1] if self._wants_targets_first else widened)
         named = result if isinstance(result, Mapping) else {"": result}
         values = {f"{name}_{key}".rstrip("_"): value for key, value in named.items()}
         numbers = {key: as_number(value) for key, value in values.items()}
@@ -135,11 +135,11 @@ def add_pass_values(
         measure: `Steps.measure_outputs`, which calls a metric.
     """
     of_parts = outputs if isinstance(outputs, dict) else {"": outputs}
-    for (part, given), (name, metric) in itertools.product(
+    for (part, part_outputs), (name, metric) in itertools.product(
         of_parts.items(), metrics.items()
     ):
         name = f"{part}_{name}" if part else name
-        values = measure(lambda o, m=metric, n=name: m(n, *o), given)
+        values = measure(lambda o, m=metric, n=name: m(n, *o), part_outputs)
         if clash := {*values} & {*means}:
             raise ValueError(
                 f"`metrics`: there are two values named {sorted(clash)}, one of them of"

@@ -117,7 +117,11 @@ def format_resume_hint(trainer: "Trainer") -> str:
 
 def find_savers(trainer: "Trainer") -> list[ModelCheckpoint]:
     """Returns the callbacks of a trainer that save checkpoints."""
-    return [made for made in trainer.callbacks if isinstance(made, ModelCheckpoint)]
+    return [
+        callback
+        for callback in trainer.callbacks
+        if isinstance(callback, ModelCheckpoint)
+    ]
 
 
 def _find_paths(

@@ -117,8 +117,8 @@ def _products(equation: Any) -> Products:
     name, params = equation.primitive.name, equation.params
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
-        left = equation.invars[0].aval.shape
-        depth = math.prod(left[axis] for axis in contracted)
+        lhs_shape = equation.invars[0].aval.shape
+        depth = math.prod(lhs_shape[axis] for axis in contracted)
         count = 2 * depth * math.prod(equation.outvars[0].aval.shape)
         return collections.Counter({_find_compute_dtype(equation): count})
     if name == "conv_general_dilated":
@@ -126,7 +126,7 @@ def _products(equation: Any) -> Products:
             {_find_compute_dtype(equation): _convolution(equation)}
         )
     if name == "cond":
-        return max(map(products, params["branches"]), key=lambda found: found.total())
+        return max(map(products, params["branches"]), key=lambda counts: counts.total())
 
     # Of what is inside, as often as it runs.
     times = 1

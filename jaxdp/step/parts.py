@@ -299,9 +299,9 @@ class MultiPartSteps(Steps):
     ) -> tuple[Sums, PyTree]:
         summed, outputs = [], {}
         for part in self.parts:
-            of = collectives, weights, batch_idx, group
+            arguments = collectives, weights, batch_idx, group
             with NoteOnError(f"in the Part {part.name!r}"):
-                sums, predictions = self._steps_of(part).sum_batch(*of)
+                sums, predictions = self._steps_of(part).sum_batch(*arguments)
             summed.append(sums)
             if predictions is not None:
                 outputs[part.name] = predictions

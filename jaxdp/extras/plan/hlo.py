@@ -511,12 +511,12 @@ def _get_kind(each: Instruction) -> str:
 
 def _find_paths(known: Mapping[str, Instruction], name: str) -> tuple[str, ...]:
     """Finds the places of an array: of the nearest instructions that have one."""
-    paths, waiting, seen = [], [name], set()
+    paths, waiting, visited = [], [name], set()
     while waiting:
         instruction = known.get(waiting.pop(0))
-        if instruction is None or instruction.name in seen:
+        if instruction is None or instruction.name in visited:
             continue
-        seen.add(instruction.name)
+        visited.add(instruction.name)
         if instruction.path:
             paths.append(instruction.path)
         else:
