@@ -26,9 +26,9 @@ _Shapes = dict[str, str]
 class CompileLog:
     """Reports the compilations of a trainer.
 
-    The first compilation of a step is reported if it takes long. A later one for other
-    shapes always is, with the leaves that differ: the user did not ask for its time.
-    If `quiet`, nothing is reported.
+    The first compilation of a step is reported if it takes long. A later compilation
+    for other shapes is always reported, with the leaves that differ, because the user
+    did not ask for it. If `quiet`, nothing is reported.
     """
 
     def __init__(self, *, quiet: bool = False) -> None:
@@ -66,7 +66,9 @@ class CompileLog:
             self._say(note)
 
     def log_program(self, devices: list[Any], program: Any, steps: Steps) -> None:
-        """Reports the precision of products, and warns of devices that differ."""
+        """Reports the precision of products, and warns if devices are of different
+        kinds.
+        """
         if self._quiet:
             return
         if (note := describe_mixed_kinds(devices)) and note not in self._reported:
@@ -79,7 +81,8 @@ class CompileLog:
     def log_unsplit(self, dispatch: Dispatch, num_shards: int) -> None:
         """Reports the first batch that each device computes in full, and the reason."""
         shapes = [jax.tree.leaves(group.batch)[0].shape for group in dispatch.groups]
-        # Processes may have different numbers of rows, and shards divide each.
+        # Processes may have different numbers of rows; the shards must divide each
+        # number.
         rows = next((n for _, n, *_ in shapes if n % num_shards), 1)
         if rows > 1:
             self.log_once(

@@ -55,26 +55,26 @@ class Engine:
         pure: the functions of the steps.
         strategy: places the state and lays out the steps.
         seed: decides all randomness inside the steps.
-        micro_batches: of a train step.
+        micro_batches: the number of micro-batches of a train step.
         steps_per_execution: the maximum number of train steps per dispatch.
         view: maps the state to the one that is evaluated and handed out.
         in_order: whether the real rows of several processes' batches come first, and
             all padding last.
-        compiler_options: the user's, of XLA.
+        compiler_options: the user's options for XLA.
         offload: whether large leaves of the optimizer's state are in host memory
             between steps.
         abstract: whether the state has shapes only; then no step can run.
 
     Attributes:
-        device_state: the present state.
+        device_state: the current state.
         steps: each kind of step, with its programs.
-        options: of compiling train steps.
+        options: the options for compiling train steps.
         log_once: reports a note once.
         memory: the bytes of the smallest device; None if it does not report them, as
             CPUs do not, or if there are shapes only.
-        prefetches: whether the next dispatch is transferred before the present one is
-            launched. It is on accelerators; a test on CPUs may set it.
-        steps_per_execution: the present number of steps per dispatch.
+        prefetches: whether the next dispatch is transferred before the current one is
+            launched. True on accelerators; a test on CPUs may set it.
+        steps_per_execution: the current number of steps per dispatch.
         starts_epoch: whether the next step is the first of an epoch, so that the
             epoch's sums start from zero.
     """
@@ -142,7 +142,7 @@ class Engine:
         self.device_state = DeviceState.from_tree(state, self._structure)
 
     def place(self, state: TrainState) -> TrainState:
-        """Returns a state on the devices: the first one, or a saved one."""
+        """Places a first or a saved state on the devices, and returns it."""
         return place_state(self.strategy, state, self._offload)
 
     @property
@@ -187,7 +187,7 @@ class Engine:
     def load_padding(self, padding: Mapping[str, int]) -> None:
         """Restores the `padding` of another engine, or of an earlier state.
 
-        Another size would be another program, whose sums may round differently.
+        Another size would need another program, whose sums may round differently.
         """
         named = [(*name.partition(" ")[::2], rows) for name, rows in padding.items()]
         for kind, step in self.steps.items():
@@ -221,7 +221,7 @@ class Engine:
         return dispatch, self.get_program(kind, dispatch)
 
     def get_train_program(self) -> Program | None:
-        """Returns the first program of the present train step."""
+        """Returns the first program of the current train step."""
         return next(iter(self.steps["train"].programs.values()), None)
 
     def get_program(self, kind: StepKind, dispatch: Dispatch) -> Program:
@@ -258,13 +258,13 @@ class Engine:
 
     def train(self, dispatch: Dispatch) -> list[Metrics]:
         """Runs the steps of `dispatch`; returns the metrics of each."""
-        # All that may raise comes before the step overwrites the state.
+        # Everything that may raise runs before the step overwrites the state.
         step, state = self.steps["train"], self.device_state
         program = step.programs.get(dispatch.shape)
         if program is None:
             program = self.get_program("train", dispatch)
         if state.made_tree is not None:
-            state.check_not_written()  # the step outdates it: the last moment
+            state.check_not_written()  # the last moment before the step outdates it
 
         # The steps. Nothing here waits for the device.
         leaves: list[Any] = state.leaves
@@ -274,7 +274,7 @@ class Engine:
         placed, results = self.run("train", dispatch, program, leaves)
         leaves, (means, inside) = results
         self.device_state, self.starts_epoch = DeviceState(leaves, state.layout), False
-        facts = step.facts  # without jit, of this call
+        facts = step.facts  # without jit, the facts are those of this call
 
         # Bounds the dispatches in flight.
         steps = len(dispatch.rows)
@@ -287,7 +287,7 @@ class Engine:
     def run(
         self, kind: StepKind, dispatch: Dispatch, program: Program, *inputs: Any
     ) -> tuple[PlacedBatches, Any]:
-        """Calls a compiled step, as nothing else does, on `inputs` and the batches."""
+        """Calls a compiled step on `inputs` and batches. No other code calls one."""
         try:
             placed = self.steps[kind].place(dispatch, program, ahead=self.prefetches)
             results = program.compiled(*inputs, placed.groups)

@@ -34,8 +34,8 @@ class Hyperparam(NamedTuple):
 def find_hyperparams(state: PyTree) -> dict[str, Hyperparam]:
     """Returns all hyperparameters in a state, by the names that set them.
 
-    The name is the optimizer's own if it is unique. Several of a name have a label
-    before it: the key of `optax.partition` or `optax.named_chain`
+    The name is the optimizer's own if it is unique. Hyperparameters of the same name
+    have a label before it: the key of `optax.partition` or `optax.named_chain`
     (`head/learning_rate`), or a number if there are no such keys (`0/learning_rate`).
     """
     leaves = jax.tree_util.tree_leaves_with_path(state)
@@ -83,7 +83,7 @@ def convert_hyperparams(
 
     Raises:
         ValueError: for an unknown name, one that a schedule sets, and a value that is
-            no number, or has another shape or kind than the present one.
+            no number, or has another shape or kind than the current value.
     """
     current, leaves = find_hyperparams(state), {}
     for name, value in values.items():
@@ -106,9 +106,9 @@ def convert_hyperparams(
 
 
 def _convert(name: str, value: Any, leaf: Any) -> np.ndarray:
-    """Returns `value` in the dtype and shape of the present leaf."""
+    """Returns `value` in the dtype and shape of the current leaf."""
     array = np.asarray(value)  # waits for the device
-    if not array.ndim:  # one for each member of an ensemble
+    if not array.ndim:  # one value for each member of an ensemble
         array = np.broadcast_to(array, leaf.shape)
     kinds = jnp.integer, jnp.floating
     is_real = any(jnp.issubdtype(array.dtype, kind) for kind in kinds)

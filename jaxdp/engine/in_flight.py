@@ -39,7 +39,8 @@ class InFlightQueue:
     def add(self, array: Array, nbytes: int, max_dispatches: int = IN_FLIGHT) -> None:
         """Counts a dispatch by one of its results and the bytes of its batches.
 
-        Waits for the oldest dispatches while there are too many, or too large ones.
+        Waits for the oldest dispatches while too many dispatches, or too many bytes,
+        are in flight.
         """
         self._waiting.append((array, nbytes))
         self._bytes += nbytes

@@ -23,8 +23,8 @@ def check_program(step: str, limit: float, rows: int, compiled: Any) -> None:
     Args:
         step: its name: "the training step".
         limit: the bytes of the smallest device.
-        rows: of its batch.
-        compiled: its program; those that report no memory pass.
+        rows: the number of rows of its batch.
+        compiled: the program of the step. A program that reports no memory passes.
     """
     is_compiled = isinstance(compiled, jax.stages.Compiled)
     analysis: Any = compiled.memory_analysis() if is_compiled else None

@@ -70,7 +70,7 @@ class DeviceState:
     Attributes:
         leaves: the arguments of a train step, which overwrites them.
         layout: shared by all states of a run.
-        made_tree: the tree, if it was made; a user may have it.
+        made_tree: the tree, if it was made. A user may hold a reference to it.
     """
 
     __slots__ = ("_cache", "layout", "leaves", "made_tree")
@@ -208,7 +208,9 @@ def _get_model_parts(state: TrainState) -> _ModelParts:
 
 
 def _compose_views(chosen: View, optimizers: View) -> View:
-    """Returns a callback's view, or the optimizer's where that changes nothing."""
+    """Returns a view that applies a callback's view, or the optimizer's if the
+    callback's changes nothing.
+    """
     if chosen is None or optimizers is None:
         return chosen or optimizers
 
@@ -230,8 +232,9 @@ def make_first_state(
     params, buffers, _ = cast_arrays(use_auto_axes(parts), steps.precision.stored)
     model = params, buffers, use_auto_axes(model_state)
     layout = None
-    # No device may have the memory for all of a model that is sharded already; its
-    # zeros would be full-sized on each. The same holds for a strategy's own state.
+    # A model may be sharded because no device has memory for all of it. Zeros made
+    # without its shardings would be full-sized on each device. The same holds for the
+    # state of a strategy.
     arrays = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]
     is_sharded = not all(leaf.is_fully_replicated for leaf in arrays)
     if is_sharded and not strategy.mesh.empty or adds_state(strategy):

@@ -69,7 +69,9 @@ class StepOptions(NamedTuple):
 
 
 class SingleStepsOnly(Exception):
-    """Several steps at a time were traced; its text says why single ones are better."""
+    """Raised if single steps are better than several at a time; its text gives the
+    reason.
+    """
 
 
 class Program:
@@ -88,7 +90,8 @@ class Program:
             for before its results are used.
         checks_targets: whether the labels or weights of batches are checked.
         num_classes: the number of classes that labels may have; None for no labels.
-        compile_seconds: time to compile it, and to trace it if that is not known.
+        compile_seconds: the time to compile it; includes the time to trace it if that
+            is not known separately.
         trace_seconds: time to trace it.
     """
 
@@ -108,9 +111,10 @@ class Program:
         self.micro_batches = sum(micros for micros, _ in sizes)
         self.donates = donate != "none"
         self.is_compiled = isinstance(compiled, jax.stages.Compiled)
-        # A step that overwrites its batches leaves no counts for the next one.
+        # A step that overwrites its batches overwrites their counts, so the next step
+        # can't reuse these.
         self._reuses_counts = self.is_compiled and donate != "all"
-        self._shardings: list[Any] | None = None  # of all leaves of the groups
+        self._shardings: list[Any] | None = None  # of the groups' leaves
         self._counts: dict[int, tuple[np.ndarray, Any]] = {}
 
     def reuse_counts(self, groups: Any) -> Any:
@@ -123,7 +127,7 @@ class Program:
             return groups
         known, placed = self._counts, []
         for batch, counts, whole in groups:
-            if type(counts) is np.ndarray:  # the packer returns each of them again
+            if type(counts) is np.ndarray:  # equal counts: the same array
                 _, counts = known.get(id(counts)) or self._put_counts(counts)
             placed.append(Group(batch, counts, whole))
         return placed
@@ -131,8 +135,9 @@ class Program:
     def _put_counts(self, counts: np.ndarray) -> tuple[np.ndarray, Any]:
         if len(self._counts) > _MAX_COUNTS:
             self._counts.clear()
-        *_, (group, *_) = self.compiled.input_shardings[0]  # all groups are alike
-        # A step that does not use them, as a prediction, has no sharding for them.
+        *_, (group, *_) = self.compiled.input_shardings[0]  # all groups share them
+        # A step that does not use the counts, such as a prediction, has no sharding for
+        # them.
         is_used = group.counts is not None
         placed = make_global_array(counts, group.counts) if is_used else counts
         # The reference to the counts keeps their id from others.
@@ -140,9 +145,11 @@ class Program:
         return counts, placed
 
     def transfer(self, groups: Sequence[Group], *, include_numpy: bool) -> list[Group]:
-        """Returns the groups with JAX's arrays, or all, in the step's shardings.
+        """Returns the groups with JAX's arrays, or with all arrays, in the step's
+        shardings.
 
-        An array that has its sharding is not copied. Does not wait for the device.
+        Does not copy an array that already has its sharding. Does not wait for the
+        device.
         """
         leaves, treedef = jax.tree.flatten(groups)
         shardings = self._shardings
@@ -173,9 +180,10 @@ class Step:
         results = program.compiled(*inputs, placed.groups)
 
     Attributes:
-        packer: of its batches.
-        facts: those of the last trace; no names before it.
-        programs: by the shapes of dispatches. There is no other cache of them.
+        packer: packs the batches of this step.
+        facts: the facts of the last trace; without names before the first trace.
+        programs: the programs by the shapes of dispatches. There is no other cache of
+            programs.
         digests: of the programs' texts, in a job of several processes.
     """
 
@@ -223,8 +231,8 @@ class Step:
             steps: the pure functions.
             dispatch: batches, or their shapes.
             inputs: the state to train, or else the weights.
-            donate: of `StepOptions`.
-            options: the user's, of XLA.
+            donate: the option of `StepOptions`.
+            options: the user's options for XLA.
 
         Raises:
             ValueError: if the step calls Python that may raise, on several devices.
@@ -247,7 +255,7 @@ class Step:
         )
         if is_debugged:
             if not is_eager:
-                jitted.trace(*function.arguments)  # finds the names of metrics
+                jitted.trace(*function.arguments)  # tracing finds the names of metrics
             # The functions of users get JAX's arrays, also where jit is disabled.
             run = lambda *args: jitted(*jax.tree.map(jnp.asarray, args))  # noqa: E731
             program = Program(run, dispatch, groups, donate)
@@ -263,7 +271,7 @@ class Step:
             program = self._compile_traced(traced, function, dispatch, donate, options)
             program.trace_seconds, program.may_raise = trace_seconds, may_raise
             if before.names and self.programs:
-                before.merge(self.facts)  # which raises if it can't be
+                before.merge(self.facts)  # raises if the facts differ too much
         if isinstance(steps.objective, CriterionObjective):
             program.num_classes = self.facts.num_classes
             program.checks_targets = bool(program.num_classes or self.facts.weighted)
@@ -275,7 +283,7 @@ class Step:
     ) -> bool:
         """Returns True if a traced step calls Python that may raise.
 
-        Raises if the step must not be compiled. `leaf` is one of its state.
+        Raises if the step must not be compiled. `leaf` is one leaf of its state.
         """
         if gathers_in_branches(jaxpr):
             raise ValueError(GATHERED_IN_BRANCH)
@@ -346,7 +354,8 @@ class Step:
     def _get_global_shapes(self, dispatch: Dispatch) -> list[Group]:
         """Returns the batches of all processes, which the step is compiled for.
 
-        The step takes JAX's arrays in another place than where they are now.
+        The step takes JAX's arrays in shardings that may differ from their current
+        ones.
         """
         groups = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), dispatch.groups
@@ -361,7 +370,7 @@ class Step:
     def prefetch(self, dispatch: Dispatch) -> Dispatch:
         """Starts the transfer of the batches, if the step is compiled for them.
 
-        Invalid batches raise later, in their turn.
+        An invalid batch raises later, when its step is due.
         """
         program = self.programs.get(dispatch.shape)
         if program is None or not program.is_compiled:

@@ -52,8 +52,8 @@ def make_train_function(
             group = jax.lax.cond(index >= 0, batch, lambda _: batch(0), index)
             return train(collectives, leaves, [group])
 
-        # The carry has the arguments of a single step, and the batch does too, so that
-        # XLA fuses the same operations in both. Other fusions round differently.
+        # The carry and the batch have the arguments of a single step, so that XLA fuses
+        # the same operations in both programs. Other fusions round differently.
         with jax.named_scope(OWN_LOOP):
             return jax.lax.scan(body, leaves, jnp.arange(steps))
 

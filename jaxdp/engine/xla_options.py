@@ -1,4 +1,4 @@
-"""XLA's compiler options: those of the user, and those that make a CPU fast."""
+"""XLA's compiler options: the user's options, and options that make a CPU fast."""
 
 import functools
 import os
@@ -59,8 +59,8 @@ def options_for(
     """Returns the options for compiling a traced program.
 
     The sharding of the state, the first of `arguments`, decides the platform. A
-    strategy's `replacement` is used instead of the options for speed; those of the user
-    override both.
+    strategy's `replacement` is used instead of the options for speed. The user's
+    options override both.
     """
     device, *_ = jax.tree.leaves(arguments)[0].sharding.device_set
     is_on_cpu = device.platform == "cpu"
@@ -93,6 +93,6 @@ def _select_convolutions() -> dict[str, Any]:
         return {}
     try:
         jax.jit(lambda: 0).lower().compile({option: value})
-    except jax.errors.JaxRuntimeError:  # another version of XLA, without it
+    except jax.errors.JaxRuntimeError:  # another version of XLA may lack the option
         return {}
     return {option: value}

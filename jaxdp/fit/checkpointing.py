@@ -76,7 +76,7 @@ def start_saving(
 def _fingerprint_frozen(run: "Run", state: Any) -> dict[str, str]:
     """Returns fingerprints of the weights beside adapters, which checkpoints omit.
 
-    Empty for a model without adapters. Waits for the device.
+    Returns an empty mapping for a model without adapters. Waits for the device.
     """
     config = run.config
     if trained_alone(config.model) is None or config.arguments["after_update"]:
@@ -87,7 +87,7 @@ def _fingerprint_frozen(run: "Run", state: Any) -> dict[str, str]:
 def _check_frozen(
     path: str | os.PathLike[str], meta: dict[str, Any], state: Any
 ) -> None:
-    """Raises if the adapters were trained beside other weights than these."""
+    """Raises if the adapters were trained beside other frozen weights."""
     if meta.get("beside_adapters"):
         now = compute_fingerprints(checkpoint.get_frozen_leaves(state))
         checkpoint.check_omitted_leaves(os.fspath(path), meta, now)
@@ -120,7 +120,8 @@ def load_weights_at(
 ) -> tuple[int, list[Any]]:
     """Returns the step of a checkpoint, and its evaluated weights, such as an average.
 
-    The trainer does not change. Its optimizer and callbacks may be others.
+    The trainer does not change. Its optimizer and callbacks may differ from those in
+    the checkpoint.
     """
     held = trainer.run.engine.device_state
     with trainer.run.interrupts.defer_signals():
@@ -130,7 +131,7 @@ def load_weights_at(
 
 
 def load(trainer: "Trainer", path: str | os.PathLike[str]) -> None:
-    """Restores what `start_saving` has written; if it fails, the state stays."""
+    """Restores a checkpoint that `start_saving` wrote; on failure, the state stays."""
     run = trainer.run
     run.check_between_dispatches("`load`")
     with run.interrupts.defer_signals():
@@ -141,7 +142,7 @@ def load(trainer: "Trainer", path: str | os.PathLike[str]) -> None:
             matched = _load_callbacks(trainer, path, meta)
 
         run.engine.state = state
-        run.engine.load_padding({})  # forgets larger batches that came since then
+        run.engine.load_padding({})  # forgets batches after the checkpoint
         run.progress.load_state_dict(meta, run.make_partition("train"))
         trainer.history.load_state_dict(meta["history"])
         run.record.rewind(meta["run_id"], meta["global_step"])
@@ -187,7 +188,7 @@ def _load_callbacks(
 def _log_differences(
     trainer: "Trainer", path: str | os.PathLike[str], meta: dict[str, Any]
 ) -> None:
-    """Logs the arguments that affect numbers, if only in the last bits, and differ."""
+    """Logs differing arguments that can affect numbers, even if only the last bits."""
     config = trainer.run.config
     described = config.description(trainer.run.hooks.callbacks)
     if changed := checkpoint.list_changed_arguments(meta, described):
@@ -215,8 +216,9 @@ def _check_json(callback_name: str, state: Any) -> Any:
 def describe_arguments(
     config: "TrainerConfig", callbacks: Iterable[Callback]
 ) -> dict[str, str]:
-    """Returns the arguments that decide numbers as texts, by name, for comparison with
-    those of another process."""
+    """Returns the arguments that decide numbers as texts, by name, to compare them
+    between processes.
+    """
     _, buffers, rest = config.parts
     texts = {name: _describe(config.arguments[name]) for name in _RECORDED_ARGUMENTS}
     options = {name: str(value) for name, value in config.compiler_options.items()}

@@ -41,10 +41,10 @@ _PRECISIONS: Final = {
 
 
 def validate_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of a `Trainer`, with defaults for those that are None.
+    """Returns the arguments of a `Trainer`, with defaults in place of None.
 
     Raises:
-        TypeError, ValueError: for invalid ones.
+        TypeError, ValueError: for invalid arguments.
     """
     result = dict(arguments)
     if result["optimizer"] is None:
@@ -84,7 +84,7 @@ def validate_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def is_list_of_parts(optimizer: Any) -> bool:
     """Returns True if a list of parts was passed as `optimizer`."""
-    if isinstance(optimizer, optax.GradientTransformation):  # a tuple, too
+    if isinstance(optimizer, optax.GradientTransformation):  # a tuple, but not of parts
         return False
     return isinstance(optimizer, list | tuple)
 
@@ -141,7 +141,7 @@ def _check_clipping(norm: Any) -> None:
 
 
 def check_model(model: Any, *, must_be_callable: bool) -> None:
-    """Raises for a model that is no Equinox model, and says what it is."""
+    """Raises for a model that is no Equinox model; the error names its kind."""
     kind = type(model).__name__
     origins = {cls.__module__.partition(".")[0] for cls in type(model).__mro__}
     for package in origins & {"torch", "flax", "keras", "haiku"}:
@@ -262,7 +262,7 @@ def split_model(
     )
     if filter_spec is eqx.is_inexact_array:
         alone = trained_alone(model)
-        filter_spec = True if alone is None else alone  # of shapes, too
+        filter_spec = True if alone is None else alone  # also selects shapes
     elif {type(leaf) for leaf in jax.tree.leaves(filter_spec)} == {str}:
         filter_spec = make_leaf_mask(filter_spec, model, "`filter_spec`")
     try:
@@ -298,7 +298,9 @@ def split_model(
 
 
 def check_state(model: PyTree, state: Any) -> None:
-    """Raises if the model has layers with state but `state` is None, or conversely."""
+    """Raises if the model has stateful layers without `state`, or `state` without such
+    layers.
+    """
     stateful = bool(find_nodes(eqx.nn.StateIndex, model))
     if stateful and state is None:
         raise ValueError(
@@ -313,7 +315,9 @@ def check_state(model: PyTree, state: Any) -> None:
 
 
 def choose_objective(arguments: Mapping[str, Any]) -> Objective | None:
-    """Returns the objective by the arguments; None if the first batch decides."""
+    """Returns the objective that the arguments define; None if the first batch decides
+    it.
+    """
     loss, loss_fn = arguments["loss"], arguments["loss_fn"]
     criteria, of_passes = split_metrics(arguments["metrics"])
     state, keeps = arguments["state"], bool(of_passes)

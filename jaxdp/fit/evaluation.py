@@ -38,7 +38,7 @@ Loaders = Mapping[str, Source]
 def open_loaders(
     trainer: "Trainer", loader: Any, argument: str, prefix: str
 ) -> dict[str, Source]:
-    """Opens what a user passed as `argument`: a loader, or several by name."""
+    """Opens the user's `argument`: one loader, or several by name."""
     open_one = trainer.run.open_source
     if not isinstance(loader, Mapping):
         return {prefix: open_one(loader, argument, "evaluate")}
@@ -59,8 +59,8 @@ class Evaluator:
 
     Args:
         trainer: the trainer whose model is evaluated.
-        sources: the batches, by the prefix of metric names.
-        limits: the number of batches of each; None for all.
+        sources: one source per loader, by the prefix of its metric names.
+        limits: the maximum number of batches per source; None for all.
         hooks: called once for all loaders.
         kind: the word in the names of hooks: "validation" or "test".
     """
@@ -86,7 +86,7 @@ class Evaluator:
         """Returns exact means over the rows, as `{"val_loss": ..., ...}`.
 
         Args:
-            weights: those to evaluate; None for the trainer's.
+            weights: the weights to evaluate; None for the trainer's.
         """
         run, trainer = self._run, self._trainer
         with run.record.redirect_logs({}) as logged:
@@ -187,7 +187,7 @@ def _run_user_pass(trainer: "Trainer", method: str) -> Iterator[Hooks]:
     """Sets callbacks up for a pass outside of a fit; yields the hooks to call."""
     run = trainer.run
     run.renew_hooks(trainer.callbacks)
-    if run.doing:  # callbacks are set up already, and get errors
+    if run.doing:  # the fit has set callbacks up already, and reports errors to them
         run.get_checked_engine()
         yield Hooks(()) if run.doing == "a fit" else run.hooks
         return
@@ -210,7 +210,7 @@ def _load_weights(trainer: "Trainer", method: str, ckpt_path: Any) -> list[Any] 
     if ckpt_path is None:
         return None
     checkpoint = load_by_name(trainer, ckpt_path, partial(load_weights_at, trainer))
-    assert checkpoint is not None  # None is for "auto" alone
+    assert checkpoint is not None  # only "auto" may find no checkpoint
     path, (step, weights) = checkpoint
     log_info(f"`{method}` uses the weights of step {step}, from {path}")
     return weights
@@ -289,8 +289,8 @@ def _iterate_prepared(
 ) -> Iterator[tuple[Batch, Dispatch, Program]]:
     """Yields the batches of a pass, packed, each with its program.
 
-    On accelerators the next batch is on its way to the device by then. All processes
-    take the same batches, and signals are raised after each.
+    On accelerators, the transfer of the next batch has started when a batch is yielded.
+    All processes take the same batches. A pending signal is raised after each batch.
     """
     run, engine = trainer.run, trainer.run.engine
     run.processes.all_gather(f"the start of {activity}", None)
@@ -320,7 +320,7 @@ class _OutputFetcher:
         trainer: the trainer that runs the steps.
         kind: the kind of the steps.
         after_batch: called with the rows of a batch and its number.
-        gather: whether each process gets all rows, instead of its own.
+        gather: whether each process gets all rows, instead of its local rows.
         keep: whether to keep the rows for `collect_rows`.
 
     Attributes:
@@ -378,8 +378,9 @@ class _OutputFetcher:
         self._after_batch(rows, self.num_batches - 1)
 
     def _check_shapes(self, first: PyTree, rows: PyTree) -> None:
-        """Raises for rows of other shapes than those of the first batch, since one
-        array can't hold both."""
+        """Raises if rows differ in shape from the first batch, since one array can't
+        hold both.
+        """
         pairs = zip(jax.tree.leaves(first), jax.tree.leaves(rows), strict=True)
         for one, other in pairs:
             if one.shape[1:] != other.shape[1:]:

@@ -27,10 +27,10 @@ class Feed:
     """The dispatches of a trainer's epochs.
 
     Args:
-        trainer: runs the steps.
-        source: of the batches.
-        hooks: of the fit, which decide options of the step.
-        limits: of the fit, or None if the user has the loop.
+        trainer: the trainer that runs the steps.
+        source: the source of the batches.
+        hooks: the hooks of the fit, which decide options of the step.
+        limits: the limits of the fit; None if the user runs the loop.
     """
 
     def __init__(
@@ -45,14 +45,15 @@ class Feed:
         # The dispatches that `compile_first` has read, then those after them.
         self._compiled: list[Dispatch] = []
         self._remaining: Iterator[Dispatch] | None = None
-        self._waiting: list[Window] = []  # steps that are read, and not launched
+        self._waiting: list[Window] = []  # steps that are read but not launched
         # A user's loop may decide its batches, so it reads only those that it needs.
         self._is_fixed = limits is not None or isinstance(source.loader, list | tuple)
 
     def compile_first(self) -> None:
-        """Compiles the step for the first batch; `read_epoch` begins with that.
+        """Compiles the step for the first batch; `read_epoch` begins with this batch.
 
-        There may be none: all batches of the epoch are done, and its end is missing.
+        There may be no batch: a killed run may have completed all batches, but not the
+        epoch's end.
         """
         run, progress = self._run, self._run.progress
         self._set_up_engine()
@@ -68,8 +69,8 @@ class Feed:
         elif not progress.done:
             raise ValueError(self._source.explain_no_batches())
         elif progress.epoch_ended or not self._compile_at_end():
-            # A fit stopped at the end of an epoch of unknown length, or this one has a
-            # smaller loader or limit.
+            # An earlier fit stopped at the end of an epoch of unknown length, or this
+            # fit has a smaller loader or limit.
             log_info(
                 f"epoch {progress.epoch} is over: {progress.done} batches of"
                 " `train_loader` are done, and no other comes"
@@ -78,7 +79,7 @@ class Feed:
             self.compile_first()
 
     def read_epoch(self) -> Iterator[Dispatch]:
-        """Yields the remaining dispatches of the present epoch."""
+        """Yields the remaining dispatches of the current epoch."""
         remaining, self._remaining = self._remaining, None
         dispatches = self._make_dispatches() if remaining is None else remaining
         compiled, self._compiled = self._compiled, []
@@ -105,7 +106,8 @@ class Feed:
     def _may_read_after(self, step: int) -> bool:
         """Returns whether batches may be read before the step that precedes them.
 
-        The next fit continues where an iterator is.
+        They may not after the last step of the fit, nor from an iterator, because the
+        next fit continues at the iterator's position.
         """
         is_last = self._limits is not None and self._limits.is_reached(step, 0)
         return not (is_last or self._source.is_iterator)
@@ -118,7 +120,7 @@ class Feed:
         engine.set_options(self._hooks.step_options())
 
     def _compile_at_end(self) -> bool:
-        """Compiles for an epoch that was left between its last step and its end.
+        """Compiles for an epoch that a run left between its last step and its end.
 
         Returns:
             Whether the step is compiled; False if there is no batch for it.
@@ -164,7 +166,7 @@ class Feed:
                 raise error
 
     def _find_end(self, windows: Iterator[Window]) -> Iterator[Window]:
-        """Yields each window after the next one was read: hooks know the last."""
+        """Yields each window after reading the next one, so that hooks know the last."""
         progress = self._run.progress
         step, end = progress.global_step, progress.done
 
@@ -182,7 +184,8 @@ class Feed:
     def _group(
         self, window: Window, windows: Iterator[Window]
     ) -> tuple[list[list[Window]], Exception | None]:
-        """Returns a window with those of the same dispatch, or each in its own.
+        """Returns the next windows, grouped into one dispatch, or with one dispatch per
+        window.
 
         A dispatch ends before the step that a limit or a validation is due at. An
         error of the loader is returned with the windows before it.
@@ -205,10 +208,10 @@ class Feed:
 def read_one_ahead(
     items: Iterator[Any], reads_on: Callable[[Any], bool]
 ) -> Iterator[tuple[Any, bool]]:
-    """Yields each item after the next one was read, if it `reads_on`; and whether it is
-    known to be the last.
+    """Yields pairs: an item, and whether it is known to be the last. Reads the next
+    item first if `reads_on(item)`.
 
-    An error is raised after the items before it.
+    Raises an error of `items` only after it has yielded the items before the error.
     """
     following, error = take_until_error(items, 1)
     while following:
@@ -225,7 +228,7 @@ def read_one_ahead(
 def make_windows(batches: Iterable[Batch], size: int) -> Iterator[Any]:
     """Yields lists or tuples of `size` batches; the last may be shorter."""
     if size == 1:
-        return zip(batches)  # fast: small steps wait for it
+        return zip(batches)  # kept fast, since small steps wait for it
     batches = iter(batches)
     return iter(lambda: [*itertools.islice(batches, size)], [])
 
@@ -233,7 +236,9 @@ def make_windows(batches: Iterable[Batch], size: int) -> Iterator[Any]:
 def add_batch_note(
     run: "Run", error: Exception, steps: int = 1, waiting: Sequence[Window] = ()
 ) -> None:
-    """Adds the numbers of the next steps' batches, after those that are `waiting`."""
+    """Adds to an error the batch numbers of the next `steps`, counted after the
+    `waiting` windows.
+    """
     first = run.progress.done + sum(map(len, waiting))
     size = steps * run.config.accumulate_grad_batches
     where = f"in batch {first}"

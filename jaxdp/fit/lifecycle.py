@@ -29,9 +29,9 @@ _REPLACEMENT: Final[ContextVar[Replacement | None]] = ContextVar(
 
 @contextlib.contextmanager
 def replace_training(function: Replacement) -> Iterator[None]:
-    """Has `Trainer.fit` and `Trainer.steps` call `function` first, within the block.
+    """Makes `Trainer.fit` and `Trainer.steps` call `function` first, within the block.
 
-    With it `python -m jaxdp plan` stops a script where it would train.
+    `python -m jaxdp plan` stops a script this way where it would train.
     """
     token = _REPLACEMENT.set(function)
     try:
@@ -42,7 +42,7 @@ def replace_training(function: Replacement) -> Iterator[None]:
 
 def check_may_train(trainer: "Trainer", method: str, train_loader: Any) -> None:
     """Raises if `fit` or `steps` may not train now."""
-    refuse_to_train_in_a_worker()  # before it can open the run's own files
+    refuse_to_train_in_a_worker()  # before the worker can open the files of the run
     if (function := _REPLACEMENT.get()) is not None:
         function(trainer, train_loader)
     if trainer.run.doing == "a fit":
@@ -78,7 +78,7 @@ def _log_inference_layers(model: Any) -> None:
 
     def count(node: Any) -> bool:
         is_layer = isinstance(node, eqx.Module)
-        does_nothing = getattr(node, "p", None) == 0  # a dropout of nothing
+        does_nothing = getattr(node, "p", None) == 0  # a dropout of rate 0
         if is_layer and getattr(node, "inference", None) is True and not does_nothing:
             layers[type(node).__name__] += 1
         return False
@@ -103,7 +103,7 @@ def run_with_teardown(trainer: "Trainer", what: str, hooks: Hooks) -> Iterator[N
     except BaseException as exception:
         with attach_second_error(exception):
             hooks.teardown(trainer)
-        if what != "a fit":  # which has logged it
+        if what != "a fit":  # a fit logs its exception itself
             log_stop(exception)
         raise
     else:
@@ -114,11 +114,11 @@ def run_with_teardown(trainer: "Trainer", what: str, hooks: Hooks) -> Iterator[N
 
 @contextlib.contextmanager
 def attach_second_error(exception: BaseException) -> Iterator[None]:
-    """Adds a second exception as a note to the first, which it would hide."""
+    """Adds a second exception as a note to the first, which the second would hide."""
     try:
         yield
     except Exception as second:
         text = f"{type(second).__name__}: {second}"
         exception.add_note(f"and after that: {text}")
-        if isinstance(exception, Preempted):  # Python prints no notes of it
+        if isinstance(exception, Preempted):  # Python prints no notes of Preempted
             log_info(f"{exception.signal}: {text}")

@@ -51,7 +51,7 @@ class FitLoop:
     Attributes:
         progress: the completed steps and epochs of the run, and its position.
         limits: when the fit ends, and when it validates.
-        train, vals: the sources of the batches, those of validation by name.
+        train, vals: the training source, and the validation sources by name.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class FitLoop:
         self.trainer, self._run = trainer, trainer.run
         self._record = trainer.record
         self.progress = trainer.run.progress
-        self._said: set[str] = set()  # the messages that come once in a fit
-        self._is_loader_exhausted = False  # no batch of it is left
+        self._said: set[str] = set()  # keys of messages logged once per fit
+        self._is_loader_exhausted = False  # no batch of the epoch remains
         self._stop_vote = PeriodicVote(trainer.run.processes, "whether to stop")
 
         # Open the loaders.
@@ -151,7 +151,9 @@ class FitLoop:
         return True
 
     def clean_up(self) -> None:
-        """Removes files of a run that was killed in the last hooks of its fit."""
+        """Removes the files that a run left if it was killed in the last hooks of its
+        fit.
+        """
         self.hooks = self._run.hooks
         with (
             run_with_teardown(self.trainer, "a fit", self.hooks),
@@ -204,9 +206,10 @@ class FitLoop:
             run.loaded_padding = None
 
     def _load_padding(self, steps: int | None, sizes: Any, *saved: int) -> None:
-        """Restores the sizes of a checkpoint's batches if they come from this loader.
+        """Restores the padded sizes of a checkpoint if its batches come from this
+        loader.
 
-        Warns if its epochs have another number of steps.
+        Warns if the epochs of this loader have another number of steps.
         """
         limits = self.limits
         now = limits.count_steps(*saved or [limits.accumulate])
@@ -233,7 +236,7 @@ class FitLoop:
         steps = run_steps(
             self.trainer, self.feed.read_epoch(), self.hooks, after_dispatch
         )
-        with contextlib.closing(steps):  # nothing here waits for the device
+        with contextlib.closing(steps):  # nothing in this block waits for the device
             while not (self._is_loader_exhausted or self._is_done()):
                 self._is_loader_exhausted = next(steps, None) is None
 
@@ -251,8 +254,8 @@ class FitLoop:
     def _should_validate_at_end(self) -> bool:
         """Returns True if the epoch ends with a validation.
 
-        An epoch that is due does, and the last of a fit, even if it is cut short; none
-        whose present weights are validated.
+        An epoch does so if its validation is due, or if it is the last of the fit, even
+        if cut short. It does not if its current weights were validated already.
         """
         progress, limits = self.progress, self.limits
         if not self.vals or progress.validated_at == progress.done:
@@ -265,7 +268,7 @@ class FitLoop:
         )
 
     def _validate(self, *, ends_epoch: bool = False) -> None:
-        """Runs a validation; the metrics of the epoch include those of the last one."""
+        """Runs a validation; the epoch's metrics include the values of the last one."""
         with self._record.stopwatch.measure("validation"):
             self.progress.val_metrics = self._evaluate()
             metrics = self.progress.val_metrics
@@ -323,7 +326,7 @@ class FitLoop:
     def _is_done(self, between_epochs: bool = False) -> bool:
         """Returns True if the fit has reached a limit, or should stop.
 
-        All processes stop if one of them should: at once between epochs, within an
+        All processes stop if one of them should: between epochs at once, within an
         epoch a fraction of a second later.
         """
         trainer, limits, progress = self.trainer, self.limits, self.progress
@@ -338,7 +341,9 @@ class FitLoop:
         return should_stop or limits.is_reached(progress.global_step, progress.epoch)
 
     def _can_stop(self) -> bool:
-        """Returns True if the minimum is reached; else logs once that it is not."""
+        """Returns True if the minimum of steps and epochs is reached; else logs that
+        once.
+        """
         limits, step = self.limits, self.progress.global_step
         ends_epoch = limits.is_finished(self.progress.done)
         may_stop = limits.may_stop(step, self.progress.epoch + ends_epoch)
@@ -408,7 +413,7 @@ class FitLoop:
     def _run_end_hooks(self) -> Iterator[None]:
         """Calls `on_fit_end` after the block, and `on_exception` first if it raised.
 
-        Then ends the passes over the loaders.
+        Ends the passes over the loaders last.
         """
         trainer, run, hooks = self.trainer, self._run, self.hooks
         trainer.should_stop = False
@@ -445,7 +450,9 @@ def _read_overfit_batches(source: Source, limit: Any) -> Source:
 
 
 def run_setup_hooks(trainer: "Trainer", hooks: Hooks) -> Hooks:
-    """Calls `setup` of the callbacks; returns their hooks, timed if one asks for it."""
+    """Calls `setup` of the callbacks; returns their hooks, timed if a callback asks for
+    it.
+    """
     hooks.setup(trainer)
     return trainer.record.stopwatch.time_methods("callbacks", hooks, HOOKS)
 

@@ -46,7 +46,7 @@ class PassMetric:
         self.fn = fn
         try:
             first = next(iter(inspect.signature(fn).parameters), None)
-        except ValueError:  # some built-in callables have none
+        except ValueError:  # some built-in callables have no signature
             first = None
         self._wants_targets_first = first == "y_true"
 

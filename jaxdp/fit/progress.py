@@ -21,17 +21,19 @@ class Progress:
 
     Attributes:
         global_step: completed optimizer steps.
-        ahead: steps that the state has beyond these, within a dispatch of several.
+        ahead: the number of steps that the state is beyond `global_step`, within a
+            dispatch of several steps.
         epoch: the current epoch, counted from 0.
-        done: its completed batches.
-        seen: completed batches of all epochs.
-        examples: its real rows so far.
-        epoch_ended: whether it is in the history; one that was cut short continues.
-        is_finished: whether it has no more batches, while it is being ended.
-        end: its number of batches once the last one was read ahead, else None.
-        val_metrics: the values of its last validation.
-        logged: the last values that callbacks have logged in it.
-        validated_at: the number of its batches before its last validation.
+        done: the completed batches of the current epoch.
+        seen: the completed batches of all epochs.
+        examples: the real rows of the current epoch so far.
+        epoch_ended: whether the current epoch is in the history. An epoch that was cut
+            short continues.
+        is_finished: whether the epoch has no more batches, while its end runs.
+        end: the epoch's number of batches once the last one was read ahead, else None.
+        val_metrics: the values of the epoch's last validation.
+        logged: the last values that callbacks have logged in the epoch.
+        validated_at: the number of the epoch's batches before its last validation.
     """
 
     def __init__(self) -> None:
@@ -43,7 +45,7 @@ class Progress:
         self.logged: dict[str, float] = {}
         self.validated_at = 0
         self._source: Source | None = None  # of the training batches
-        self._position = Position()  # the start of its next pass
+        self._position = Position()  # the start of the loader's next pass
         self._vals: dict[str, Source] = {}
         self._val_states: dict[str, Any] = {}  # from a checkpoint
 
@@ -86,7 +88,7 @@ class Progress:
         self._position = Position(num_yielded=self._position.num_yielded)
 
     def count_step(self, window: Window, rows: int) -> None:
-        """Counts a step over these batches, which have `rows` real rows."""
+        """Counts a step over the batches of `window`, which have `rows` real rows."""
         self.global_step += 1
         self.examples += rows
         self.epoch_ended = False
@@ -131,7 +133,7 @@ class Progress:
         self.seen = state["batches_seen"]
         self.epoch_ended, self.is_finished = state["epoch_ended"], False
         self.val_metrics = state["val_metrics"]
-        self.logged = state.get("logged", {})  # checkpoints of 0.2 have none
+        self.logged = state.get("logged", {})  # checkpoints of 0.2 lack this field
         self.validated_at = state["validated_at"]
         self._source = None
         self._position = Position(
@@ -174,7 +176,7 @@ class FitArguments(NamedTuple):
     overfit_batches: int | float | None = None
 
     def limit_to_fast_dev_run(self, epoch: int) -> "FitArguments":
-        """Returns those for one epoch of as many batches as `fast_dev_run` says."""
+        """Returns the arguments for one epoch of `fast_dev_run` batches."""
         batches = int(self.fast_dev_run)
         names = "max_time", "fast_dev_run", "overfit_batches"
         return FitArguments(
@@ -191,7 +193,7 @@ class Limits:
     Args:
         train: the training batches.
         vals: the validation batches, by name.
-        arguments: those of `Trainer.fit`.
+        arguments: the arguments of `Trainer.fit`.
         accumulate: micro-batches per step.
 
     Attributes:
@@ -325,7 +327,7 @@ class Limits:
             self.deadline = time.monotonic() + self.seconds
 
     def is_finished(self, batches_done: int) -> bool:
-        """Returns True if so many batches are known to complete an epoch."""
+        """Returns True if `batches_done` batches are known to complete an epoch."""
         batches = self.batches_per_epoch
         return batches is not None and batches_done >= batches
 
@@ -345,7 +347,8 @@ class Limits:
 
     def steps_until_stop(self, step: int, batches_done: int) -> int | None:
         """Returns the steps until `min_steps`, `max_steps` or a validation within the
-        epoch; None if there is none of these."""
+        epoch; None if none of the three lies ahead.
+        """
         stops = [] if self.max_steps is None else [self.max_steps - step]
         stops += [self.min_steps - step] if step < self.min_steps else []
         if self.val_interval is not None:
@@ -376,7 +379,7 @@ class Limits:
     def _resolve_interval(self, interval: int | float | None) -> int | None:
         available = self.batches_per_epoch
         if isinstance(interval, float) and available and 0 < interval * available < 1:
-            interval = 1  # a small share is each batch
+            interval = 1  # a share of less than one batch validates after each batch
         every = resolve_limit("val_check_interval", interval, available)
         if every is None:
             return None  # an epoch ends with a validation anyway
@@ -397,7 +400,7 @@ def _min_known(*counts: int | None) -> int | None:
 def resolve_limit(
     name: str, limit: int | float | None, available: int | None
 ) -> int | None:
-    """Returns `limit` in batches, None for all; a float is a part of `available`."""
+    """Returns `limit` in batches, None for all; a float is a share of `available`."""
     if limit is None or (isinstance(limit, float | np.floating) and limit == 1.0):
         return None
     if isinstance(limit, int | np.integer) and not isinstance(limit, bool):

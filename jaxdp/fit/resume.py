@@ -19,7 +19,8 @@ CHECKPOINT_NAMES: Final = ("last", "best", "auto")
 
 
 def resume(trainer: "Trainer", where: str | os.PathLike[str]) -> None:
-    """Loads the checkpoint that `where` names; "auto" is the last one if there is any.
+    """Loads the checkpoint that `where` names; "auto" names the last one, if any
+    exists.
 
     Raises the errors of `load_by_name`.
     """
@@ -45,16 +46,16 @@ def load_by_name(
     """Returns the path of the checkpoint that `where` names, and the result of `load`.
 
     Args:
-        where: the folder of a checkpoint, or a word for those that the
-            `ModelCheckpoint` callbacks of the trainer have saved: `"last"`, or
-            `"best"` by the first that has a `monitor`. Damaged checkpoints are skipped
-            with a warning.
-        load: called with paths, until it does not raise.
+        where: the folder of a checkpoint, or a word. `"last"` names the newest
+            checkpoint that a `ModelCheckpoint` of the trainer saved. `"best"` names the
+            best one of the first `ModelCheckpoint` with a `monitor`. Damaged
+            checkpoints are skipped with a warning.
+        load: called with one path after another, until a call does not raise.
         words: the allowed words.
 
     Raises:
         FileNotFoundError: if there is no checkpoint (for "auto", None is returned).
-        CheckpointCorrupt: if there are some, and all are damaged.
+        CheckpointCorrupt: if there are checkpoints, and all of them are damaged.
         ValueError: for a word without a callback that saves such checkpoints; or if a
             checkpoint is of another model or optimizer.
     """
@@ -73,7 +74,7 @@ def load_by_name(
             )
         return path, load(path)
 
-    # A word: one of those that the callbacks have saved.
+    # A word names one of the checkpoints that the callbacks have saved.
     savers = find_savers(trainer)
     if not savers:
         raise ValueError(
@@ -88,7 +89,7 @@ def load_by_name(
                 " by; use 'last', or ModelCheckpoint(monitor='val_loss')."
             )
 
-    # One process looks for them, and all try the same ones.
+    # One process looks for checkpoints, so that all processes try the same ones.
     paths, faults = trainer.run.processes.run_on_rank_zero(
         "which checkpoint is meant",
         lambda: _find_paths(trainer, where, savers),
@@ -127,13 +128,14 @@ def find_savers(trainer: "Trainer") -> list[ModelCheckpoint]:
 def _find_paths(
     trainer: "Trainer", where: str, savers: list[ModelCheckpoint]
 ) -> list[list[str]]:
-    """Returns the checkpoints that a word names, in the order to try them; and faults.
+    """Returns the checkpoints that a word names, in the order to try them, and faults.
 
-    Faults name what lies among them and is no checkpoint.
+    Faults name the items among the checkpoints that are no checkpoints.
     """
     folders = [saver.find_folder(trainer) for saver in savers]
 
-    # Of equal steps the last saver's comes first: it was saved after the others.
+    # If savers have the same step, the last saver's checkpoint comes first: it was
+    # saved last.
     steps = sorted(
         ((step, folder) for folder in reversed(folders) for step in folder.steps()),
         key=lambda pair: -pair[0],
@@ -184,10 +186,10 @@ def _load_first_valid(
 def _sort_best_first(
     trainer: "Trainer", saver: ModelCheckpoint, newest_first: list[Any]
 ) -> list[Any]:
-    """Sorts the steps that have a score: the best first.
+    """Sorts the steps that have a score, best first.
 
     The link `best` comes first, because the newest checkpoint may have been measured
-    after it was saved; then the order in the newest valid checkpoint.
+    after it was saved. The order of the others comes from the newest valid checkpoint.
     """
     who, ranked = f"the callback {find_name(trainer, saver)}", None
     for step, folder in newest_first:

@@ -140,7 +140,7 @@ class TrainerConfig:
         return optax.with_extra_args_support(hooks.wrap_optimizer(optimizer))
 
     def decide_loss(self, engine: Engine, batch: Batch) -> Engine:
-        """Returns `engine`, whose loss the first batch decides if no argument does."""
+        """Returns `engine`. The first batch decides its loss if no argument does."""
         if engine.pure.objective is None:
             engine.infer_objective(self.make_objective(batch))
         return engine
@@ -191,13 +191,13 @@ class Run:
 
     Args:
         arguments: the validated arguments of the trainer, by name.
-        callbacks: those that may have a part in the compiled step.
+        callbacks: the callbacks that may have a part in the compiled step.
 
     Attributes:
         arguments: as passed.
         config: the resolved arguments.
         processes: the processes that train together.
-        interrupts: holds signals back until a fit can answer them.
+        interrupts: holds signals back until a fit can handle them.
         hooks: the hooks of the callbacks.
         progress: the completed steps and epochs of the run.
         record: the logged values of the run.
@@ -214,7 +214,7 @@ class Run:
         new_id = self.processes.run_on_rank_zero(
             "a new trainer", lambda: uuid.uuid4().hex
         )
-        self._trainer_id = new_id  # which no checkpoint changes
+        self._trainer_id = new_id  # a checkpoint does not change this value
         self.interrupts = SignalHandler(self.processes)
         self.progress = Progress()
         every = config.accumulate_grad_batches
@@ -225,7 +225,7 @@ class Run:
 
     @property
     def optimizer(self) -> optax.GradientTransformationExtraArgs:
-        """The optimizer with what the strategy and callbacks have put around it."""
+        """The optimizer, wrapped by the strategy and by callbacks."""
         return self.config.wrap_optimizer(self.config.strategy, self.hooks)
 
     @property
@@ -235,7 +235,7 @@ class Run:
 
     @property
     def engine(self) -> Engine:
-        """The engine, its state placed."""
+        """The engine, with its state on the devices."""
         if self._engine is None:
             config = self.config
             checks.check_has_arrays(config.model)
@@ -301,8 +301,8 @@ class Run:
         """Updates the hooks; callbacks may have been added or removed.
 
         Args:
-            callbacks: the present ones.
-            to_train: whether this trainer takes their state over.
+            callbacks: the current callbacks.
+            to_train: whether this trainer takes over the state of the callbacks.
         """
         checks.check_callbacks(callbacks, self.hooks.callbacks)
         self.hooks = self.hooks.with_callbacks(callbacks)
@@ -343,7 +343,9 @@ class Run:
         return self.engine.device_state.get_shapes()
 
     def set_initial_weights(self, model: PyTree, model_state: Any) -> None:
-        """Sets the weights that training begins with; their arrays may be anywhere."""
+        """Sets the initial weights of training; their arrays may be on any device or
+        host.
+        """
         self.arguments = {**self.arguments, "model": model, "state": model_state}
         self.config, self._engine = TrainerConfig(self.arguments), None
 
@@ -351,9 +353,9 @@ class Run:
         """Restores fields of an earlier state into the current one.
 
         Args:
-            names: of fields of the state, such as "params".
-            source: their values by name, from `gather_arrays`; or the path of a
-                checkpoint.
+            names: names of fields of the state, such as "params".
+            source: the values of these fields by name, from `gather_arrays`; or the
+                path of a checkpoint.
         """
         engine = self.engine
         if isinstance(source, str):
@@ -374,10 +376,10 @@ def add_default_callbacks(
     if not has_peers and (warning := find_missing_initialize()):
         warn(warning)
     if progress_bar and not any(isinstance(one, ProgressBar) for one in complete):
-        # First, so that it has cleared its line before the others print.
+        # It comes first, so that it has cleared its line before other callbacks print.
         complete.insert(0, ProgressBar())
     if has_peers:
-        # First, so that processes wait for each other before other hooks run.
+        # It comes first, so that processes wait for each other before other hooks run.
         if not any(isinstance(one, Lockstep) for one in complete):
             complete.append(Lockstep())
         complete.sort(key=lambda one: not isinstance(one, Lockstep))

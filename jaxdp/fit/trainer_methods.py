@@ -35,7 +35,9 @@ _OF_FITS: Final = {
 
 
 def check_may_be_set(arguments: Container[str], name: str) -> None:
-    """Raises for what fits set, and arguments that nothing would read again."""
+    """Raises for attributes that fits set, and for arguments that nothing would read
+    again.
+    """
     if name in _OF_FITS:
         raise AttributeError(f"`trainer.{name}` can't be set: {_OF_FITS[name]}.")
     if name in arguments and name not in _SETTABLE:
@@ -47,7 +49,7 @@ def check_may_be_set(arguments: Container[str], name: str) -> None:
 
 
 def convert_settable(name: str, value: Any) -> Any:
-    """Returns the value of an attribute as the argument of its name is kept."""
+    """Converts the value of a settable attribute like the argument of the same name."""
     if name == "log_every_n_steps":
         check_count(name, value)
         return int(value)
@@ -58,7 +60,9 @@ def convert_settable(name: str, value: Any) -> Any:
 
 
 def check_attribute(trainer: "Trainer", name: str) -> None:
-    """Raises for the name of another library, or a misspelt one; names ours."""
+    """Raises for a misspelt name, or a name of another library; the error gives the
+    name in jaxdp.
+    """
     if hasattr(type(trainer), name) or name in vars(trainer) or name.startswith("_"):
         return
     instead = INSTEAD["trainer"].get(name)
@@ -66,7 +70,7 @@ def check_attribute(trainer: "Trainer", name: str) -> None:
         ours = [each for each in dir(type(trainer)) if not each.startswith("_")]
         ours += [*vars(trainer), *trainer.run.arguments]
         near = find_near(name, ours, cutoff=0.9)
-        if near is None:  # a long first word alone, as "acumulate"
+        if near is None:  # matches a long first word alone, such as "acumulate"
             first = {each.partition("_")[0]: each for each in ours}
             near = first.get(find_near(name, filter(_is_long, first), 0.9) or "")
         instead = near and f"trainer.{near}"
@@ -117,7 +121,8 @@ def get_member(run: "Run", model: Any, index: int) -> Any:
 def get_shapes(run: "Run") -> tuple[Any, Any, Any]:
     """Returns trained leaves, other arrays and the model's state as shapes.
 
-    They have shardings, also before they are placed, if the strategy has a mesh.
+    If the strategy has a mesh, the shapes have shardings, even before the state is
+    placed.
     """
     config = run.config
     try:
@@ -126,7 +131,7 @@ def get_shapes(run: "Run") -> tuple[Any, Any, Any]:
         else:
             strategy = config.strategy
             state = config.make_engine(strategy, run.hooks, abstract=True).state
-    except NotImplementedError:  # a user's strategy without a `mesh`
+    except NotImplementedError:  # a custom strategy may have no `mesh`
         return *config.parts[:2], config.model_state
     return state.params, state.buffers, state.model_state
 
