@@ -271,7 +271,7 @@ class Step:
             program = self._compile_traced(traced, function, dispatch, donate, options)
             program.trace_seconds, program.may_raise = trace_seconds, may_raise
             if before.names and self.programs:
-                before.merge(self.facts)  # raises if the facts differ too much
+                before.merge(self.facts)  # raises for metrics of other names
         if isinstance(steps.objective, CriterionObjective):
             program.num_classes = self.facts.num_classes
             program.checks_targets = bool(program.num_classes or self.facts.weighted)

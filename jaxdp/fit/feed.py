@@ -166,7 +166,7 @@ class Feed:
                 raise error
 
     def _find_end(self, windows: Iterator[Window]) -> Iterator[Window]:
-        """Yields each window after reading the next one, so that hooks know the last."""
+        """Yields each window after reading the next, so that hooks know the last."""
         progress = self._run.progress
         step, end = progress.global_step, progress.done
 

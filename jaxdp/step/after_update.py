@@ -15,7 +15,7 @@ from .state import match_dtypes
 
 
 class AfterUpdate:
-    """Calls the function of the user, and checks what it returns.
+    """Calls the function of the user, and checks the returned model.
 
     Args:
         function: `model -> model`, which may name `key` and `step`.
@@ -59,7 +59,9 @@ class AfterUpdate:
 
 
 def _find_difference(model: PyTree, new: PyTree) -> str:
-    """Returns in a clause what differs but for values of arrays; "" for nothing."""
+    """Returns a clause on the first difference other than values of arrays; "" if there
+    is none.
+    """
     old, other = (eqx.filter(x, eqx.is_array, inverse=True) for x in (model, new))
     if jax.tree.structure(old) != jax.tree.structure(other):
         return describe_difference(old, other)
@@ -67,6 +69,8 @@ def _find_difference(model: PyTree, new: PyTree) -> str:
         jax.tree_util.tree_leaves_with_path(old), jax.tree.leaves(other), strict=True
     )
     for (path, before), after in leaves:
-        if not (before is after or eqx.tree_equal(before, after)):  # NaN is not NaN
+        if not (
+            before is after or eqx.tree_equal(before, after)
+        ):  # NaN does not equal itself
             return f"{leaf_path(path)} is another one"
     return ""

@@ -1,4 +1,4 @@
-"""Modules that are called otherwise, and are what they were in all else."""
+"""Overrides the call of a module, and leaves the rest of the module unchanged."""
 
 import functools
 import types
@@ -9,7 +9,8 @@ from typing import Any
 def override_call(module: Any, call: Callable[..., Any]) -> Any:
     """Returns the module with `call(original_module, *args, **kwargs)` as its call.
 
-    Its class is a subclass: models ask `isinstance` of their layers.
+    The class of the result is a subclass of the module's, because models check
+    `isinstance` of their layers.
     """
     return _copy_as(_subclass(type(module), call), module)
 
@@ -26,10 +27,10 @@ def remove_call_override(module: Any) -> Any:
 
 @functools.cache
 def _subclass(cls: type, call: Callable[..., Any]) -> type:
-    if cls.__dict__.get("_call_override") == (call,):  # called so already
+    if cls.__dict__.get("_call_override") == (call,):  # its call is overridden already
         return cls
 
-    @functools.wraps(cls.__call__)  # it takes what that takes
+    @functools.wraps(cls.__call__)  # shows the signature of the original call
     def call_replacement(self: Any, *arguments: Any, **keywords: Any) -> Any:
         return call(_copy_as(cls, self), *arguments, **keywords)
 

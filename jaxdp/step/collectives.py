@@ -47,15 +47,19 @@ class Collectives:
         return function(self, inputs, groups)
 
     def weights(self, state: Any) -> Any:
-        """Returns the `Weights` of a `TrainState` at which gradients are taken."""
+        """Returns the `Weights` of a `TrainState`, at which the step computes
+        gradients.
+        """
         return state.weights
 
     def mean_gradients(self, gradients: PyTree) -> PyTree:
-        """Returns gradients of `over_rows` in the parameters' shapes, for hooks."""
+        """Returns gradients from `over_rows` in the parameters' shapes, for hooks."""
         return gradients
 
     def arrange(self, model: PyTree) -> PyTree:
-        """Returns the model to call in this step: the same function of a row."""
+        """Returns the model to call in this step, which computes the same function of a
+        row.
+        """
         return model
 
     def gather(self, params: PyTree) -> PyTree:
@@ -82,8 +86,8 @@ class Collectives:
 class AxisCollectives(Collectives):
     """Explicit collectives over a mapped axis, as in `jax.pmap` and `jax.shard_map`.
 
-    For steps of functions that are written for one example: each device is given its
-    own rows only.
+    For steps whose functions are written for one example: each device gets only its own
+    rows.
 
     Args:
         axis_name: the axis, or axes, over which the rows of a batch are split.

@@ -1,4 +1,4 @@
-"""The weights to evaluate, of optimizers that take gradients at other weights."""
+"""Finds the weights to evaluate if an optimizer takes gradients at others."""
 
 import functools
 from collections.abc import Callable
@@ -25,7 +25,8 @@ class KeepsWeights(Protocol):
 
 
 def make_weights_view(opt_state: PyTree) -> Callable[[TrainState], TrainState] | None:
-    """Returns a function to a state with the weights to evaluate; None for any other.
+    """Returns a function from a state to one with the weights to evaluate; None if the
+    optimizer has no such weights.
 
     Args:
         opt_state: arrays, or their shapes.
@@ -52,7 +53,7 @@ def _has_eval_weights(node: Any) -> bool:
 
 
 def _replace_params(state: TrainState) -> TrainState:
-    if not isinstance(jax.tree.leaves(state)[0], jax.Array):  # shapes, for a plan
+    if not isinstance(jax.tree.leaves(state)[0], jax.Array):  # a plan has only shapes
         return state
     layouts = jax.tree.map(lambda leaf: leaf.sharding, state.params)
     evaluate = jax.jit(evaluated_params, out_shardings=layouts)
@@ -62,7 +63,7 @@ def _replace_params(state: TrainState) -> TrainState:
 
 
 def evaluated_params(params: PyTree, opt_state: PyTree) -> PyTree:
-    """Returns the weights to evaluate of an optimizer that has trained `params`."""
+    """Returns the weights to evaluate, for an optimizer that has trained `params`."""
     nodes = jax.tree.leaves(opt_state, is_leaf=_has_eval_weights)
     for node in filter(_has_eval_weights, nodes):
         if isinstance(node, ScheduleFreeState):

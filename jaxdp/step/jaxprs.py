@@ -1,4 +1,4 @@
-"""Traced programs: what operations are in them, and the cost of matrix products."""
+"""Traced programs: their operations, and the cost of their matrix products."""
 
 import collections
 import math
@@ -19,10 +19,9 @@ BY_DEFAULT: Final = "float32 by default"
 def products(jaxpr: Any) -> Products:
     """Counts operations of matrix products and convolutions, a multiply-add as two.
 
-    Counted in what `jax.make_jaxpr` gave, so the same on every backend, with the bodies
-    of scans as often as they run. Of a `cond` the costlier branch counts, of a
-    `while_loop` one turn, unless its scope says how
-    many there are; see `make_loop_scope`.
+    The count is of the jaxpr, and so the same on every backend. The body of a scan
+    counts as often as it runs. A `cond` counts as its costlier branch. A `while_loop`
+    counts one iteration, unless its scope says how many it has; see `make_loop_scope`.
     """
     total: Products = collections.Counter()
     for equation in strip_constants(jaxpr).eqns:
@@ -50,7 +49,7 @@ def _has_operation(jaxpr: Any, name: str) -> bool:
 def gathers_in_branches(jaxpr: Any) -> bool:
     """Returns True if devices gather parameters in a `cond` or a `while` of their own.
 
-    They may take other branches, and other numbers of turns, and wait for ever.
+    Devices may take different branches or numbers of iterations, and then wait forever.
     """
 
     def gathers(equation: Any) -> bool:
@@ -80,7 +79,7 @@ def has_own_loop(jaxpr: Any) -> bool:
 def make_loop_scope(times: int) -> str:
     """Returns the `jax.named_scope` of a loop that runs `times` times.
 
-    For a `jax.lax.while_loop`, whose length the program does not contain.
+    It is for a `jax.lax.while_loop`, because the program does not contain its length.
     """
     return f"runs_{times}_times"
 
@@ -128,16 +127,16 @@ def _products(equation: Any) -> Products:
     if name == "cond":
         return max(map(products, params["branches"]), key=lambda counts: counts.total())
 
-    # Of what is inside, as often as it runs.
+    # Count the inner programs, as often as they run.
     times = 1
     if name == "scan":
         times = params["length"]
     elif name == "while":
         times = read_num_runs(str(equation.source_info.name_stack)) or 1
     elif name == "shard_map":
-        # Its body is what one device does of these axes, and all do of the others. A
-        # KeyError says that JAX has renamed them, as after 0.10.0; no other reading
-        # would be right.
+        # The body is the work of one device along these axes, and of all devices along
+        # the other axes. A KeyError says that JAX has renamed them, as after 0.10.0; no
+        # other reading would be right.
         old = "manual_axes" in params
         axes = params["manual_axes" if old else "newly_manual_axes"]
         times = math.prod(params["mesh"].shape[axis] for axis in axes)
@@ -163,7 +162,7 @@ def _find_compute_dtype(equation: Any) -> str:
 
 
 def _convolution(equation: Any) -> int:
-    """Counts kernel taps over the input, zeros of padding and dilation included."""
+    """Counts kernel taps over the input; zeros of padding and dilation count too."""
     numbers = equation.params["dimension_numbers"]
     kernel = equation.invars[1].aval.shape
     # The kernel's axes: out, in (of one group), then space.

@@ -32,8 +32,8 @@ def check_loss_output(
 ) -> LossOutput:
     """Checks a value or a pair: a floating array with the rows, or a scalar.
 
-    The values of a criterion, which `check_criterion_values` has checked, may have more
-    axes after that of the rows.
+    The values of a criterion may have more axes after the axis of rows;
+    `check_criterion_values` has checked them.
     """
     row_weights = None
     if is_pair(value):
@@ -59,7 +59,7 @@ def check_loss_output(
     if weight is None:
         return LossOutput(value if name == "loss" else value.astype(wide))
 
-    # The sums over each row of values times weights, and of the weights.
+    # For each row, sum the weighted values, and sum the weights.
     if weight.ndim < value.ndim:
         value = losses.per_row(value)
     weight = jax.lax.stop_gradient(weight).astype(wide)
@@ -74,8 +74,8 @@ def check_loss_output(
 def check_criterion_values(argument: str, value: Any, target: Any, rows: int) -> None:
     """Raises unless the values of the user's criterion are a scalar, or by rows.
 
-    Other shapes are what a function of one example makes of a batch, or what
-    broadcasting makes of predictions and targets.
+    Other shapes result if a function of one example is applied to a batch, or if
+    predictions and targets broadcast.
     """
     shapes = (), (rows,), jnp.shape(target) if eqx.is_array_like(target) else ()
     _check_shape(argument, value, shapes, rows)
@@ -128,7 +128,8 @@ def check_gradients(loss: LossOutput, params: PyTree) -> None:
 
 
 def make_notes(by_name: Mapping[str, LossOutput], *, scalars: bool) -> tuple[str, ...]:
-    """Returns notes on pairs, which might be meant as two values, and on `scalars`.
+    """Returns notes on pairs, which the user may have meant as two values, and on
+    `scalars`.
 
     A scalar loss gets none: most often it is a mean over rows.
     """

@@ -1,4 +1,6 @@
-"""Values of a step by name: exact sums and means over its real rows and an epoch's."""
+"""The values of a step by name: exact sums and means over real rows of steps and
+epochs.
+"""
 
 import dataclasses
 import operator
@@ -66,10 +68,11 @@ class Metrics(Mapping[str, Any]):
         facts: the names of `means`.
         means: the values in their order.
         inside: values from `Callback.inside_step`.
-        index: which step of a dispatch of several this is.
+        index: the index of this step in its dispatch.
 
     Attributes:
-        steps_in_flight: how many steps later the device is surely done with this one.
+        steps_in_flight: the number of later steps after which the device has certainly
+            completed this one.
     """
 
     steps_in_flight = IN_FLIGHT
@@ -100,7 +103,8 @@ class Metrics(Mapping[str, Any]):
 
     def add(self, values: Mapping[str, Any]) -> None:
         """Adds values of a callback for loggers: numbers, or objects that become arrays
-        when they are read."""
+        on reading.
+        """
         self.added |= values
 
     def __iter__(self) -> Iterator[str]:
@@ -134,13 +138,15 @@ class Sums:
     facts: Facts = dataclasses.field(metadata={"static": True})
 
     def __add__(self, other: "Sums") -> "Sums":
-        """Sums over the rows of both, whose batches may be of other shapes."""
+        """Adds the sums of two batches, whose shapes may differ."""
         facts = self.facts.merge(other.facts)
         ours = dataclasses.replace(self, facts=facts)
         return jax.tree.map(jnp.add, ours, dataclasses.replace(other, facts=facts))
 
     def to_vector(self) -> Array:
-        """Sums of values in the order of the names, then those of the weights."""
+        """Returns the sums of values in the order of the names, then the sums of the
+        weights.
+        """
         sums = stack_values(self.sums, self.facts.names)
         if not self.facts.weighted:
             return sums
@@ -149,16 +155,16 @@ class Sums:
     def means(self, total: Array) -> Array:
         """Returns the mean of each value, in the order of the names.
 
-        A mean over weights that are all 0 is 0, as its gradient is.
+        If all weights are 0, the mean is 0, and so is its gradient.
 
         Args:
-            total: how many real rows there are.
+            total: the number of real rows.
         """
         names = self.facts.names
         sums = stack_values(self.sums, names)
         if not self.facts.weighted:
-            # One by one: XLA turns a vector's division by a number into a product with
-            # the reciprocal in some programs, which rounds otherwise.
+            # Divide one by one: in some programs XLA multiplies a vector by the
+            # reciprocal instead, which rounds differently.
             return jnp.stack([weighted / total for weighted in sums])
         weights = stack_values({n: self.weights.get(n, total) for n in names}, names)
         return jnp.stack(
@@ -166,7 +172,7 @@ class Sums:
         )
 
     def scale_gradients(self, grads: PyTree, groups: Sequence[Group]) -> PyTree:
-        """Scales gradients of a sum over rows to those of the mean loss."""
+        """Converts gradients of a sum over rows into gradients of the mean loss."""
         weight = self.weights.get("loss")
         if weight is None:
             return grads
@@ -237,9 +243,9 @@ def add_values(
 def compute_means(totals: np.ndarray, facts: Facts) -> dict[str, float]:
     """Computes exact means over real rows from fetched totals."""
     count = 1 + len(facts.names) + len(facts.weighted)
-    summed, lost = totals[:, :count].tolist()  # Python's floats are exact enough
+    summed, lost = totals[:, :count].tolist()  # Python floats are exact enough
     rows, *sums = map(operator.sub, summed, lost)
-    # There may be no rows: every step of the epoch was skipped.
+    # The epoch may have no rows, if every step of it was skipped.
     weights = dict.fromkeys(facts.names, rows)
     weights |= zip(facts.weighted, sums[len(facts.names) :], strict=True)
     return {
@@ -249,7 +255,7 @@ def compute_means(totals: np.ndarray, facts: Facts) -> dict[str, float]:
 
 
 def check_num_values(names: Sequence[str]) -> None:
-    """Raises if there are more values and weights of values than are kept."""
+    """Raises if a step has more than `MAX_METRICS` values and weights."""
     if len(names) > MAX_METRICS:
         raise ValueError(
             f"there are {len(names)} values per step, the loss, its metrics and their"
@@ -273,8 +279,9 @@ def add_to_totals(totals: Array, total: Array, sums: Array) -> Array:
     Plain float32 sums stop counting rows at 2**24. Row 0 holds the sums, row 1 what
     rounding added to them.
     """
-    # By selections, which XLA fuses with what follows; to join and pad the values is an
-    # operation more, and a small step takes as long as it has operations.
+    # XLA fuses selections with the operations that follow. To concatenate and pad the
+    # values is one more operation, and the time of a small step is that of its number
+    # of operations.
     total, sums = total.astype(totals.dtype), sums.astype(totals.dtype)
     places = jnp.arange(totals.shape[1])
     step = jnp.zeros_like(totals[0])
@@ -283,5 +290,5 @@ def add_to_totals(totals: Array, total: Array, sums: Array) -> Array:
     corrected = step - totals[1]
     summed = totals[0] + corrected
     lost = (summed - totals[0]) - corrected
-    # An infinite sum has lost nothing; inf - inf would make it NaN.
+    # An infinite sum has no rounding error; inf - inf would turn the error into NaN.
     return jnp.stack([summed, jnp.where(jnp.isfinite(lost), lost, 0)])

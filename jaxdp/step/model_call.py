@@ -87,8 +87,8 @@ _OTHER_NAMES: Final = "train", "is_training", "deterministic", "inference"
 def check_training_flags(model: Any) -> None:
     """Raises if the model has a training flag that no call would set.
 
-    Its default would hold in training and in validation. None, Equinox's default,
-    leaves the choice to the layers.
+    The flag's default would apply in training and in validation. None, Equinox's
+    default, leaves the choice to the layers.
     """
     named = find_keywords(model)
     for name in _OTHER_NAMES:
@@ -103,7 +103,9 @@ def check_training_flags(model: Any) -> None:
 
 
 def find_keywords(model: Any) -> Mapping[str, inspect.Parameter]:
-    """Returns the parameters of the model's call that no partial has filled."""
+    """Returns the parameters of the model's call that no `functools.partial` has
+    filled.
+    """
 
     def to_partial(call: Any) -> Any:
         call = inspect.unwrap(call, stop=lambda call: hasattr(call, "__signature__"))
@@ -114,7 +116,7 @@ def find_keywords(model: Any) -> Mapping[str, inspect.Parameter]:
     call = to_partial(model)
     try:
         parameters = inspect.signature(call).parameters
-    except (TypeError, ValueError):  # not every builtin shows its own
+    except (TypeError, ValueError):  # not every builtin has a signature
         return {}
     filled = call.keywords if isinstance(call, functools.partial) else {}
     return {name: p for name, p in parameters.items() if name not in filled}
@@ -145,7 +147,7 @@ class InferenceModel(eqx.Module):
 
     Args:
         model: takes one example, and the state if there is one.
-        state: the state that belongs to `model`, or None.
+        state: the `eqx.nn.State` of `model`, or None.
     """
 
     model: PyTree

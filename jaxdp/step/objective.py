@@ -104,13 +104,13 @@ class LossFnObjective:
     Args:
         loss_fn: the user's function, possibly a `per_example`.
         keeps_outputs: whether it returns predictions and targets, too.
-        is_part: whether there are other losses, which may return them instead.
+        is_part: whether other losses may return the predictions and targets instead.
 
     Attributes:
         is_per_example: whether it is written for one example.
         names: the parameters of the user's function, without the model.
         takes_state: whether it takes the state of the model.
-        knows_padding: whether it is given the mask of real rows.
+        knows_padding: whether it takes the mask of real rows.
     """
 
     def __init__(
@@ -138,8 +138,8 @@ class LossFnObjective:
         batch = batch if self.is_per_example else unwrap_whole(batch)
         elements = batch if isinstance(batch, tuple) else (batch,)
 
-        # A micro-batch may have no real row. Its weight is 0 for us, and a mean by the
-        # user's own use of the mask must not be 0 / 0.
+        # A micro-batch may have no real row. We give it the weight 0, but a mean that
+        # the user computes with the mask must not be 0 / 0.
         offered = rows._replace(mask=rows.mask | ~rows.mask.any())._asdict()
         if model_state is not None:
             offered["state"] = copy_state(model_state)
@@ -174,7 +174,8 @@ class LossFnObjective:
             losses.check_metric_name("`loss_fn`", name)
             argument = f"`loss_fn`: metric {name!r}"
             by_name[name] = check_loss_output(argument, name, value, num_rows)
-        # With one row, scalars are no means; the batch may have no rows at all.
+        # With one row, a scalar is not a mean over rows. The batch may also have no
+        # rows.
         notes = make_notes(by_name, scalars=num_rows > 1)
         return ObjectiveOutput(by_name, model_state, None, notes, outputs)
 
@@ -183,7 +184,7 @@ Objective = CriterionObjective | LossFnObjective
 
 
 def split_batch(batch: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-    """Returns `(x, y, weight)` of a batch, the last None where it has none."""
+    """Returns `(x, y, weight)` of a batch; `weight` is None if the batch has none."""
     if not isinstance(batch, tuple) or len(batch) not in (2, 3):
         raise TypeError(
             "`loss` and `metrics` need batches (x, y), or (x, y, weight); got"
@@ -245,7 +246,7 @@ def _evaluate_criterion(
     is_per_row = losses.is_per_row(criterion)
     prediction, target = losses.match_shapes(criterion, prediction, target)
     if weight is not None and is_per_row:
-        # The gradient of NaN is NaN, even where nothing selects the value.
+        # NaN makes gradients NaN, even where `where` does not select its value.
         prediction, target = zero_ignored_rows(weight, prediction, target)
     try:
         value = criterion(prediction, target)
@@ -265,7 +266,8 @@ def _evaluate_criterion(
 def _make_shape_notes(prediction: Any, target: Any) -> tuple[str, ...]:
     """Returns a note on shapes that differ by a last axis of one.
 
-    A criterion of the user's may broadcast them, and compare each row with all others.
+    A custom criterion may broadcast the shapes, and so compare each row with all
+    others.
     """
     if not eqx.is_array(prediction) or not eqx.is_array(target):
         return ()

@@ -39,7 +39,7 @@ class Part:
         ])
 
     One compiled step runs the parts in order, on the same batch, and each part sees the
-    updates of those before it. Leaves that belong to no part are frozen.
+    updates of the parts before it. Leaves that belong to no part are frozen.
 
     Args:
         params: which leaves: a path pattern such as "critic" or "blocks[*].attention",
@@ -111,7 +111,7 @@ def find_parts(
     resolved: list[ResolvedPart] = []
     owners: dict[str, str] = {}
     for part in parts:
-        # Its name.
+        # The name of the part.
         mask = make_leaf_mask(part.params, model, "`Part`: `params`")
         name = part.name
         if name is None:
@@ -126,7 +126,7 @@ def find_parts(
         if any(name == other.name for other in resolved):
             raise ValueError(f"`Part`: two are named {name!r}; pass another `name`.")
 
-        # Its leaves.
+        # The leaves of the part.
         leaves = jax.tree_util.tree_leaves_with_path(eqx.filter(model, mask))
         own_paths = [leaf_path(path) for path, leaf in leaves if _is_trainable(leaf)]
         if not own_paths:
@@ -142,7 +142,7 @@ def find_parts(
                 )
         owners |= dict.fromkeys(own_paths, name)
 
-        # What it does.
+        # The loss and the optimizer of the part.
         objective = LossFnObjective(
             part.loss_fn, keeps_outputs=keeps_outputs, is_part=True
         )
@@ -182,7 +182,8 @@ def make_leaf_mask(params: PyTree, model: PyTree, argument: str) -> PyTree:
 
 
 def trained_alone(model: PyTree) -> PyTree | None:
-    """Returns as bools the leaves that modules declare as trained; None for all leaves.
+    """Returns bools for the leaves that modules declare as trained; None for all
+    leaves.
 
     A class of modules names fields in `trained_alone`, as adapters do. If a model has
     one, these fields are trained and nothing else.
@@ -209,7 +210,7 @@ def combine_optimizers(
 ) -> optax.GradientTransformationExtraArgs:
     """Returns an optimizer whose state holds the states of the parts, by name.
 
-    `MultiPartSteps` gives it what these have made of the gradients.
+    `MultiPartSteps` passes it the updates that the parts' optimizers returned.
     """
     optimizers = {part.name: part.optimizer for part in parts}
 
@@ -225,7 +226,7 @@ def combine_optimizers(
 
 
 class MultiPartSteps(Steps):
-    """The steps of a trainer with several parts, which run in their order."""
+    """The steps of a trainer with several parts. Each step runs the parts in order."""
 
     def train(
         self, collectives: Collectives, state: TrainState, groups: Sequence[Group]
@@ -239,7 +240,7 @@ class MultiPartSteps(Steps):
             grads, updates, ran, summed = nothing, nothing, [], []
 
             for part in self.parts:
-                # The same step, in which the other parts are frozen.
+                # The step of this part, with the other parts frozen.
                 trained, others = part.split(params)
                 part_state = state._replace(
                     params=trained,
@@ -370,7 +371,7 @@ def _run_if_due(
 ) -> tuple[Bool[Array, ""], UpdateResult]:
     """Returns whether `every` divides the step's number, and the result of `take`.
 
-    In others there are no updates, and the state stays as it is.
+    In other steps, the updates are zero, and the state does not change.
     """
     due = (state.step + 1) % every == 0
     if every == 1 or not isinstance(due, Tracer) and due:  # without jit

@@ -31,10 +31,11 @@ _OF_BATCHES: Final = {
 
 
 class Arguments:
-    """Binds the elements of a batch, and what a function names, to its parameters.
+    """Binds the elements of a batch, and the extras that a function names, to its
+    parameters.
 
     Args:
-        function: a user's, `(model, *batch)`.
+        function: the user's function, `(model, *batch)`.
     """
 
     def __init__(self, function: Callable[..., Any]):
@@ -44,7 +45,7 @@ class Arguments:
                 f"a loss is called as (model, *batch), and {function!r} takes nothing."
             )
         first, *others = self.signature.parameters.values()
-        if first.kind is first.VAR_POSITIONAL:  # `*args` begins with the model
+        if first.kind is first.VAR_POSITIONAL:  # the first of `*args` is the model
             others = [first, *others]
         self._after_model = self.signature.replace(parameters=others)
         # Arguments that functools.partial fills are not offered.
@@ -99,11 +100,11 @@ class Arguments:
 
 
 class PerExample:
-    """The `loss_fn` of a batch that `per_example` makes of a function of one example.
+    """A `loss_fn` of a batch, which `per_example` makes from a function of one example.
 
     Attributes:
-        function: of one example.
-        names: those of its parameters, without the model.
+        function: the function of one example.
+        names: the names of its parameters, without the model.
     """
 
     def __init__(self, function: Callable[..., Any]):
@@ -126,7 +127,8 @@ class PerExample:
         training: bool = True,
         step: int | Int[Array, ""] = 0,
     ) -> Any:
-        """Returns the values of all rows, `(rows,)`, in the structure of one's.
+        """Returns the values of all rows, shaped `(rows,)`, in the structure of one
+        row's.
 
         Args:
             model: passed on unchanged.

@@ -5,8 +5,8 @@ compute in TF32, and TPUs in bfloat16. "32-highest" computes them in float32.
 
 Under mixed precision the parameters keep their dtype. A call of the model casts them
 and its inputs, and casts its outputs back to float32. So the loss, the metrics, sums of
-gradients and the optimizer never see a narrow number. (The exception are FSDP units,
-whose gradients `FSDP` sums in the dtype of the call.)
+gradients and the optimizer never see a narrow number. (FSDP units are the exception:
+`FSDP` sums their gradients in the dtype of the call.)
 """
 
 import types
@@ -61,7 +61,7 @@ themselves, and return the dtype of the input; `BatchNorm` is wrapped to."""
 
 
 def find_precision(name: Any) -> Precision:
-    """Returns the precision of that name; raises with a list of the known names."""
+    """Returns the precision of a name; an error lists the known names."""
     check_choice("precision", name, list(PRECISIONS))
     return PRECISIONS[name]
 
@@ -92,7 +92,9 @@ def _global() -> str | None:
 
 
 def cast_arrays(tree: PyTree, dtype: Any) -> PyTree:
-    """Casts the floating leaves of a model, but for norms'; None keeps their dtypes."""
+    """Casts the floating leaves of a model, except those of norms; None keeps their
+    dtypes.
+    """
     return tree if dtype is None else _cast_model(tree, dtype, is_stored=True)
 
 
@@ -108,7 +110,7 @@ def cast_to_original(tree: PyTree, like: PyTree) -> PyTree:
 def cast_calls(model: PyTree, precision: Precision) -> PyTree:
     """Returns the model with its calls in the dtype of `precision`.
 
-    A model that can't be called, such as a dict of arrays, is cast itself; see
+    If the model can't be called, as a dict of arrays can't, its leaves are cast; see
     `cast_batch`.
     """
     if precision.computed is None:
@@ -155,14 +157,16 @@ GROWTH_INTERVAL: Final = 2000
 
 
 def make_loss_scale(precision: Precision) -> LossScale | None:
-    """Returns the first scale, or None where none is needed."""
+    """Returns the initial loss scale, or None if the precision needs none."""
     if not precision.scales_loss:
         return None
     return LossScale(jnp.float32(FIRST_SCALE), jnp.int32(0))
 
 
 def update_loss_scale(scale: LossScale, finite: Array) -> LossScale:
-    """Returns the scale after a step whose gradients were `finite` or not."""
+    """Returns the loss scale after a step; `finite` says whether its gradients were
+    finite.
+    """
     good_steps = scale.good_steps + 1
     grows = good_steps == GROWTH_INTERVAL
     grown = jnp.minimum(scale.scale * jnp.where(grows, 2.0, 1.0), LARGEST_SCALE)
@@ -190,7 +194,7 @@ class _MixedPrecisionModel(eqx.Module):
         return self.wrapped
 
     def __getattr__(self, name: str) -> Any:
-        if name == "wrapped":  # requested while a copy is being built
+        if name == "wrapped":  # `copy` asks for it before fields are set
             raise AttributeError(name)
         value = getattr(self.wrapped, name)
         if isinstance(value, types.MethodType) and value.__self__ is self.wrapped:
@@ -228,7 +232,7 @@ class _MixedPrecisionModel(eqx.Module):
 
 
 def _cast(tree: PyTree, dtype: Any, only: Any = None) -> PyTree:
-    """Casts floating arrays to `dtype`, but for those of an `eqx.nn.State`."""
+    """Casts floating arrays to `dtype`, except those of an `eqx.nn.State`."""
 
     def cast(leaf: Any) -> Any:
         wanted = _is_floating(leaf) and only in (None, leaf.dtype)
@@ -238,7 +242,7 @@ def _cast(tree: PyTree, dtype: Any, only: Any = None) -> PyTree:
 
 
 def _cast_model(model: PyTree, dtype: Any, *, is_stored: bool = False) -> PyTree:
-    """Casts the floating leaves of a model to `dtype`, but for those of norms.
+    """Casts the floating leaves of a model to `dtype`, except those of norms.
 
     Unless the cast `is_stored`, BatchNorm statistics and gradients of embeddings are
     summed in float32.
@@ -258,7 +262,8 @@ def _cast_model(model: PyTree, dtype: Any, *, is_stored: bool = False) -> PyTree
 def _look_up_in_float32(embedding: Any, *arguments: Any, **keywords: Any) -> Array:
     """Calls an embedding, and sums its gradient over tokens in float32.
 
-    Thousands of tokens may share a row, and a sum of so many in bfloat16 stops growing.
+    Thousands of tokens may share a row, and a bfloat16 sum of that many terms stops
+    growing.
     """
     row = _cast(embedding, jnp.float32)(*arguments, **keywords)
     return row.astype(embedding.weight.dtype)

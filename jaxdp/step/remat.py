@@ -24,7 +24,9 @@ class RematSpec(NamedTuple):
     """Decides what is saved inside of them; None saves only their inputs."""
 
     def apply(self, model: PyTree) -> PyTree:
-        """Returns the model, in which calls of the outermost of them recompute."""
+        """Returns the model; calls of the outermost submodules that match recompute
+        activations.
+        """
         if not self.patterns:
             return model
         paths = find_outermost_modules(model, self.patterns, "remat").values()
@@ -36,15 +38,15 @@ class RematSpec(NamedTuple):
 
 
 def resolve_remat(remat: Any, model: PyTree, blocks: Sequence[str]) -> RematSpec:
-    """Returns what `Trainer(remat=...)` means for a model.
+    """Resolves `Trainer(remat=...)` for a model.
 
     Args:
-        remat: as it was passed.
-        model: to be trained.
-        blocks: the paths of what its stacks repeat.
+        remat: the argument as passed.
+        model: the model to train.
+        blocks: the paths of the blocks that its stacks repeat.
 
     Raises:
-        TypeError: for what is no `Remat`.
+        TypeError: for a value that is no `Remat`.
         ValueError: for a pattern without a match, and for True without a `Stack`: one
             checkpoint around the whole model would save nothing.
     """
@@ -64,7 +66,8 @@ def resolve_remat(remat: Any, model: PyTree, blocks: Sequence[str]) -> RematSpec
         return RematSpec(tuple(blocks), None if remat is True else remat)
     if isinstance(remat, Sequence) and all(isinstance(part, str) for part in remat):
         names = find_outermost_modules(model, remat, "remat")
-        # A Stack as one would save nothing, so its name means its blocks.
+        # Recomputing a Stack as one unit would save nothing, so its name means its
+        # blocks.
         inside = ((f"{name}.stacked", name) for name in names)
         return RematSpec(tuple(a if a in blocks else name for a, name in inside))
     raise TypeError(
@@ -76,13 +79,13 @@ def resolve_remat(remat: Any, model: PyTree, blocks: Sequence[str]) -> RematSpec
 def find_outermost_modules(
     model: PyTree, patterns: Iterable[str], argument: str
 ) -> dict[str, tuple[Any, ...]]:
-    """Finds the submodules that match a pattern, and are in no other that does.
+    """Finds the submodules that match a pattern and are in no other matching submodule.
 
     Returns:
         Their paths, by name.
 
     Raises:
-        ValueError: if a pattern matches nothing; it lists the submodules there are.
+        ValueError: if a pattern matches nothing; the message lists the submodules.
     """
     modules = _modules_in(model)
     names = find_matches(f"`{argument}`", patterns, modules, "submodule")
@@ -101,7 +104,7 @@ def _modules_in(model: PyTree) -> dict[str, tuple[Any, ...]]:
     for path, _ in jax.tree_util.tree_leaves_with_path(model):
         for length in range(1, len(path)):
             if isinstance(path[length - 1], jax.tree_util.FlattenedIndexKey):
-                break  # inside of a node whose parts have no names
+                break  # inside a node whose parts have no names
             node = get_node(model, path[:length])
             if isinstance(node, eqx.Module) and callable(node):
                 modules[leaf_path(path[:length])] = path[:length]
@@ -119,6 +122,6 @@ class _Recompute(NamedTuple):
 
 
 def get_remat_call(module: Any) -> _Recompute | None:
-    """Returns the call that `RematSpec.apply` gave a module, if it did."""
+    """Returns the call that `RematSpec.apply` gave a module, or None."""
     call = get_call_override(module)
     return call if isinstance(call, _Recompute) else None

@@ -94,7 +94,7 @@ def only_micro_batch(group: Group) -> MicroBatch:
 class MaskAndKeys(NamedTuple):
     """The mask, keys and step number that accompany a batch.
 
-    Its fields are what a `loss_fn` may ask for by name.
+    A `loss_fn` may ask for its fields by name.
     """
 
     mask: Array
@@ -118,8 +118,8 @@ def mask_and_keys(
 ) -> MaskAndKeys:
     """Returns the mask and the keys of the rows that this step sees.
 
-    A row's key depends on `key` and its place among the real rows of the global
-    batch, and so on no padding, device or process.
+    A row's key depends on `key` and on its position among the real rows of the global
+    batch. So it does not depend on padding, devices or processes.
     """
     num_rows = jax.tree.leaves(micro.batch)[0].shape[0]
     ids = collectives.row_ids(num_rows)
@@ -141,13 +141,15 @@ def mask_and_keys(
 
 
 def key_after_update(state_key: Array, step: Int[Array, ""]) -> Any:
-    """Returns the key of `after_update` in a step: of no row and no micro-batch."""
+    """Returns the key of `after_update` in a step; no row has the same key."""
     key = jax.random.fold_in(jax.random.wrap_key_data(state_key), step)
     return jax.random.fold_in(key, jnp.uint32(0x80000000))
 
 
 def key_outside_training(weights: Weights) -> Any:
-    """Returns the key of validation and prediction, which no step has."""
+    """Returns the key of validation and prediction, which differs from the keys of
+    steps.
+    """
     key = jax.random.wrap_key_data(weights.key)
     return jax.random.fold_in(key, jnp.uint32(_RESERVED))
 
@@ -162,7 +164,7 @@ def first_state(
 ) -> TrainState:
     """Returns the state before the first of `steps`; it is not placed yet.
 
-    With `optimizer_layout`, the optimizer's state is made in these shardings.
+    If `optimizer_layout` is given, the optimizer's state is made in these shardings.
     """
 
     def fix_dtype(leaf: Any) -> Array:
@@ -173,8 +175,9 @@ def first_state(
         return jax.lax.convert_element_type(array, array.dtype)
 
     def strengthen(leaf: Any) -> Any:
-        # In the model, too: JAX computes otherwise with weakly typed arrays, such as
-        # `jnp.array(2.0)`, and no checkpoint keeps that they are.
+        # The model's arrays become strongly typed, too. JAX computes differently with
+        # weakly typed arrays, such as `jnp.array(2.0)`, and checkpoints do not record
+        # weak types.
         return fix_dtype(leaf) if getattr(leaf, "weak_type", False) else leaf
 
     params, buffers, model_state = jax.tree.map(
@@ -219,11 +222,12 @@ def keep_old_if_nonfinite(
 ) -> tuple[TrainState, dict[str, Array]]:
     """Returns the new state, or the old one if the step is not `finite`.
 
-    Both get the next loss scale, where there is one. Returns the values to log, too.
+    Both states get the next loss scale, if there is one. Also returns the values to
+    log.
     """
     skipped, named = old._replace(step=new.step), {}
     if old.loss_scale is not None:
-        # An overflow in the gradients alone leaves a loss that counts.
+        # If only the gradients overflow, the loss is finite and still counts.
         is_loss = jnp.isfinite(means).all()
         totals = jnp.where(is_loss, new.totals, old.totals)
         scale = update_loss_scale(old.loss_scale, finite)

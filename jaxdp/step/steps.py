@@ -102,7 +102,8 @@ class Steps(NamedTuple):
     """Data of a subclass that an extra defines."""
 
     def is_per_example(self, kind: str) -> bool:
-        """Returns True if all that a kind of step calls is written for one example.
+        """Returns True if all functions that a kind of step calls are written for one
+        example.
 
         Then its rows may be padded, and devices may work on their own rows alone. A
         function that is written for a batch gets the batch instead.
@@ -115,7 +116,7 @@ class Steps(NamedTuple):
     def is_padded(self, kind: str) -> bool:
         """Returns True if batches may be padded for a kind of step.
 
-        That holds for functions of one example, and for losses that name `mask`.
+        It is True for functions of one example, and for losses that name `mask`.
         """
         if self.is_per_example(kind) or self.has_state or self.objective is None:
             return self.is_per_example(kind)
@@ -127,11 +128,11 @@ class Steps(NamedTuple):
         return self.optimizer.init(params)
 
     def new_totals(self) -> np.ndarray:
-        """Returns the zero that `TrainState.totals` starts an epoch from."""
+        """Returns the zeros with which `TrainState.totals` starts an epoch."""
         return np.zeros((2, MAX_METRICS + 1), sum_dtype())
 
     def new_loss_scale(self) -> LossScale | None:
-        """Returns the `TrainState.loss_scale` of a run."""
+        """Returns the initial `TrainState.loss_scale` of a run."""
         return make_loss_scale(self.precision)
 
     def compute_means(self, totals: np.ndarray, facts: Facts) -> dict[str, float]:
@@ -154,8 +155,8 @@ class Steps(NamedTuple):
     ) -> tuple[TrainState, Metrics]:
         """Runs one optimizer step over all micro-batches of `groups`.
 
-        The gradient is that of the mean loss over all real rows, however they are
-        split into micro-batches and over devices.
+        Computes the gradient of the mean loss over all real rows. It does not depend on
+        their split into micro-batches and over devices.
         """
         with self.precision.set_product_precision():
             result = self.compute_update(collectives, state, groups)
@@ -279,7 +280,7 @@ class Steps(NamedTuple):
     def _cast_weights(self, collectives: Collectives, weights: Weights) -> Weights:
         """Casts weights before they are gathered, so that fewer bytes are sent.
 
-        Only for objectives that read them in calls of the model alone.
+        Casts only if the objective reads the weights in calls of the model alone.
         """
         is_named = isinstance(self.objective, CriterionObjective)
         if not is_named or not collectives.gathers_params:
@@ -313,7 +314,7 @@ class Steps(NamedTuple):
     ) -> tuple[PyTree, PyTree, Sums]:
         """Computes scaled gradients of the rows seen, in the dtypes of accumulation.
 
-        Only this part of a step uses rows; a device may see its own alone.
+        Only this part of a step uses rows. A device may see only its local rows.
         """
         objective = self.objective
         assert objective is not None
@@ -330,7 +331,7 @@ class Steps(NamedTuple):
 
         def gradients(model_state: PyTree, micro: MicroBatch) -> tuple[PyTree, ...]:
             def mean_loss(params: PyTree) -> tuple[Array, tuple[Any, ...]]:
-                # The model with all changes of its calls.
+                # Wrap the calls of the model.
                 model = self.remat.apply(self._model(params, buffers))
                 model = collectives.arrange(model)
                 batch = self._batch(model, micro)
@@ -344,7 +345,8 @@ class Steps(NamedTuple):
                 result = result._replace(notes=notes)
                 summed = sum_values(result, rows.mask)
 
-                # The share of these rows in the mean over all.
+                # Their share of the mean over the rows of all devices and
+                # micro-batches.
                 loss = summed.sums["loss"]
                 loss = loss / total.astype(loss.dtype)
                 loss = loss if scale is None else loss * scale.scale
@@ -372,7 +374,9 @@ class Steps(NamedTuple):
         inputs: tuple[Weights, Int[Array, ""]],
         groups: Sequence[Group],
     ) -> tuple[Sums, PyTree]:
-        """Sums over all rows in inference mode, and what is kept of each row."""
+        """Returns the sums over all rows in inference mode, and the outputs kept of
+        each row.
+        """
         objective = self.objective
         assert objective is not None
         weights, batch_idx = inputs
@@ -399,7 +403,7 @@ class Steps(NamedTuple):
         return call_model(self._inference(model), weights.model_state, x, rows)[0]
 
     def _batch(self, model: PyTree, micro: MicroBatch) -> PyTree:
-        """Returns what the objective is called with."""
+        """Returns the arguments to call the objective with."""
         batch = to_user_batch(merge_leaves(micro.batch, micro.whole))
         return cast_batch(model, batch, self.precision)
 
@@ -425,7 +429,7 @@ def _accumulate_gradients(
 ) -> tuple[PyTree, PyTree, Sums]:
     """Sums `gradients` over the micro-batches in order, by a scan within a group.
 
-    With `unroll` the scan is no loop in the program if there are convolutions in it.
+    With `unroll`, a scan that contains convolutions is unrolled in the program.
     """
 
     def body(carry: tuple[PyTree, PyTree], micro: MicroBatch) -> tuple[Any, Sums]:
@@ -450,7 +454,7 @@ def _accumulate_gradients(
             arguments = (zeros, model_state), micros
             with jax.named_scope(OWN_LOOP):
                 loop = functools.partial(jax.lax.scan, body)
-                # JAX keeps what a body is traced to: it is traced once.
+                # JAX caches the trace of the body, so it is traced once.
                 unrolled = unroll and has_convolutions(jax.make_jaxpr(loop)(*arguments))
                 (grads, model_state), parts = loop(
                     *arguments, unroll=len(group.counts) if unrolled else 1

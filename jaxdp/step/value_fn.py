@@ -1,7 +1,7 @@
 """The loss for optimizers that ask for it: its value, or functions that evaluate it.
 
 `optax.lbfgs`, line searches and `optax.contrib.sam` in its opaque mode evaluate the
-loss at other parameters than the present ones.
+loss at other parameters than the current ones.
 """
 
 import inspect
@@ -66,8 +66,8 @@ def run_optimizer(
 
     @value_fn.defjvp
     def _(primals: Any, tangents: Any) -> tuple[Array, Array]:  # pyright: ignore
-        # From the gradient of steps, not by differentiation through micro-batches and
-        # collectives: it needs no more memory, and rounds as steps do.
+        # Use the gradient of the step instead of differentiating through micro-batches
+        # and collectives. That needs no more memory, and rounds as steps do.
         value, grads = evaluate(*primals)
         products = jax.tree.map(lambda g, t: (g * t).sum().real, grads, *tangents)
         total = sum(jax.tree.leaves(products), start=jnp.zeros_like(value))
@@ -79,8 +79,8 @@ def run_optimizer(
     uphill = conjugate_leaves(grads)
     offered = {"value": loss, "value_fn": value_fn, "grad": uphill, "grad_fn": grad_fn}
     if find_nodes(optax.ScaleByBacktrackingLinesearchState, state.opt_state):
-        # It takes the slope from JAX's gradient, unlike optax's zoom search, which
-        # takes it from the conjugate.
+        # It computes the slope from JAX's gradient, while optax's zoom search uses the
+        # conjugate.
         offered["grad"] = grads
     arguments = uphill, state.opt_state, state.params
     return call_update(optimizer.update, *arguments, offered)
@@ -99,8 +99,8 @@ def call_update(
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         return update(grads, state, params, **named)
 
-    # For the stages inside. optax's line searches raise for grad_fn, and
-    # optax.contrib.sam for all others.
+    # These are for the inner stages. optax's line searches raise for grad_fn, and
+    # optax.contrib.sam for all other names.
     others = dict(offered)
     if find_nodes(SAMState, state):
         others = {"grad_fn": others.get("grad_fn")}

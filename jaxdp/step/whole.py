@@ -95,7 +95,7 @@ def merge_leaves(batch: PyTree, whole: PyTree) -> PyTree:
     """Merges the leaves with rows and those without, which a `Group` keeps apart.
 
     Args:
-        batch: with None in the place of what is in `whole`.
-        whole: with None in the place of all else; or None, if there is nothing.
+        batch: has None in the place of the leaves in `whole`.
+        whole: has None in the place of all other leaves; None if it has no leaves.
     """
     return batch if whole is None else eqx.combine(batch, whole)

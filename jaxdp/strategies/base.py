@@ -79,8 +79,8 @@ class DataParallel:
     def param_spec(self, path: str, leaf: Array) -> PartitionSpec:
         """Returns the split of a leaf of the model; its optimizer state follows.
 
-        Over an axis that rows are split over too, a parameter is split between steps
-        and gathered for each.
+        If an axis also splits rows, a parameter is split over it between steps, and
+        gathered for each step.
 
         Args:
             path: as a user writes it, `layers[0].weight`.
@@ -91,8 +91,9 @@ class DataParallel:
     def update_spec(self, path: str, leaf: Array) -> PartitionSpec:
         """Returns the split of a parameter's gradient and optimizer state.
 
-        By default that is the split of the parameter. If only they are split over an
-        axis of the rows, each device updates a shard of a replicated parameter.
+        By default that is the split of the parameter. If only the gradient and the
+        state are split over an axis of the rows, each device updates a shard of a
+        replicated parameter.
         """
         return self.param_spec(path, leaf)
 
@@ -104,8 +105,8 @@ class DataParallel:
         """Returns the object by which a step reaches the rows of other devices.
 
         Its `over_rows(function, inputs, groups, results)` runs the part of a step that
-        looks at rows. In the base that is the function itself: the step sees all rows,
-        and XLA inserts what has to be sent.
+        looks at rows. The base class calls the function itself: the step sees all rows,
+        and XLA inserts the communication.
 
         Args:
             groups: the batches, or their shapes.
@@ -114,7 +115,7 @@ class DataParallel:
         return Collectives()
 
     def on(self: Strategy, devices: Sequence[Any]) -> Strategy:
-        """Returns this strategy on other devices, which may be of another machine."""
+        """Returns this strategy on other devices, even those of another machine."""
         raise NotImplementedError(
             f"`{type(self).__name__}` can't be planned for other devices: it has no"
             " `on(devices)` that returns the same strategy for them."
@@ -123,13 +124,13 @@ class DataParallel:
     def check(self, arguments: Mapping[str, Any]) -> None:
         """Raises for arguments of `Trainer`, by name, that this strategy can't train.
 
-        Called with all of them, in `Trainer(...)`, after each was checked by itself.
+        `Trainer(...)` calls it with all arguments, after it has checked each of them.
         """
 
     def wrap_optimizer(
         self, optimizer: optax.GradientTransformation
     ) -> optax.GradientTransformation:
-        """Returns the optimizer, with what this strategy needs in its state.
+        """Returns the optimizer, with additional state that this strategy needs.
 
         For strategies that change the training itself, such as `LocalSGD`, which keeps
         a replica for each device there. If that state holds the weights to evaluate, a
@@ -142,7 +143,7 @@ class DataParallel:
 
         A leaf of the optimizer state belongs to a parameter if its path ends with the
         parameter's path, as Adam's `mu.layers[0].weight` does, and its shape with the
-        parameter's shape. A subclass overrides this method to look at the full state
+        parameter's shape. A subclass may override this method to inspect the full state
         first, or to split leaves that belong to no parameter.
 
         Args:
@@ -205,11 +206,11 @@ class DataParallel:
         Args:
             step: a pure function. Its first argument is the `Collectives` that fit how
                 this strategy splits the batch.
-            arguments: example values or `jax.ShapeDtypeStruct`s; the leaves of an
-                argument `"state"` have a `sharding`.
+            arguments: example values or `jax.ShapeDtypeStruct`s. The leaves of an
+                argument with the role `"state"` have a `sharding`.
             roles: the role of each argument.
-            results: the role of each result, or of the only result. A result `"state"`
-                has the layout of the argument `"state"`.
+            results: the role of each result, or of the only result. A result with the
+                role `"state"` has the layout of that argument.
             donate: positions of arguments whose memory the step may overwrite.
             rows: the division of rows among devices.
 
@@ -296,7 +297,7 @@ def count_shards(strategy: DataParallel) -> int:
 def place_batch(
     strategy: DataParallel, groups: Sequence[Group], *, split: bool
 ) -> Sequence[Group]:
-    """Returns batches as compiled steps take them. On one process it changes nothing.
+    """Returns batches as compiled steps take them; unchanged on one process.
 
     Host arrays go straight into the compiled step, which places them faster than
     `jax.device_put`. With several processes, `groups` have the rows of this process's
@@ -336,7 +337,9 @@ def state_name(path: Sequence[Any]) -> str:
 
 
 def make_row_blocks(strategy: DataParallel) -> RowBlocks:
-    """Returns the rows of a batch that this process of several loads."""
+    """Returns the rows of a batch that this process loads, in a job of several
+    processes.
+    """
     if jax.process_count() == 1:
         return RowBlocks()
     if strategy.mesh.empty:
@@ -349,7 +352,7 @@ def make_row_blocks(strategy: DataParallel) -> RowBlocks:
 
 
 def check_offload(strategy: DataParallel) -> None:
-    """Raises unless the strategy's state may be held in host memory, too."""
+    """Raises unless the optimizer's state may be in host memory under this strategy."""
     if type(strategy).place is not DataParallel.place or strategy.mesh.empty:
         raise ValueError(
             "`offload`='optimizer' needs a strategy with a mesh that does not override"
@@ -367,7 +370,8 @@ def replace_attributes(strategy: Strategy, **attributes: Any) -> Strategy:
 def is_rng_row_independent() -> bool:
     """Returns True if a row's draws do not depend on the number of rows.
 
-    The default generator, threefry, does; what others draw depends on it.
+    The draws of the default generator, threefry, do not. The draws of other generators
+    do.
     """
     return jax.config.jax_default_prng_impl == "threefry2x32"  # pyright: ignore
 
@@ -401,5 +405,5 @@ def _row_blocks(mesh: Mesh, row_axes: tuple[str, ...]) -> RowBlocks:
 
 
 def drop_micro_batch_axis(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Returns the shape of a leaf of one micro-batch, of those stacked in a group."""
+    """Returns the shape of one micro-batch's leaf, from a leaf stacked in a group."""
     return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)

@@ -101,12 +101,12 @@ class FSDPUnitStrategy(Sharded):
         return 0 if unit is None else self.units.stacked[unit]
 
     def layouts(self, state: TrainState) -> dict[str, PartitionSpec]:
-        # The arrays of a unit may be trained, or frozen, or both.
+        # A unit may have trained arrays, frozen arrays, or both.
         self.find_units(eqx.combine(state.params, state.buffers))
         return super().layouts(state)
 
     def find_units(self, model: PyTree) -> FSDPUnits:
-        """Finds the submodules that gather their own parameters, and keeps them."""
+        """Finds and stores the submodules that gather their own parameters."""
         self.units = self._find_units(model)
         return self.units
 
@@ -184,7 +184,7 @@ class FSDP(FSDPUnitStrategy, _AxisShardedStrategy):
         return tuple(name for name in self.row_axes if name != _GROUP)
 
     def param_spec(self, path: str, leaf: Array) -> PartitionSpec:
-        # Along an axis within a block, so that each block is gathered by itself.
+        # The axis lies within a block, so that each block is gathered by itself.
         return self._split(leaf, self.count_block_axes(path))
 
 
@@ -226,8 +226,8 @@ def split_axis(
 ) -> int | None:
     """Returns the first axis of `leaf` that `parts` divide, if there is one.
 
-    Axes that `spec` splits don't count, nor do leaves under `min_size`. The leading
-    axes of blocks are the last resort.
+    Skips axes that `spec` splits, and leaves under `min_size`. Uses the leading axes of
+    blocks only if no other axis fits.
     """
     if parts == 1 or math.prod(leaf.shape) < min_size:
         return None

@@ -43,7 +43,7 @@ views of arrays."""
 class Shard(jax.Array):
     """A device's shard of a parameter, until the module that it belongs to is called.
 
-    Filters such as `eqx.is_inexact_array` take it for an array, so that a sum over
+    Filters such as `eqx.is_inexact_array` treat it as an array, so that a sum over
     parameters can't silently omit it. Every other use is refused.
 
     Args:
@@ -86,7 +86,9 @@ for _name in {*vars(jax.Array), *_CONVERSIONS.split()} - {*_HARMLESS.split()}:
 
 
 def open_shards(tree: PyTree) -> PyTree:
-    """Returns the tree with arrays in the place of each `Shard`, for its own call."""
+    """Returns the tree with the array of each `Shard` in its place, for the call of its
+    owner.
+    """
     is_shard = lambda leaf: isinstance(leaf, Shard)  # noqa: E731
     return jax.tree.map(lambda x: x.array if is_shard(x) else x, tree, is_leaf=is_shard)
 
@@ -189,7 +191,7 @@ class _GatherCall(NamedTuple):
         recomputed = eqx.filter_checkpoint(
             call,
             policy=_saves_for_backward if recompute is None else recompute.policy,
-            # XLA can't merge the two computations of an iteration of a loop.
+            # XLA can't merge the two computations within a loop iteration.
             prevent_cse=not self.in_loop,
         )
         return recomputed(module, *arguments, **keywords)
@@ -223,9 +225,9 @@ GATHERED_IN_BRANCH: Final = (
 
 
 def _refuse_rows(*_: Any) -> Any:
-    """Raises where JAX would make a shard for each row: in a branch of a `lax.cond`
-    that depends on the row, it selects among them. Devices would sum their gradients
-    with those of other rows.
+    """Raises where JAX would make a shard for each row: it selects among shards in a
+    branch of a `lax.cond` that depends on the row. Devices would add the gradients of
+    different rows' shards.
     """
     raise ValueError(GATHERED_IN_BRANCH)
 
@@ -261,11 +263,11 @@ def reduce_scatter(spec: PartitionSpec, gradient: Array) -> Array:
 def map_local_shards(
     function: Callable[[Array], Array], others: PartitionSpec
 ) -> Callable[[Array], Array]:
-    """Returns `function`, which exchanges shards, for a device's part of an array.
+    """Returns `function`, a collective, mapped over the local part of an array.
 
-    Over the axes that are left to XLA, arrays stay split like `others`. XLA would
-    gather them over those axes first, and for CPUs it can't reduce bfloat16 where any
-    are left: it aborts the process.
+    Along the mesh axes that XLA handles, arrays stay split like `others`. Otherwise XLA
+    would first gather them over these axes. On CPUs XLA also aborts the process if it
+    reduces bfloat16 while such axes exist.
     """
     if not (auto_axes := _find_auto_axes()):
         return function
@@ -326,7 +328,7 @@ def _(
 def is_split_by_both(axes: tuple[str, ...], spec: PartitionSpec) -> bool:
     """Returns True if `axes` and others split the same axis of an array.
 
-    A part that is gathered over `axes` would be no part of the others' shards.
+    After a gather over `axes`, the part would not match the shards of the other axes.
     """
     splits = ([name in axes for name in get_axis_names(names)] for names in spec)
     return any(any(axis) and not all(axis) for axis in splits)

@@ -52,7 +52,7 @@ def make_mesh(devices: Sequence[Any], shape: Mapping[str, int]) -> Mesh:
 
 
 def make_topology_mesh(devices: Sequence[Any], shape: Mapping[str, int]) -> Mesh:
-    """Returns a mesh in the order in which devices are wired, where JAX knows it."""
+    """Returns a mesh in the order of the devices' interconnect, if JAX knows it."""
     auto = (AxisType.Auto,) * len(shape)
     return jax.make_mesh(tuple(shape.values()), tuple(shape), auto, devices=devices)
 

@@ -20,7 +20,7 @@ def offload_optimizer(shardings: TrainState, state: TrainState) -> TrainState:
         if leaf.size <= _SMALL:
             return sharding
         on_host = sharding.with_memory_kind(HOST)
-        if on_host.memory_kind != HOST:  # JAX ignores it where there is none
+        if on_host.memory_kind != HOST:  # JAX ignores it on devices without host memory
             device, *_ = sharding.device_set
             raise ValueError(
                 "`offload`='optimizer' needs devices that reach the host's memory"

@@ -39,8 +39,8 @@ def place_copy(tree: PyTree, shardings: PyTree) -> PyTree:
 
 def _copy_to_devices(leaves: list[Any], layouts: list[Any]) -> list[Any]:
     if all(layout.is_fully_addressable for layout in layouts):
-        # Without a program: to compile one for hundreds of leaves takes long. JAX heeds
-        # `may_alias=False` only for an array that already has the layout.
+        # This needs no program: compiling one for hundreds of leaves takes long. JAX
+        # obeys `may_alias=False` only for an array that already has the layout.
         moved = jax.device_put(leaves, layouts)
         return jax.device_put(moved, layouts, may_alias=False)
     moved = jax.tree.map(make_global_array, leaves, layouts)
@@ -59,10 +59,10 @@ def put_rows(
     *,
     split: bool,
 ) -> list[Group]:
-    """Makes global arrays of batches, of which each process has its blocks' rows.
+    """Makes global arrays from batches; each process has the rows of its blocks.
 
-    Without `split` every process has all rows. `shardings` returns those of a group,
-    from the shapes of the global group.
+    Without `split`, every process has all rows. `shardings` maps the shapes of the
+    global group to its shardings.
     """
     blocks = blocks if split else RowBlocks()
 
@@ -89,7 +89,7 @@ def put_rows(
 
 
 def replicate(tree: PyTree) -> PyTree:
-    """Returns arrays that are split between processes, full on all their devices.
+    """Replicates arrays that are split between processes over all their devices.
 
     All processes must call it. Other arrays are returned unchanged.
     """
@@ -110,7 +110,7 @@ def _identity(sharding: Any) -> Callable[[Any], Any]:
 
 
 def gather_arrays(tree: PyTree) -> PyTree:
-    """Returns new full arrays, on the default device, of placed ones.
+    """Gathers placed arrays into new full arrays on the default device.
 
     If anything is split between processes, all of them must call it.
     """
@@ -118,7 +118,7 @@ def gather_arrays(tree: PyTree) -> PyTree:
 
 
 def fetch(tree: PyTree) -> PyTree:
-    """Returns full NumPy arrays of placed ones, and typed PRNG keys as they are.
+    """Gathers placed arrays into full NumPy arrays; returns typed PRNG keys unchanged.
 
     If anything is split between processes, all of them must call it.
     """

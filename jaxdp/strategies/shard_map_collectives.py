@@ -87,7 +87,8 @@ class ShardMapCollectives(Collectives):
         return self.units.wrap_modules(model, self.shards, self.row_axes, self.mesh)
 
     def gather(self, params: PyTree) -> PyTree:
-        # First split: or else XLA would gather parameters before it casts them.
+        # Split the arrays first; otherwise XLA would gather parameters before it casts
+        # them.
         split = self._constrain(params, self.param_spec)
         return self._constrain(split, self._get_used_spec)
 
@@ -105,7 +106,7 @@ class ShardMapCollectives(Collectives):
         return jax.tree_util.tree_map_with_path(constrain, tree)
 
     def _bind_step(self, inputs: Any) -> "ShardMapCollectives":
-        """Returns a copy for a step of these inputs, which knows their units."""
+        """Returns a copy for a step with these inputs, which knows their FSDP units."""
         weights, *_ = find_nodes(Weights, inputs)
         model = eqx.combine(weights.params, weights.buffers)
         bound, units = copy.copy(self), self.find_units(model)
@@ -122,8 +123,8 @@ class ShardMapCollectives(Collectives):
     ) -> Any:
         """Runs `function` on each device's rows.
 
-        The `shards`, which modules gather in their calls, and the gradients of these
-        stay split.
+        The `shards`, which modules gather in their calls, and their gradients stay
+        split.
         """
         weights, *_ = find_nodes(Weights, inputs)
         rows, whole = PartitionSpec(self.row_axes), PartitionSpec()
@@ -148,7 +149,9 @@ class ShardMapCollectives(Collectives):
         )(self._gather_weights(inputs), list(groups))
 
     def gradient_spec(self, name: str, leaf: Any) -> PartitionSpec:
-        """Returns the split of a gradient, summed over rows, over the rows' devices."""
+        """Returns the split, over the rows' devices, of a gradient that is summed over
+        rows.
+        """
         if name in self.shards:
             return keep_axes(self.row_axes, self.shards[name])
         spec = self.update_spec(name, leaf)
@@ -171,7 +174,7 @@ class ShardMapCollectives(Collectives):
 
     @jax.named_scope("parameters")
     def _gather_weights(self, inputs: Any) -> Any:
-        """Returns inputs with full weights, but for shards."""
+        """Returns inputs with full weights, except for shards."""
 
         def gather_one(weights: Weights) -> Weights:
             params, buffers = map(self.gather, weights[:2])
@@ -186,9 +189,9 @@ class ShardMapCollectives(Collectives):
 
 
 class _DeviceCollectives(AxisCollectives):
-    """The collectives of one device, which works on its own rows.
+    """The collectives of one device, which works on its local rows.
 
-    Its parameters are full, but for the shards that units gather in their calls.
+    Its parameters are full, except for the shards that units gather in their calls.
     """
 
     def __init__(self, step: ShardMapCollectives):
@@ -206,7 +209,8 @@ class _DeviceCollectives(AxisCollectives):
     def _sum_gradient(self, path: Any, leaf: Any) -> Any:
         """Sums a gradient over the rows' devices, to this device's shard of it.
 
-        That of a shard is summed already over the devices that have other ones.
+        The gradient of a shard is already summed over the devices that have other
+        shards.
         """
         step, name = self._step, leaf_path(path)
         own, is_shard = step.gradient_spec(name, leaf), name in step.shards

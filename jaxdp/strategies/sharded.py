@@ -88,7 +88,9 @@ class Sharded(DataParallel):
         self.mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=auto)
 
     def on(self, devices: Sequence[Any]) -> "Sharded":
-        """This strategy on other devices; the axis `"data"` is what they allow."""
+        """Returns this strategy on other devices; their number decides the size of
+        `"data"`.
+        """
         shape = dict(self.mesh.shape)
         others = self.mesh.size // shape[DATA]
         if len(devices) % others:
@@ -100,7 +102,8 @@ class Sharded(DataParallel):
         return replace_attributes(self, mesh=make_mesh(devices, {**shape, DATA: size}))
 
     def collectives(self, groups: Sequence[Group], rows: Rows) -> Collectives:
-        """Returns the collectives of devices that work on their own rows, if they may.
+        """Returns the collectives for devices that work on their local rows, if
+        possible.
 
         Then there is one reduction per step. XLA by itself would reduce gradients
         wherever they are summed: for each micro-batch, and in each iteration of a loop
@@ -116,7 +119,9 @@ class Sharded(DataParallel):
         return ShardMapCollectives(self, is_apart=is_apart)
 
     def find_units(self, model: PyTree) -> FSDPUnits:
-        """Returns the modules of a model that gather their own parameters: none."""
+        """Returns the modules of a model that gather their own parameters. Here there
+        are none.
+        """
         return NO_UNITS
 
     def _is_by_rows(self, leaf: jax.ShapeDtypeStruct) -> bool:

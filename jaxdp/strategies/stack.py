@@ -72,7 +72,8 @@ def apply_blocks(
 ) -> PyTree:
     """Applies blocks to `x`, each to the output of the block before it.
 
-    `rest` is a block without its arrays, which are stacked, and so are `keys`, if any.
+    `rest` is a block without its arrays. `arrays` are stacked, and so are `keys`, if
+    any.
     """
     names = [name for name in ("key", "training") if accepts_keyword(rest, name)]
 

@@ -45,8 +45,9 @@ class TensorParallel(FSDPUnitStrategy):
 
     An axis named `"fsdp"` splits rows further. It also splits every parameter, as
     `FSDP` does, along axes that the rules leave free. Blocks of a `jaxdp.Stack` are
-    gathered over it one by one, each device its part of a block by the rules. Leaves
-    without a free axis, such as biases, are gathered before the step.
+    gathered over it one by one. Each device gathers the part of a block that the rules
+    assign to it. Leaves without a free axis, such as biases, are gathered before the
+    step.
 
     Args:
         mesh_shape: sizes of the mesh's axes by name, `"data"` among them.
@@ -120,7 +121,7 @@ class TensorParallel(FSDPUnitStrategy):
     def _split(
         self, spec: PartitionSpec, leaf: Any, num_block_axes: int = 0
     ) -> PartitionSpec:
-        """Returns `spec` with another axis split over `"fsdp"`, where there is one."""
+        """Returns `spec` with a further axis split over `"fsdp"`, if one is free."""
         names = [name for entry in spec for name in get_axis_names(entry)]
         if _FSDP not in self.mesh.shape or _FSDP in names:
             return spec
@@ -188,7 +189,7 @@ def _rules(model: PyTree, axis: str) -> list[Rule]:
             inputs = ("query_proj", "key_proj", "value_proj")
             pairs = [({name: getattr(node, name) for name in inputs}, "output_proj")]
 
-        # A pair: split by outputs, then by inputs.
+        # In a pair, the first layer is split by outputs, the second by inputs.
         for outward, inward in pairs:
             for name, layer in outward.items():
                 rules.append((f"{prefix}{name}.weight", PartitionSpec(axis, None)))
