@@ -87,7 +87,7 @@ def _find_errors(
 def _explain(
     error: TypeError, parameters: Mapping[str, inspect.Parameter], args: Any
 ) -> str:
-    """Returns why arguments can't be bound: which ones by position are too many."""
+    """Returns why arguments can't be bound, such as too many by position."""
     by_position = [
         name
         for name, parameter in parameters.items()
@@ -203,7 +203,7 @@ def check_call(
 ) -> None:
     """Raises if a function of the user's can't be called with such arguments.
 
-    `hint` says how it is called. Some built-in callables have no signature to check.
+    `hint` is the call to write. Some built-in callables have no signature to check.
     """
     with contextlib.suppress(ValueError):
         signature = inspect.signature(function)
@@ -306,7 +306,8 @@ def parse_duration(duration: Any, argument: str = "duration") -> float:
 
 
 def format_call(instance: Any, num_positional: int = 0, **texts: str | None) -> str:
-    """Returns the call that makes an object, of what differs from the defaults.
+    """Formats the call that makes an object, with the arguments that differ from
+    defaults.
 
     Args:
         instance: its attributes have the names of the arguments of its class.

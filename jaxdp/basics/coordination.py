@@ -43,10 +43,10 @@ def wait_at_barrier(name: str, timeout: float, gives_up: Callable[[], bool]) -> 
         try:
             future.result(_POLL_SECONDS)
             return True
-        except TimeoutError:  # of this call; JAX raises others
+        except TimeoutError:  # from `result`; JAX's timeouts have another class
             if gives_up():
                 return False
-        except (jax.errors.JaxRuntimeError, ValueError) as error:  # by version
+        except (jax.errors.JaxRuntimeError, ValueError) as error:  # by JAX's version
             if "DEADLINE_EXCEEDED" in str(error):
                 return False
             raise

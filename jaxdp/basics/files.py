@@ -77,13 +77,15 @@ def append_atomically(file: IO[bytes], text: str) -> None:
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """Reads a file of JSON; raises a ValueError if it is none."""
+    """Reads a JSON file; raises a ValueError if it is not JSON."""
     with open(path, "rb") as file:
         return parse_json(file.read())
 
 
 def parse_json(text: str | bytes, pairs_hook: Any = None) -> Any:
-    """Parses JSON that may be damaged or a stranger's; raises a ValueError for none."""
+    """Parses JSON that may be damaged or untrusted; raises a ValueError if it is
+    invalid.
+    """
     try:
         return json.loads(text, object_pairs_hook=pairs_hook)
     except RecursionError as error:

@@ -11,7 +11,7 @@ import jax
 def get_memory_limit(device: Any) -> int | None:
     """Returns the bytes that a device gives programs, or None if that is unknown.
 
-    CPUs don't tell; devices of other processes and of plans can't be asked.
+    CPUs do not report it, nor do devices of other processes and of plans.
     """
     statistics = getattr(device, "memory_stats", None)
     if statistics is None or device.process_index != jax.process_index():

@@ -8,8 +8,9 @@ from typing import Final
 
 
 def _read_table(text: str) -> dict[str, str]:
-    """Reads lines `answer <- words`, which continue on lines that are indented more;
-    returns the answer for each word."""
+    """Parses lines `answer <- words` into the answer for each word. A line that is
+    indented more continues the line before it.
+    """
     lines = re.sub(r"\n            +", " ", text).split("\n")
     pairs = [line.strip().split(" <- ") for line in lines if " <- " in line]
     return {word: answer for answer, words in pairs for word in words.split()}
@@ -244,7 +245,8 @@ INSTEAD: Final[dict[str, dict[str, str]]] = {
         pass a loader: Arrays(x, y, batch_size=...) <- x y
         the trainer has its model <- model
         """),
-            # A note on a wrong value, as of validate(model, loader) or validate(x, y).
+            # This is a note on a wrong value, as in validate(model, loader) or
+            # validate(x, y).
             "ckpt_path": "The trainer has its model, and one loader has x and y:"
             " loader=Arrays(x, y)",
         },
@@ -635,7 +637,7 @@ INSTEAD: Final[dict[str, dict[str, str]]] = {
         nothing: processes leave the job when they end <- destroy_process_group shutdown
             cleanup
     """),
-    # Hooks, by those that do their work here.
+    # Hooks of other libraries, listed by the hooks that do their work in jaxdp.
     "Callback": _read_table("""
         setup <- on_init_start on_init_end after_create
         on_fit_start <- on_train_start on_sanity_check_start on_sanity_check_end
@@ -684,7 +686,7 @@ INSTEAD: Final[dict[str, dict[str, str]]] = {
         teardown <- post_close
         state_dict <- state_key
     """),
-    # Arguments of hooks, by what has their values here.
+    # Arguments of hooks, listed by the expressions that have their values in jaxdp.
     "hook": _read_table("""
         trainer.model <- pl_module
         metrics <- logs outputs

@@ -72,8 +72,9 @@ def note_callback(
 class TracebackFilter:
     """A context in public methods, which filters the tracebacks of exceptions.
 
-    It keeps the frames of the user's code, and those that it called, without the frames
-    of JAX and of this package. A traceback without the user's code stays as it is.
+    It keeps the frames of the user's code and of the code that it called, without the
+    frames of JAX and of this package. A traceback without the user's code stays as it
+    is.
     """
 
     def __enter__(self) -> None:
@@ -84,7 +85,7 @@ class TracebackFilter:
         if not isinstance(error, Exception) or not is_on:
             return
         before, link = error.__traceback__, error
-        while link is not None:  # those that it was raised from are printed, too
+        while link is not None:  # Python prints its causes, too
             link.__traceback__ = _keep_user_frames(link.__traceback__)
             link = link.__cause__ or link.__context__
         notes = getattr(error, "__notes__", [])
@@ -94,7 +95,9 @@ class TracebackFilter:
 
 
 def _keep_user_frames(traceback: TracebackType | None) -> TracebackType | None:
-    """Keeps the user's frames and those below that are not ours; or else all."""
+    """Keeps the user's frames, and the frames below them that are not ours; all if
+    none.
+    """
     entries: list[TracebackType] = []
     entry = traceback
     while entry is not None:

@@ -158,7 +158,7 @@ def is_key(leaf: Any) -> bool:
 
 
 def nbytes(leaf: Any, shape: Sequence[int] | None = None) -> int:
-    """Returns the bytes of an array, or of one of its dtype and another shape."""
+    """Returns the bytes of an array, or of another `shape` with its dtype."""
     size = math.prod(leaf.shape if shape is None else shape)
     if is_key(leaf):
         data = jax.eval_shape(jax.random.key_data, leaf)

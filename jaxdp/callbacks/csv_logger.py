@@ -38,7 +38,7 @@ class CSVLogger(Logger):
         hyperparameters: your own, by name, to record beside the trainer's arguments.
 
     Attributes:
-        path: where the table is; None before the first fit.
+        path: the path of the table; None before the first fit.
     """
 
     @checks_arguments
@@ -79,7 +79,8 @@ class CSVLogger(Logger):
             self._rows = 0
             self.set_aside(self._list_files(folder))
         self._table = Table(self.path)
-        # The columns that are known to come, so that the table is seldom rewritten.
+        # Add the columns that are known to be needed, so that the table is seldom
+        # rewritten.
         names = dict.fromkeys(trainer.record.names)
         of_epochs = LogRow("epoch", 0, 0, names).numbers()
         self._table.add_columns(["epoch", "step", *names, *of_epochs])

@@ -40,9 +40,9 @@ class EarlyStopping(MonitorCallback):
 
     Attributes:
         wait_count: checks since the last improvement.
-        stopped_epoch: the epoch that was the last one, counted from 0; None before.
+        stopped_epoch: the last epoch, counted from 0; None before the fit is stopped.
         best_score: the best value so far; None before the first check.
-        reason: why the fit was stopped; None before.
+        reason: why the fit was stopped; None before it is.
     """
 
     @checks_arguments
@@ -137,7 +137,7 @@ class EarlyStopping(MonitorCallback):
 
         def find() -> str | None:
             savers = [c for c in trainer.callbacks if isinstance(c, ModelCheckpoint)]
-            # A checkpoint of the other steps is no candidate.
+            # A checkpoint of any other step is no candidate.
             paths = (c.find_path(step) for step in self._best_steps[:1] for c in savers)
             return next(filter(None, paths), None)
 
@@ -166,7 +166,7 @@ class EarlyStopping(MonitorCallback):
         last = state.get("last_check")
         self._last_check = (int(last[0]), float(last[1])) if last else None
         self._best_steps = list(state.get("best_steps", []))  # in no older checkpoint
-        # They belong to steps that are undone, or to another trainer.
+        # The best weights belong to steps that are undone, or to another trainer.
         self.reason = self._best = None
 
     def _stop_if_due(self, trainer: Trainer, value: float) -> None:
@@ -174,8 +174,8 @@ class EarlyStopping(MonitorCallback):
         self.reason = self._find_limit(value)
         if self.reason is None and self.wait_count >= max(self.patience, 1):
             self.reason = f"{self.describe_wait()}."
-        # `should_stop` stays set: before the minimum of the fit it would end a run that
-        # improves later.
+        # `should_stop` stays set once it is set. So it is not set before the minimum of
+        # the fit, or it would end a run that improves later.
         step, epochs = trainer.global_step, trainer.record.epochs_done
         if self.reason is not None and trainer.record.limits.may_stop(step, epochs):
             was_said, trainer.should_stop = trainer.should_stop, True

@@ -27,9 +27,9 @@ class GradientMonitor(Callback):
       `grad_norm/<layer>` for each layer, such as `blocks[3].attention`;
     - `update_ratio`, the norm of the update divided by the norm of the weights it was
       added to, and `update_ratio/<layer>`. With Adam, about 1e-3 is common. Much less
-      means that the model hardly learns; much more means that training is unstable.
-      (Of weights that `after_update` changes, it is over what that has made of them,
-      less the update.)
+      means that the model hardly learns; much more means that training is unstable. (If
+      `after_update` changes the weights, the divisor is the changed weights minus the
+      update.)
 
     They are computed inside the compiled step, in one pass over gradients, updates and
     weights; the host reads them some steps late.

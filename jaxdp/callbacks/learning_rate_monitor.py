@@ -25,8 +25,8 @@ class LearningRateMonitor(Callback):
     optimizers can't be read: pass their schedule here as well.
 
     Several rates in an optimizer have names of their own: `lr/<label>` with the label
-    of `optax.partition`, or `lr/0`, `lr/1`, ... (see `trainer.hyperparams`). Those of
-    the members of an ensemble are `lr[0]`, `lr[1]`, ...
+    of `optax.partition`, or `lr/0`, `lr/1`, ... (see `trainer.hyperparams`). The rates
+    of an ensemble's members are `lr[0]`, `lr[1]`, ...
 
     Args:
         schedule: a number, or a function from the number of earlier steps to the rate,
@@ -72,7 +72,7 @@ class LearningRateMonitor(Callback):
         logged: dict[str, Array] = {}
         for label, rate in zip(labels, rates.values(), strict=True):
             name = self.name if len(rates) == 1 else f"{self.name}/{label}"
-            if jnp.ndim(rate) == 1:  # of each member of an ensemble
+            if jnp.ndim(rate) == 1:  # one rate per member of an ensemble
                 logged |= {f"{name}[{i}]": jnp.float32(r) for i, r in enumerate(rate)}
             else:
                 logged[name] = jnp.float32(rate)

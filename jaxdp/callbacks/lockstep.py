@@ -43,10 +43,10 @@ class Lockstep(Callback):
     device.
 
     Args:
-        every_n_steps: the steps, or batches of evaluations, from barrier to barrier. A
-            difference in between is found at the next barrier.
+        every_n_steps: the number of steps, or batches of evaluations, between two
+            barriers. The next barrier finds any difference since the last one.
         timeout: how many seconds a process waits for another.
-        warn_after: after how many seconds it says which one.
+        warn_after: after how many seconds it reports the process it waits for.
     """
 
     @checks_arguments
@@ -86,7 +86,8 @@ class Lockstep(Callback):
         self, trainer: Trainer, batch: Any, batch_idx: int
     ) -> None:
         if coordination.has_peers():
-            # Its rows are this process's own, and not as many as those of others.
+            # The batch has the rows of this process, whose number differs between
+            # processes.
             facts = {"a row of the batch": _shapes(batch, 1)}
             facts["rows before it"] = str(trainer.record.examples)
             step, epoch = trainer.global_step + 1, trainer.current_epoch

@@ -54,9 +54,9 @@ class ModelCheckpoint(MetricCallback):
         dirpath: where to save; `trainer.default_root_dir` + "/checkpoints" by default.
         monitor: name of a value, such as "val_loss". `best` in the folder is a link to
             the best checkpoint.
-        mode: whether "min" or "max" of it is best; "auto" goes by the name, whatever
-            is computed: "max" for names like `accuracy`, `auroc` and `f1`, else "min".
-            Of equal ones the older stays.
+        mode: whether "min" or "max" of it is best; "auto" goes by the name, whatever is
+            computed: "max" for names like `accuracy`, `auroc` and `f1`, else "min". Of
+            equal checkpoints, the older one stays.
         save_top_k: how many to keep; -1 keeps all, 0 none.
         save_last: True also keeps the newest of all, whatever its score, with a link
             `last` to it. None does so at the end of a fit alone: its last step is
@@ -128,7 +128,7 @@ class ModelCheckpoint(MetricCallback):
         self.every_n_train_steps = every_n_train_steps
         self.every_n_epochs = every_n_epochs
         self.train_time_interval = train_time_interval
-        # Whether steps and not only epochs make a checkpoint due.
+        # True if steps, and not only epochs, make a checkpoint due.
         self._saves_by_step = (every_n_train_steps or train_time_interval) is not None
         self.keep_every_n_steps = keep_every_n_steps
         self.save_on_exception = save_on_exception

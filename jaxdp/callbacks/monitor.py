@@ -16,8 +16,9 @@ from .base import Callback, Trainer
 def check_monitor(
     trainer: Trainer, callback: Callback, monitor: str, row: LogRow | None = None
 ) -> None:
-    """Raises if a fit that starts will log no value named `monitor`, or if the `row`
-    of an epoch that ends should have had one and has not."""
+    """Raises if a fit that starts will log no value named `monitor`, or if the `row` of
+    an ended epoch lacks it.
+    """
     is_of_validation = monitor.startswith("val_")
     if row is None:
         logged = trainer.record.names
@@ -98,7 +99,7 @@ class MonitorCallback(MetricCallback):
         self.best_score: float | None = None
 
     def check(self, trainer: Trainer, values: Mapping[str, float]) -> None:
-        """Acts on the values of a validation or an epoch that has `monitor`."""
+        """Acts on the values of a validation or epoch, which include `monitor`."""
         raise NotImplementedError
 
     def update_best(self, value: float) -> bool:

@@ -174,7 +174,7 @@ class _Pass:
         steps = self._n - self._first
         if self._trainer is None or steps == 0:
             return ""
-        # Of the epoch, an earlier fit may have done some.
+        # An earlier fit may have done some batches of the epoch.
         rows = steps / self._n * self._trainer.record.examples
         return f", {format_number(rows / max(seconds, 1e-9))} examples/s"
 
@@ -194,7 +194,7 @@ def _bar_class() -> Any:
 
 
 def _can_draw_on(out: SafeStream) -> bool:
-    with contextlib.suppress(AttributeError, OSError, ValueError):  # it is unknown
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # unknown total
         if os.get_terminal_size(out.fileno()).columns == 0:
             return False
     return out.isatty() and os.environ.get("COLUMNS") != "0"

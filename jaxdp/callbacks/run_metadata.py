@@ -23,7 +23,7 @@ def collect_metadata(
     """Returns the arguments of the trainer and its fit, versions and hardware.
 
     Args:
-        trainer: the running one.
+        trainer: the running trainer.
         hyperparameters: the user's own, which come first.
     """
     custom = {name: plain(value) for name, value in (hyperparameters or {}).items()}
@@ -48,7 +48,7 @@ def collect_metadata(
 
 
 def plain(value: Any) -> Any:
-    """Returns `value` as JSON: numbers and texts as they are, the rest by name."""
+    """Converts `value` to JSON: numbers and texts stay, other objects become names."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, np.generic):
@@ -59,7 +59,7 @@ def plain(value: Any) -> Any:
         return ", ".join(f"{k}: {plain(v)}" for k, v in value.items())
     if hasattr(value, "__qualname__"):
         return value.__qualname__
-    # Of a user's callback, an argument may be a secret.
+    # An argument of a custom callback may be a secret.
     is_named = isinstance(value, Callback) or _is_model(value)
     if type(value).__repr__ is object.__repr__ or is_named:
         return type(value).__name__
@@ -67,8 +67,9 @@ def plain(value: Any) -> Any:
 
 
 def flat(facts: Facts) -> dict[str, Any]:
-    """Returns one mapping, with hyperparameters under their own names and the rest as
-    `versions/jax`."""
+    """Flattens facts to one mapping: hyperparameters keep their names, other facts get
+    names such as `versions/jax`.
+    """
     rest = {
         f"{part}/{name}": value
         for part in ("versions", "hardware")
@@ -87,8 +88,9 @@ def describe_optimizer(optimizer: Any) -> str:
 
 
 def describe_function(function: Any, depth: int = 0) -> str:
-    """Returns the name of a function, or of the one that has made it, with the values
-    that it closes over."""
+    """Returns the name of a function, or of the function that made it, with the values
+    that it closes over.
+    """
     function = inspect.unwrap(function)
     name = getattr(function, "__qualname__", type(function).__name__)
     if depth > 6:  # a function may refer to itself
@@ -123,7 +125,7 @@ def _get_closure(function: Any) -> Mapping[str, Any]:
     if inspect.ismethod(function):
         return getattr(function.__self__, "__dict__", {})
     if inspect.isfunction(function):
-        with contextlib.suppress(ValueError):  # of a variable that has no value yet
+        with contextlib.suppress(ValueError):  # the variable has no value yet
             return inspect.getclosurevars(function).nonlocals
     return {}
 

@@ -48,8 +48,8 @@ def list_identities(trainer: Trainer) -> dict[str, str]:
 def match_states(trainer: Trainer, meta: dict[str, Any]) -> dict[str, Any]:
     """Returns the states in a checkpoint, by the present names of their callbacks.
 
-    A callback has the state of its class and identity, else, in order, one of its class
-    that lies in another folder.
+    A callback gets the state of its class and identity. If there is none, it gets, in
+    order, a state of its class from another folder.
     """
     remaining, matched = dict(meta["callbacks"]), dict[str, Any]()
     for is_moved in (False, True):

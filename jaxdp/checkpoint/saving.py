@@ -256,7 +256,7 @@ def _save_failed(path: str, error: BaseException) -> SaveFailed:
             break
         for folder in left_over:
             shutil.rmtree(folder, ignore_errors=True)
-        time.sleep(0.05)  # others of Orbax's threads may be writing yet
+        time.sleep(0.05)  # Orbax's other threads may still be writing
     free = ""
     with contextlib.suppress(OSError):
         free_bytes = shutil.disk_usage(os.path.dirname(path)).free

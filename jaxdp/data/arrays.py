@@ -28,7 +28,7 @@ class Arrays:
     `predict` or a `loss_fn(model, x)`, and `Arrays({"a": a, "b": b})` dicts.
 
     Training shuffles the rows in each epoch, by `Trainer(seed=)` and the epoch, so a
-    resumed run goes on with the same batches. Validation, tests and predictions take
+    resumed run continues with the same batches. Validation, tests and predictions take
     the rows in their order. If you iterate over it yourself, each iteration is an
     epoch, in an order that `seed` decides.
 
@@ -37,13 +37,13 @@ class Arrays:
     each batch.
 
     Args:
-        arrays: all with the same number of rows, along the first axis. A `jaxdp.Whole`
-            in them has no rows, and is the same in each batch.
-        batch_size: rows of a batch, those of all devices and processes together. With
-            `Trainer(data="local")`, those of one process.
+        arrays: arrays with the same number of rows, along the first axis. A
+            `jaxdp.Whole` among them has no rows, and is the same in each batch.
+        batch_size: the rows of a batch, over all devices and processes. With
+            `Trainer(data="local")`, the rows of one process.
         shuffle: whether training takes the rows in another order in each epoch.
         drop_last: whether to leave out a last batch that is smaller.
-        seed: for iterating by hand; a trainer has a seed of its own.
+        seed: the seed if you iterate over it yourself; a trainer uses its own seed.
     """
 
     @checks_arguments

@@ -1,8 +1,8 @@
 """A batch on the host, of one process or of several, and its properties.
 
 The batch of one process is a pytree of arrays shaped `(rows, ...)`. Arrays in a `Whole`
-have no rows and come to each process unchanged. Of several processes, each has a
-`LocalBatch`: the rows of the global batch are cut into equal blocks, in order, and the
+have no rows and come to each process unchanged. With several processes, each has a
+`LocalBatch`. The rows of the global batch are cut into equal blocks, in order. The
 devices of a process decide which blocks it loads (`RowBlocks`). A block has real rows
 first, then padding.
 """
@@ -26,7 +26,7 @@ dtype."""
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LocalBatch:
-    """The part of a global batch that one of several processes has."""
+    """The part of a global batch in one process, if there are several processes."""
 
     batch: Batch
     """The rows of its own blocks. If it has none, one row to fill them with."""
@@ -70,7 +70,7 @@ def get_inputs(batch: Batch) -> Any:
 
 
 def make_read_only(batch: Batch) -> Batch:
-    """Returns a host batch as its loader gave it, in memory that can't be written."""
+    """Returns a host batch as its loader yielded it, in read-only memory."""
     leaves, treedef = jax.tree.flatten(batch)
     views = [leaf if isinstance(leaf, jax.Array) else leaf.view() for leaf in leaves]
     for view in views:
@@ -80,9 +80,9 @@ def make_read_only(batch: Batch) -> Batch:
 
 
 def make_spec_key(batch: Batch) -> SpecKey:
-    """Returns the spec of a batch, to be compared."""
+    """Returns the spec of a batch, for comparisons."""
     leaves, treedef = jax.tree.flatten(batch)
-    # The flag is the number of axes that rows have.
+    # Each leaf has a flag: the number of axes of rows.
     pairs = zip(leaves, find_batched_leaves(treedef), strict=True)
     return treedef, tuple([(leaf.shape[rows:], leaf.dtype) for leaf, rows in pairs])
 
@@ -105,8 +105,8 @@ def take_until_error(
     return items, None
 
 
-# Operations on rows run where the arrays are: NumPy's on the host, JAX's, compiled, on
-# their devices. They do not wait for the device.
+# Operations on rows run where the arrays are. NumPy's run on the host. JAX's are
+# compiled, and run on their devices. They do not wait for the device.
 
 
 def select_rows(leaf: Any, index: np.ndarray) -> Any:
@@ -138,7 +138,7 @@ def _stack_on_device(leaves: list[Any]) -> Any:
 
 
 def _move_beside(leaf: Any, other: jax.Array) -> Any:
-    """Moves a JAX array to the devices of another one."""
+    """Moves a JAX array to the devices of another array."""
     is_array = isinstance(leaf, jax.Array)
     if is_array and leaf.sharding.device_set != other.sharding.device_set:
         return jax.device_put(leaf, other.sharding)
@@ -146,7 +146,7 @@ def _move_beside(leaf: Any, other: jax.Array) -> Any:
 
 
 def _strengthen(leaf: Any) -> Any:
-    """Returns a leaf of a strong type, as NumPy's are: weak types give other dtypes."""
+    """Returns a strongly typed leaf, like NumPy's; weak types lead to other dtypes."""
     return jax.lax.convert_element_type(leaf, leaf.dtype)
 
 

@@ -65,7 +65,7 @@ def to_host(batch: Any, *, copy: bool = False) -> Batch:
     """
     if type(batch) is list:
         batch = tuple(batch)
-    if type(batch) is tuple:  # which most are, and small steps wait for it
+    if type(batch) is tuple:  # most batches are, and small steps wait for this
         if not copy and _NUMPY.issuperset(map(type, batch)):
             if _PLAIN.issuperset(map(_get_dtype, batch)):
                 num_rows = {*map(_get_num_rows, map(_get_shape, batch))}
@@ -131,8 +131,8 @@ def fetch_rows(
 ) -> Iterator[tuple[np.ndarray, ...]]:
     """Yields the rows of index lists; `ahead` fetches many small batches at once.
 
-    Columns are arrays or tensors on the host. Indices of `subsets` are applied in turn,
-    the outer one first.
+    Columns are arrays or tensors on the host. The indices of `subsets` are applied in
+    turn, from the outer subset inwards.
     """
     row_bytes = sum(column.nbytes for column in columns) // len(columns[0]) + 1
 
@@ -167,8 +167,8 @@ def fetch_rows(
 def take_rows(column: Any, indices: np.ndarray) -> np.ndarray:
     """Returns rows of an array or a tensor on the host."""
     if not isinstance(column, np.ndarray):
-        # Each time anew: torch moves tensors to shared memory when it sends them to
-        # workers, and an older view is of freed memory then.
+        # Make the view anew each time. torch moves tensors to shared memory when it
+        # sends them to workers; an older view would then point to freed memory.
         column = as_numpy(column)
     return column.take(indices, axis=0)
 
@@ -222,7 +222,8 @@ def check_targets(batch: Batch, num_classes: int | None, *, training: bool) -> N
 
 
 def _check_probabilities(targets: np.ndarray) -> None:
-    # Mixed ones may be rounded. NaN is none of these, and the loss shows it.
+    # The limits allow for rounding of mixed targets. NaN passes here, but shows in the
+    # loss.
     if ((targets < -0.01) | (targets > 1.01)).any():
         raise ValueError(
             "targets of a binary cross-entropy are probabilities, 0 to 1; this batch"
@@ -259,7 +260,7 @@ def as_numpy(leaf: Any) -> np.ndarray | None:
                 bits = leaf.detach().view(torch.int16)
                 return bits.numpy(force=True).view(ml_dtypes.bfloat16)
             return leaf.numpy(force=True)
-    except TypeError:  # sparse, float8: no plain numbers
+    except TypeError:  # sparse and float8 tensors are not supported by NumPy
         return None
     if isinstance(leaf, bool | int | float | complex):
         return np.asarray(leaf)

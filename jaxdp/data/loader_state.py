@@ -1,9 +1,9 @@
 """Positions in a loader, and the states that loaders publish.
 
-torchdata's `StatefulDataLoader` publishes one, and so do datasets of Hugging Face. A
-state is valid at the moment it is read, and loaders are read ahead
-of the steps. So states are noted as batches are read; a resumed run loads the newest
-one before its position, and reads on from there.
+torchdata's `StatefulDataLoader` publishes a state, and so do datasets of Hugging Face.
+A state is valid at the moment it is read, and loaders are read ahead of the steps. So
+states are recorded as batches are read. A resumed run loads the newest state before its
+position, and reads on from that state.
 """
 
 import json
@@ -44,8 +44,8 @@ class LoaderState:
     def __init__(self, owner: Any, argument: str):
         self.owner = owner
         self.argument = argument  # as the user calls the loader
-        # Each iteration of Hugging Face's datasets starts over, or from the state that
-        # was loaded last.
+        # Each iteration of a Hugging Face dataset starts at the beginning, or at the
+        # state that was loaded last.
         datasets = owner, getattr(owner, "dataset", None)
         self._restarting: list[Any] = [
             each
@@ -64,16 +64,16 @@ class LoaderState:
         return self.read()
 
     def read(self) -> Any:
-        """Returns the present state as JSON, or None if JSON can't hold it."""
+        """Returns the current state as JSON, or None if JSON can't hold it."""
         return self._to_json(self.owner.state_dict())
 
     def load(self, state: Any) -> None:
-        """Restores a state that was read."""
+        """Restores a state that `read` returned."""
         if state is None:
             return
         try:
             self.owner.load_state_dict(state)
-        except Exception as error:  # of any type: the owner is the user's
+        except Exception as error:  # the user's owner may raise any error
             raise ValueError(
                 f"`{self.argument}`: {type(self.owner).__name__} can't load the"
                 f" state that was saved for it: {type(error).__name__}: {error}."
@@ -81,7 +81,9 @@ class LoaderState:
             ) from error
 
     def unload(self) -> None:
-        """Makes the next iteration start over. The present one must have begun."""
+        """Makes the next iteration start at the beginning. The current iteration must
+        have begun.
+        """
         for dataset in self._restarting:
             dataset.load_state_dict(None)
 
@@ -115,7 +117,9 @@ def find_loader_state(loader: Any, argument: str) -> LoaderState | None:
 
 
 def compute_checksum(batch: Batch | int | None) -> int | None:
-    """Returns a checksum of the values of a batch; a checksum or None is unchanged."""
+    """Returns a checksum of the values of a batch. An argument that is a checksum
+    already, or None, is returned unchanged.
+    """
     if batch is None or isinstance(batch, int):
         return batch
     total = 0

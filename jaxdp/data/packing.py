@@ -1,7 +1,7 @@
 """Host batches stacked and padded to the shapes of compiled steps.
 
 Batches of one spec differ only in their number of rows. A step is compiled for each
-spec, so each has a padded size of its own.
+spec, so each spec has its own padded size.
 """
 
 import functools
@@ -77,7 +77,7 @@ class BatchSpec:
         self.unbatched = [i for i, rows in enumerate(has_rows) if not rows]
         node = treedef.node_data()
         self.is_rowless = node is not None and node[0] is SingleRowBatch
-        # The structures of the leaves with rows, and of those without.
+        # The structures of the leaves with rows, and of the leaves without rows.
         self.batched_treedef, self.unbatched_treedef = [
             jax.tree.structure(
                 treedef.unflatten([rows == kind or None for rows in has_rows])
@@ -94,14 +94,14 @@ class BatchSpecs:
     All have the structure and dtypes of the first batch.
 
     Args:
-        kind: of step, for messages.
-        num_shards: sizes are multiples of it.
-        num_blocks: of the rows of a batch.
+        kind: the kind of step, for messages.
+        num_shards: the number that divides all sizes.
+        num_blocks: the number of blocks of rows in a batch.
 
     Attributes:
-        last: the shapes and dtypes of the last batch of NumPy arrays that needed no
-            padding, its counts, and the other fields of its dispatch: a batch of equal
-            shapes needs no more checks. None after a size has changed.
+        last: facts of the last batch of NumPy arrays that needed no padding: shapes,
+            dtypes, counts, and the other fields of its dispatch. A batch of equal
+            shapes needs no further checks. None after a size has changed.
     """
 
     def __init__(self, kind: str, num_shards: int, num_blocks: int):
@@ -110,7 +110,7 @@ class BatchSpecs:
         self._num_shards, self._num_blocks = num_shards, num_blocks
         self._first: SpecKey | None = None
         self._known: dict[SpecKey, BatchSpec] = {}
-        self._saved: dict[str, int] = {}  # sizes of specs that have not come yet
+        self._saved: dict[str, int] = {}  # sizes of specs that no batch has had yet
         self._key: SpecKey | None = None  # of the last batch, if all leaves have rows
         self._spec: BatchSpec
 
@@ -190,7 +190,7 @@ class BatchSpecs:
         )
 
     def _select(self, key: SpecKey, batch: Batch) -> None:
-        """Sets the present spec, which may be a new one."""
+        """Sets the current spec, which may be new."""
         if self._first is None:
             self._first = key
         if _get_dtypes(key) != _get_dtypes(self._first):
@@ -215,9 +215,9 @@ class Packer:
     do not divide.
 
     Sizes are rounded up to a multiple of `num_shards`. If blocks are filled `in_order`,
-    all padding is at the end, and the compiled step is that of one process. All
-    processes call `collect`, which gathers the rows of all blocks: leaves
-    `(micro_batches, rows, ...)`.
+    all padding is at the end, and the compiled step is that of one process. Every
+    process then calls `collect`, which gathers the rows of all blocks into leaves
+    shaped `(micro_batches, rows, ...)`.
     """
 
     def __init__(
@@ -245,10 +245,10 @@ class Packer:
         self.specs.reset()
 
     def pack(self, windows: list[Window], slots: int = 1) -> Dispatch:
-        """Packs the batches of one optimizer step, or of several of equal shapes.
+        """Packs the batches of one optimizer step, or of several steps of equal shapes.
 
-        A step has `slots` micro-batches; those that its window lacks have no real rows.
-        Micro-batches of one spec form a group.
+        A step has `slots` micro-batches. If its window has fewer, the others have no
+        real rows. Micro-batches of one spec form a group.
         """
         # Most windows are one batch with the shapes of the last, and small steps wait
         # for it.
@@ -284,7 +284,8 @@ class Packer:
         sizes = [sum(entry) for entry in counts]
         rows = [sum(sizes[step * slots :][:slots]) for step in range(steps)]
         if any(other is not spec for *_, other in split):
-            # In the order of their text, which a resumed process finds again.
+            # Groups are in the order of their specs' texts, which is the same in a
+            # resumed process.
             order = sorted(range(len(split)), key=lambda i: split[i][2].text)
             split = [split[i] for i in order]
             counts = [counts[i] for i in order]
@@ -331,7 +332,8 @@ class Packer:
             self._pad_rows(leaves, per_block, spec.full[0])
             for leaves, per_block, spec in zip(micros, counts, specs, strict=True)
         ]
-        # Copies of the last batch belong to its own step: NaN of another stays there.
+        # The slots get copies of the last batch of the same step, so that NaN in
+        # another step's batch does not spread.
         missing, no_rows = slots - len(micros), (0,) * self.blocks.count
         return padded + padded[-1:] * missing, counts + [no_rows] * missing
 
@@ -353,7 +355,7 @@ class Packer:
         return len(set(counts)) == 1 and counts[0] % shards == 0
 
     def _gather(self, leaves: Leaves, counts: _Counts) -> Leaves:
-        """Returns the real rows of all processes, of a batch that is not split."""
+        """Returns the real rows of all processes, for a batch that is not split."""
         if self.blocks.count == 1:
             return leaves
         shards = self.num_shards // self.blocks.count
@@ -403,7 +405,7 @@ def _stack(micros: list[Leaves]) -> Leaves:
 def have_equal_shapes(windows: list[Window], slots: int) -> bool:
     """Returns whether windows are full and their batches of equal shapes, with rows.
 
-    Small steps wait for this check, so it costs no more than to flatten each batch.
+    Small steps wait for this check, so it only flattens each batch.
     """
     batches = list(itertools.chain.from_iterable(windows))
     if len(batches) < slots * len(windows):

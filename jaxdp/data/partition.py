@@ -37,7 +37,9 @@ class RowPartition:
     def split(
         self, batches: Iterator[Batch], peek: Callable[[], Batch] | None
     ) -> Iterator[Any]:
-        """Yields this process's rows; `peek` returns a batch, if they come again."""
+        """Yields this process's rows; `peek` returns the first batch, if it can be read
+        again.
+        """
         return batches
 
     def split_lists(self, lists: Iterator[Any]) -> _ListsAndBatches:
@@ -104,11 +106,11 @@ class GlobalPartition(RowPartition):
 
 
 class LocalPartition(RowPartition):
-    """Every process's loader has rows of its own; a batch has the rows of all.
+    """Each process's loader has its own rows; a batch has the rows of all processes.
 
-    Before the next batch, the processes exchange their numbers of rows. One whose
-    loader is exhausted continues without rows until the last one is. The batches of all
-    processes have one shape, and equal arrays in a `Whole`.
+    Before the next batch, the processes exchange their numbers of rows. A process whose
+    loader is exhausted continues without rows until all loaders are exhausted. The
+    batches of all processes have one shape, and equal arrays in a `Whole`.
     """
 
     def __init__(self, processes: ProcessGroup):
@@ -176,7 +178,7 @@ class LocalPartition(RowPartition):
 
 
 class _RowSplitter:
-    """Splits batches where one process would split the padded ones.
+    """Splits batches at the rows where a single process would split the padded batches.
 
     Args:
         packer: of the batches of one epoch, whose sizes are remembered.
@@ -191,7 +193,7 @@ class _RowSplitter:
     ) -> tuple[tuple[int, ...], list[range]]:
         """Returns the real rows of every block, and this process's row numbers.
 
-        These are at least one, to fill its blocks with.
+        This process gets at least one row, to fill its blocks with.
         """
         specs = self._packer.specs
         if key is not None and key not in self._sizes:

@@ -14,7 +14,8 @@ import numpy as np
 def seed_globally(*numbers: int, torch_only: bool = False) -> Iterator[None]:
     """Seeds the global generators, if numbers are given, and restores them afterwards.
 
-    With `torch_only`, NumPy's and Python's are left out, which take a while to save.
+    With `torch_only`, leaves out the generators of NumPy and Python, whose states take
+    long to save.
     """
     import torch
 
@@ -42,20 +43,20 @@ def seed_generators(seed: int, torch_only: bool = False) -> None:
 
 
 def make_seed(*numbers: int) -> int:
-    """Returns a seed that all of the numbers decide."""
+    """Returns a seed that depends on all of the numbers."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
 
 
 def find_torch_generators(loader: Any) -> dict[str, Any]:
     """Returns torch's generators of a torch `DataLoader` and its samplers, by path.
 
-    Each comes once. Another loader has none.
+    Each generator is listed once. A loader that is not torch's has none.
     """
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(loader, torch.utils.data.DataLoader):
         return {}
     generators: dict[str, Any] = {}
-    known = [torch.default_generator]  # which is seeded for every epoch
+    known = [torch.default_generator]  # this one is seeded for every epoch
     waiting: list[tuple[str, Any]] = [("", loader)]
     while waiting:
         path, part = waiting.pop(0)
@@ -79,7 +80,7 @@ def get_states(generators: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def set_states(generators: Mapping[str, Any], states: Any) -> None:
-    """Restores those of the generators that are among `states`."""
+    """Restores the states of the generators that `states` names."""
     for name in states.keys() & generators:
         import torch
 

@@ -1,7 +1,7 @@
 """Readers of a loader's batches, epoch by epoch, from any position.
 
-A position is the number of the batch after the last one trained on, and the way there:
-index lists, the loader's state, or reading its batches again.
+A position is the number of the batch after the last one trained on, with the means to
+get there. The means are index lists, the loader's state, or reading its batches again.
 """
 
 import collections
@@ -84,7 +84,8 @@ class Source:
     def num_batches(self) -> int | None:
         """Batches per epoch, or None if that can't be known."""
         length = None
-        with contextlib.suppress(TypeError, NotImplementedError):  # torch's: no length
+        # torch raises for a dataset without a length.
+        with contextlib.suppress(TypeError, NotImplementedError):
             length = len(self.loader) if isinstance(self.loader, Sized) else None
         return self.partition.count_batches(self.argument, length)
 
@@ -107,7 +108,7 @@ class Source:
     def read_epoch(self, position: Position = EPOCH_START) -> Iterator[Batch]:
         """Yields the host batches of an epoch from a position on.
 
-        Of several processes each has its rows of them.
+        With several processes, each yields its own rows of the batches.
         """
         position = self.epoch_start = self._start(position)
         batches = self._epoch = self._track(self._read(position), position)
@@ -115,13 +116,13 @@ class Source:
         return self.partition.split(batches, peek)
 
     def end_epoch(self) -> None:
-        """Ends the present epoch, which may have more batches."""
+        """Ends the current epoch, even if it has more batches."""
         if self._epoch is not None:
             self._epoch.close()
         self._epoch = None
 
     def close(self) -> None:
-        """Ends the present epoch, and frees what later ones would use.
+        """Ends the current epoch, and frees resources that later epochs would use.
 
         The frames of a generator may live on in the traceback of an exception. But
         global generators must be restored, and workers must end.
@@ -132,7 +133,7 @@ class Source:
         """Receives the last batch of a step."""
 
     def start_training(self) -> None:
-        """Steps are taken on the batches from now on."""
+        """Marks the batches from now on as those of training steps."""
         self.is_training = True
 
     def read_state(self) -> Any:
@@ -230,7 +231,7 @@ class Source:
         return {}
 
     def _find_sampler_states(self) -> list[LoaderState]:
-        """Returns those of the user's samplers that publish one."""
+        """Returns the states of the user's samplers that publish one."""
         return []
 
     def _get_parts(self) -> list[Any]:
@@ -333,13 +334,14 @@ class IterableSource(Source):
 
     def _start(self, position: Position) -> Position:
         if self._state is not None and "own" in (position.state or {}):
-            # It leads to the start of the epoch.
+            # The state leads to the start of the epoch.
             position = position._replace(num_yielded=None)
         return super()._start(position)
 
     def _make_position(self, state: Any, done: int) -> Position:
         # At least one batch is read again, and compared with the last one trained on.
-        # Several processes have only their rows of that.
+        # With several processes, each has only its own rows of that batch, and does not
+        # compare.
         notes = (note for note in reversed(self._notes) if note["batches"] < done)
         last = self._last_batch if self.partition is ALL_ROWS else None
         return Position(state=state, waypoint=next(notes, None), last_batch=last)
@@ -408,14 +410,15 @@ class IterableSource(Source):
         """Yields the batches, before each of which global generators are seeded."""
         of_epoch = self.seed or 0, epoch, *(self.partition.sampler_seed or (0,))
         for number in itertools.count(first):
-            with seed_globally(*of_epoch, max(0, number) + 1):  # 0 is the iterator's
+            # The number 0 would repeat the seed of the iterator.
+            with seed_globally(*of_epoch, max(0, number) + 1):
                 batch = next(batches, EXHAUSTED)
             if batch is EXHAUSTED:
                 return
             yield batch
 
     def _skip(self, batches: Iterator[Any], count: int) -> Batch | None:
-        """Reads `count` batches; returns the last one, if all have come."""
+        """Reads `count` batches; returns the last one, or None if there are fewer."""
         if not count:
             return None
         from tqdm import tqdm

@@ -79,7 +79,8 @@ class _TorchSource(Source):
         return [*self._samplers, self.loader.dataset, self.loader]
 
     def _add_notes(self, exception: Exception) -> None:
-        # A worker that dies may have sent tensors which the next reader asks it for.
+        # A worker that dies may have sent tensors that the reader would still request
+        # from it.
         is_broken = isinstance(exception, ConnectionError | EOFError)
         if "exited unexpectedly" in str(exception) or (
             is_broken and self.loader.num_workers
@@ -95,7 +96,8 @@ class _TorchIterableSource(_TorchSource, IterableSource):
 
     @property
     def num_batches(self) -> int | None:
-        # Each of several workers makes a last batch of its own, beyond the length.
+        # If there are several workers, each makes its own last batch, so more batches
+        # than the length may come.
         is_estimate = _is_iterable(self.loader) and self.loader.num_workers > 1
         return None if is_estimate else super().num_batches
 
@@ -189,13 +191,15 @@ class TorchMapSource(_TorchSource):
 
     def close(self) -> None:
         super().close()
-        # They refer to each other, and to free them ends persistent workers.
+        # The loader and the index lists refer to each other. Freeing them ends
+        # persistent workers.
         self._worker_sampler.lists, self._worker_loader = iter(()), None
 
     def _draw_lists(self, epoch: int) -> Iterator[Any]:
         """Yields the sampler's index lists with the draws of `iter(loader)`.
 
-        That draws a base seed after the sampler has started.
+        `iter(loader)` draws a base seed after the sampler has started, and so does this
+        method.
         """
         import torch
 
@@ -286,8 +290,8 @@ def _find_copied_generators(
     node: Any, levels: int = 2, prefix: str = ""
 ) -> Iterator[tuple[str, str]]:
     """Yields the names and classes of generators of NumPy and Python among the
-    attributes of a dataset, of what it holds (`Subset.dataset`, a list or dict of
-    transforms), and of what that holds.
+    attributes of a dataset, and two levels inside of these (`Subset.dataset`, a list or
+    dict of transforms).
     """
     if is_container := isinstance(node, dict | list | tuple):
         held = node.items() if isinstance(node, dict) else enumerate(node)

@@ -103,7 +103,7 @@ def start_iterator(loader: Any, argument: str) -> Iterator[Any]:
     loader.worker_init_fn = functools.partial(_init_worker, users[1])
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Got pickle error")  # our error has more
+            warnings.filterwarnings("ignore", "Got pickle error")  # our error says more
             return iter(loader)
     except Exception as error:
         # Pickling runs code of the user, and a sampler may raise.

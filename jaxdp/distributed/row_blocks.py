@@ -18,7 +18,9 @@ class RowBlocks(NamedTuple):
     local: tuple[int, ...] = (0,)
 
     def count_rows(self, rows: int, each: int) -> tuple[int, ...]:
-        """Returns the real rows of each block; a batch fills the blocks in turn."""
+        """Returns the number of real rows in each block, if `rows` fill blocks of
+        `each` in turn.
+        """
         return tuple(
             min(max(rows - block * each, 0), each) for block in range(self.count)
         )

@@ -147,7 +147,7 @@ class SignalHandler:
 
     def _restore_handlers(self) -> None:
         for number in sorted(self._handled, key=signal.SIGINT.__eq__):  # Ctrl-C last
-            if _signal.getsignal(number) == self._handle:  # else the caller's own
+            if _signal.getsignal(number) == self._handle:  # else the caller replaced it
                 _signal.signal(number, _get_default_handler(number))
             self._handled.remove(number)
 

@@ -70,7 +70,8 @@ class Comparison:
 
     Attributes:
         reference: the run of the trainer's own strategy.
-        runs: those of the strategies asked for, compared with it, in their order.
+        runs: the runs of the requested strategies, in order, compared with the
+            reference.
     """
 
     def __init__(self, reference: Run, runs: Sequence[Run]):

@@ -279,7 +279,7 @@ def _init_replicas(inner: Any, replicas: PyTree) -> PyTree:
         jax.eval_shape(update, replicas, shared, replicas)
     except _NeedsLosses:
         raise
-    except ValueError:  # of vmap, which finds that a scalar differs
+    except ValueError:  # from vmap, because a scalar differs
         return states
     return shared
 

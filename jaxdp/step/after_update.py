@@ -69,8 +69,7 @@ def _find_difference(model: PyTree, new: PyTree) -> str:
         jax.tree_util.tree_leaves_with_path(old), jax.tree.leaves(other), strict=True
     )
     for (path, before), after in leaves:
-        if not (
-            before is after or eqx.tree_equal(before, after)
-        ):  # NaN does not equal itself
+        # Identical arrays may contain NaN, which does not equal itself.
+        if not (before is after or eqx.tree_equal(before, after)):
             return f"{leaf_path(path)} is another one"
     return ""

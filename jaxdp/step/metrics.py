@@ -280,8 +280,7 @@ def add_to_totals(totals: Array, total: Array, sums: Array) -> Array:
     rounding added to them.
     """
     # XLA fuses selections with the operations that follow. To concatenate and pad the
-    # values is one more operation, and the time of a small step is that of its number
-    # of operations.
+    # values is one more operation, and each operation lengthens a small step.
     total, sums = total.astype(totals.dtype), sums.astype(totals.dtype)
     places = jnp.arange(totals.shape[1])
     step = jnp.zeros_like(totals[0])

@@ -266,8 +266,8 @@ def _make_zeros(batch: Batch, rows: int | None = None) -> Batch:
     return jax.tree.map(zeros, batch)
 
 
-# Devices that are not here. A program is compiled for stand-ins, which are devices of
-# compilers in this process. They are either a second CPU client with any number of
+# These devices need not exist. A program is compiled for stand-ins, which are devices
+# of compilers in this process. They are either a second CPU client with any number of
 # devices (3 ms), or the topology of a TPU slice or a GPU cluster, which the real
 # compiler of the extra `plan` takes instead of hardware. JAX's own devices and the
 # environment stay as they were. `DataParallel.on` puts the strategy on the stand-ins.
@@ -401,7 +401,7 @@ def make_gpu_devices(name: str, target: str, shape: str) -> tuple[Any, ...]:
     Raises:
         ImportError: if the compiler is not installed or does not start.
     """
-    jax.devices()  # JAX chooses what it computes on without this compiler
+    jax.devices()  # JAX chooses its devices without this compiler
     options = {"platform": "cuda", "target_config": target, "topology": shape}
     try:
         try:

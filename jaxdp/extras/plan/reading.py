@@ -34,10 +34,10 @@ class StepAnalysis:
     """A compiled step beside the shapes that it was compiled for.
 
     Args:
-        engine: that has compiled it.
+        engine: the engine that compiled the step.
         hosts: the number of the host that each device is on, in the mesh's order.
-        memory: bytes that an accelerator has, 0 if that is not known; None of CPUs, to
-            which batches come in the call.
+        memory: the bytes of an accelerator, 0 if unknown. None for CPUs, which get
+            their batches in the call.
     """
 
     def __init__(self, engine: Any, hosts: Sequence[int], memory: int | None = None):
@@ -418,7 +418,7 @@ def list_notes(
     if any(traffic.times is None for traffic in reading.traffic):
         unknown.append("how often some loops run: collectives in them count once")
 
-    # What its profile says.
+    # The values from the hardware profile.
     if profile is None:
         unknown.append("time: pass the hardware, such as hardware='h100'")
         return {"exact": exact, "indicative": indicative, "unknown": unknown}
