@@ -17,7 +17,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Measures, writes and prints; returns what the JSON file holds."""
+    """Measures, writes and prints; returns the contents of the JSON file."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__.partition("\n")[0]
     )
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
 
 def _say(one: dict[str, Any]) -> None:
-    """A line for each peer, as soon as it is known."""
+    """Prints a line for each peer, as soon as its result is known."""
     expert = one["seconds_per_step"].get("expert")
     for name, value in one["seconds_per_step"].items():
         beside = f"{value / expert:6.2f} of E" if expert else ""

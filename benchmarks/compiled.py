@@ -4,11 +4,12 @@
     python -m benchmarks.compiled                       # no GPU or TPU is needed
     python -m benchmarks.compiled --only MLP,GPT --topologies h100x8
 
-For each model and strategy: what the step of a `Trainer` launches on a device, beside a
-step of the same layout that is written by hand for `jax.jit`, and compiled for the same
-devices. Counted in the compiled programs, loops by how often they turn: kernels
-(fusions, library calls and all else that computes), copies, collectives and how many
-of these matrix products hide, and the peak of memory. Prints Markdown tables.
+For each model and strategy, compares the step of a `Trainer` with a step written by
+hand. The second has the same layout, is written for `jax.jit`, and is compiled for the
+same devices. The counts come from the compiled programs; a loop counts as often as it
+runs. Counts kernels (fusions, library calls and all other computations), copies,
+collectives, and the collectives that matrix products hide. Also shows the peak memory.
+Prints Markdown tables.
 """
 
 import argparse
@@ -96,7 +97,7 @@ CASES = {
 
 
 class Layout(NamedTuple):
-    """A strategy, what the trainer is told besides, and the step by hand like it."""
+    """A strategy, further arguments of the trainer, and the equivalent step by hand."""
 
     kind: type[DataParallel]
     by_hand: Callable[[Case, list[Any]], Any]
@@ -106,7 +107,7 @@ class Layout(NamedTuple):
 
 
 class Count(NamedTuple):
-    """What a device launches in a step, and what it holds."""
+    """The operations that a device launches in a step, and its memory."""
 
     kernels: int
     copies: int
@@ -129,7 +130,9 @@ def update(params: Any, opt_state: Any, grads: Any) -> Any:
 
 
 def parts(case: Case) -> tuple[Any, Any, Any]:
-    """Trained arrays and the optimizer's state as shapes, and the rest of the model."""
+    """Returns trained arrays and optimizer state as shapes, and the rest of the
+    model.
+    """
     model = case.model()
     is_trained = jax.tree.map(
         lambda leaf: (
@@ -143,7 +146,9 @@ def parts(case: Case) -> tuple[Any, Any, Any]:
 
 
 def compiled(step: Any, mesh: Mesh | None, arguments: Any, specs: Any) -> Any:
-    """`step(params, opt_state, x, y)`, which overwrites the first two."""
+    """Compiles `step(params, opt_state, x, y)`, which overwrites its first two
+    arguments.
+    """
 
     def shaped(leaf: Any, spec: Any) -> Any:
         sharding = spec if mesh is None else NamedSharding(mesh, spec)
@@ -180,7 +185,7 @@ def mesh_of(devices: list[Any]) -> Mesh:
 
 
 def split(leaf: Any, start: int = 0) -> P:
-    """Along the first axis from `start` that eight devices divide."""
+    """Splits a leaf along the first axis from `start` that eight devices divide."""
     for axis in range(start, leaf.ndim):
         if leaf.shape[axis] and leaf.shape[axis] % 8 == 0:
             return P(*[None] * axis, "data")
@@ -188,7 +193,9 @@ def split(leaf: Any, start: int = 0) -> P:
 
 
 def follow(opt_state: Any, specs: Any) -> Any:
-    """The specs of the optimizer's state: of each parameter's copies as its own."""
+    """Returns the specs of the optimizer's state: copies of a parameter are split like
+    it.
+    """
     return optax.tree_map_params(
         OPTIMIZER,
         lambda _, spec: spec,
@@ -201,10 +208,10 @@ def follow(opt_state: Any, specs: Any) -> Any:
 def by_sharding(
     case: Case, devices: list[Any], *, params_split: bool, state_split: bool
 ) -> Any:
-    """`jax.jit` over arrays that are laid out; XLA finds the collectives.
+    """Compiles with `jax.jit` over placed arrays; XLA inserts the collectives.
 
-    Parameters that are split are made whole before they are used: left to itself XLA
-    may split the layers instead, which is another layout.
+    Split parameters are gathered before use. Otherwise XLA may split the layers
+    instead, which is another layout.
     """
     params, opt_state, static = parts(case)
     mesh = mesh_of(devices)
@@ -228,7 +235,7 @@ def by_sharding(
 
 
 def by_device(case: Case, devices: list[Any]) -> Any:
-    """As in `jax.pmap`: gradients of own rows, and a `pmean`."""
+    """Computes gradients of local rows, then a `pmean`, as in `jax.pmap`."""
     params, opt_state, static = parts(case)
     mesh = mesh_of(devices)
 
@@ -251,8 +258,9 @@ def by_device(case: Case, devices: list[Any]) -> Any:
 
 
 def block_by_block(case: Case, devices: list[Any]) -> Any:
-    """All parameters split; blocks gathered in the loop over them, and once more in
-    its backward pass, which recomputes them; the others before the step."""
+    """Splits all parameters. The loop over blocks gathers them, and again in its
+    backward pass, which recomputes them. Other parameters are gathered before the step.
+    """
     params, opt_state, static = parts(case)
     mesh = mesh_of(devices)
     specs = jax.tree.map(split, params)
@@ -295,7 +303,7 @@ def block_by_block(case: Case, devices: list[Any]) -> Any:
         grads = eqx.tree_at(
             lambda tree: tree.blocks, own, blocks, is_leaf=lambda leaf: leaf is None
         )
-        # Those of shards are summed by the transposes of their gathering.
+        # The transposes of the gathers sum the gradients of shards.
         grads = jax.tree.map(
             lambda leaf, spec: leaf if "data" in spec else jax.lax.psum(leaf, "data"),
             grads,
@@ -342,11 +350,11 @@ LAYOUTS = {
 
 
 def of_trainer(case: Case, layout: Layout, name: str) -> Any:
-    """The step that a trainer would compile for a topology."""
+    """Returns the step that a trainer would compile for a topology."""
     programs = []
 
     class Keeping(layout.kind):
-        """The same strategy, whose programs are kept."""
+        """The same strategy, which keeps its programs."""
 
         def compile(self, step: Any, arguments: Any, *others: Any, **how: Any) -> Any:
             jitted = super().compile(step, arguments, *others, **how)
@@ -369,7 +377,7 @@ def of_trainer(case: Case, layout: Layout, name: str) -> Any:
 
 
 def launched(module: HloModule, computation: str, times: int = 1) -> Iterator[tuple]:
-    """What a computation launches: opcodes, and how often."""
+    """Counts the operations that a computation launches, by opcode."""
     for each in module[computation].values():
         code = each.opcode
         if code in FREE or code.endswith(("-done", "-update")):

@@ -1,10 +1,11 @@
-"""Many models in one step, beside one fit for each.
+"""Compares many models in one step with one fit per model.
 
 python -m benchmarks.ensemble [--members 8] [--repeats 3] [--only W1,W4]
 
-For each work: seconds of an epoch of `Trainer(ensemble=n)`, and of an epoch of each of
-n trainers, in turn and in one process, on one device; medians over the repeats, and the
-ratio of the first to the sum of the others. "32 steps" is `steps_per_execution=32`.
+For each work, measures the seconds of an epoch of `Trainer(ensemble=n)`, and of an
+epoch of each of n trainers. They run in turn, in one process, on one device. Prints
+medians over the repeats, and the ratio of the ensemble's time to the sum of the others.
+"32 steps" is `steps_per_execution=32`.
 """
 
 import argparse
@@ -36,7 +37,7 @@ class Clock(Callback):
 
 
 def members(work: Work, count: int) -> list[Any]:
-    """Models of a work, of which each has other weights."""
+    """Makes models of a work, each with other weights."""
     arrays, static = eqx.partition(build(work), eqx.is_array)
     return [
         eqx.combine(jax.tree.map(lambda leaf: leaf * (1 + n / 100), arrays), static)  # noqa: B023
@@ -57,7 +58,9 @@ def trainer_of(work: Work, model: Any, clock: Clock, **options: Any) -> Trainer:
 
 
 def measure(work: Work, count: int, repeats: int, steps: int) -> tuple[float, float]:
-    """Seconds of an epoch of all at once, and of one after the other."""
+    """Returns the seconds of an epoch of all models at once, and one after the
+    other.
+    """
     models, batches = members(work, count), work.batches()
     stack = jax.tree.map(
         lambda *each: jax.numpy.stack(each) if eqx.is_array(each[0]) else each[0],
@@ -75,7 +78,7 @@ def measure(work: Work, count: int, repeats: int, steps: int) -> tuple[float, fl
         for each in (together, *alone):
             each.fit(batches, max_epochs=epoch)
 
-    # The same losses, or this compares other things.
+    # The losses must be equal, or else the times are not comparable.
     for index, each in enumerate(alone):
         ours = together.history[f"loss[{index}]"][0]
         assert abs(ours / each.history["loss"][0] - 1) < 1e-3, (work.name, index)

@@ -5,8 +5,9 @@ python -m benchmarks.growth [--only leaves,rows] [--turns 5]
 Prints Markdown tables. Each case is a process of its own, in which `Trainer.fit` and a
 loop written by hand train the same model over the same batches, an epoch each in turns;
 a figure is the median over the turns. Steps are in microseconds. For the rows of a data
-set: the milliseconds of an epoch of 20 steps over a shuffled `DataLoader`, and by how
-many MiB the process had grown at its peak, in two processes, one for each loop.
+set, prints the milliseconds of an epoch of 20 steps over a shuffled `DataLoader`. It
+also prints by how many MiB the process had grown at its peak, in one process for each
+loop.
 """
 
 import argparse
@@ -78,7 +79,7 @@ def run_case(kind: str, size: int, turns: int) -> list[float]:
 
 
 def start(kind: str, size: int, loops: str, turns: int) -> dict[str, float]:
-    """Returns the results of a case, from process 0 of those that it needs."""
+    """Returns the results of a case, from process 0 of its processes."""
     count = size if kind == "processes" else 1
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -180,7 +181,7 @@ def measure(kind: str, size: int, loops: str, turns: int) -> dict[str, float]:
 
 
 def power_error(power: int) -> Callable[[Any, Any], Any]:
-    """Returns a metric of one example, another one for each `power`."""
+    """Returns a metric of one example, which differs for each `power`."""
     return lambda prediction, target: abs(prediction - target).mean() * (power + 1)
 
 

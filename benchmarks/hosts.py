@@ -1,7 +1,7 @@
-"""What grows on the hosts with the number of processes: python -m benchmarks.hosts
+"""Measures costs on the hosts that grow with processes: python -m benchmarks.hosts
 
 Starts 1, 2, 4 and 8 processes on this machine, each with one faked device, and prints a
-Markdown table of what process 0 has seen. They share the cores, so with more processes
+Markdown table of the figures of process 0. They share the cores, so with more processes
 than cores the figures are upper bounds.
 """
 
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def measure(count: int) -> dict[str, float]:
-    """What process 0 of so many tells."""
+    """Returns the figures of process 0 in a job of `count` processes."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -79,7 +79,7 @@ def work(folder: str) -> None:
     from jaxdp.distributed import get_process_group, process_group
 
     found = {}
-    # None is at work before all have imported what they need.
+    # No process starts its work before all have finished their imports.
     Path(folder, f"there{os.environ['JAX_PROCESS_ID']}").touch()
     while len(list(Path(folder).glob("there*"))) < int(os.environ["JAX_NUM_PROCESSES"]):
         time.sleep(0.01)
@@ -106,7 +106,7 @@ def work(folder: str) -> None:
 
 
 def timed(times: int, function) -> list[float]:
-    """Milliseconds of each call."""
+    """Returns the milliseconds of each call."""
     found = []
     for _ in range(times):
         start = time.perf_counter()

@@ -1,13 +1,13 @@
-"""What each layout of a GPT holds and moves, read from its compiled step.
+"""Shows the memory and communication of each layout of a GPT, from its compiled step.
 
     python benchmarks/layouts.py                # eight devices faked on the CPU
     python benchmarks/layouts.py --width 512 --depth 8
 
-Prints a Markdown table. Memory is of one device: what it keeps between steps, and what
-a step holds besides. Bytes are what one device sends in a step, over the gradient's; a
-ring of n devices can't do an all-reduce with less than 2(n-1)/n of it. Each row has the
-same model and batch and one or two arguments of the Trainer changed, and the same loss,
-which is checked.
+Prints a Markdown table. Memory is that of one device: between steps, and the additional
+memory within a step. Bytes are those that one device sends in a step, divided by the
+bytes of the gradient. A ring of n devices needs at least 2(n-1)/n for an all-reduce.
+Each row has the same model and batch, and changes one or two arguments of the Trainer.
+The losses are checked to be the same.
 """
 
 import argparse
@@ -29,7 +29,7 @@ MIB = 2**20
 
 
 def rows(model):
-    """Names, and the arguments that make the difference."""
+    """Returns names, and the arguments that differ."""
     pairs = {"data": jax.device_count() // 2, "model": 2}
     yield "`SingleDevice()`", {"strategy": SingleDevice()}
     yield "`Sharded()`", {"strategy": Sharded()}

@@ -1,11 +1,11 @@
-"""Does a long run keep its memory flat? 20,000 steps of W1, watched.
+"""Checks that a long run keeps its memory flat, over 20,000 steps of W1.
 
 python -m benchmarks.memory [--steps 20000] [--steps-per-execution 32]
 python -m benchmarks.memory --trainers 300      # one after the other, ten steps each
 
 Prints a table of the memory that the process holds (its resident set) and of the live
 arrays of JAX, and fails if either grows after the first fifth of the run by more than
-16 MiB or 20 arrays: what one leaked array per step would exceed hundreds of times.
+16 MiB or 20 arrays. One leaked array per step would exceed this hundreds of times.
 """
 
 import argparse
@@ -34,7 +34,7 @@ GROWTH_ARRAYS = 20
 
 
 def resident_mib() -> float:
-    """The memory of this process in MiB; where only that is known, its peak so far."""
+    """Returns the memory of this process in MiB; if unknown, its peak so far."""
     statm = Path("/proc/self/statm")
     if statm.exists():
         pages = int(statm.read_text().split()[1])
@@ -55,7 +55,7 @@ def take_sample(count: int) -> Sample:
 
 
 class Watch(Callback):
-    """Takes a sample every so many steps."""
+    """Takes a sample at regular numbers of steps."""
 
     def __init__(self, every_n_steps: int):
         self.every_n_steps = every_n_steps
@@ -69,10 +69,10 @@ class Watch(Callback):
 
 
 def growth(samples: list[Sample]) -> tuple[float, int]:
-    """MiB and arrays that there are more at the end than after the warm-up.
+    """Returns by how many MiB and arrays memory grew between the warm-up and the end.
 
-    The median of three samples counts on either side, so that one taken just while
-    much is in flight decides nothing.
+    It compares medians of three samples, so that a single sample with much in flight
+    does not decide.
     """
     warm = max(1, round(len(samples) * WARM))
     first, last = samples[warm - 1 : warm + 2], samples[-3:]

@@ -12,7 +12,7 @@ from .works import Weights, Work
 
 
 class Residual(eqx.Module):
-    """`x + relu(linear(x))`, many times over."""
+    """A stack of layers `x + relu(linear(x))`."""
 
     layers: list[eqx.nn.Linear]
 
@@ -51,7 +51,7 @@ class LeNet(eqx.Module):
 
 
 def build(work: Work) -> Any:
-    """The Equinox model of `work`, with its initial weights."""
+    """Builds the Equinox model of `work`, with its initial weights."""
     key = jax.random.key(0)
     if work.kind == "lenet":
         model = LeNet(key)
@@ -68,14 +68,14 @@ def build(work: Work) -> Any:
 
 
 def weights_of(model: Any, work: Work) -> Weights:
-    """The weights of `model`, as `work.weights()` orders and shapes them."""
+    """Returns the weights of `model`, in the order and shapes of `work.weights()`."""
     leaves = jax.tree.leaves(eqx.filter(model, eqx.is_array))
     pairs = zip(leaves, work.shapes(), strict=True)
     return [np.asarray(leaf).reshape(shape) for leaf, shape in pairs]
 
 
 def mean_loss(model: Any, x: jax.Array, y: jax.Array, criterion: str) -> jax.Array:
-    """Of a batch, by the criterion of a work."""
+    """Returns the mean loss of a batch, by the criterion of a work."""
     outputs = jax.vmap(model)(x)
     if criterion == "mse":
         return jnp.mean((outputs - y) ** 2)

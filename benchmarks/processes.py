@@ -1,4 +1,4 @@
-"""Runs peers in processes of their own, in turn, before a terminal of their own."""
+"""Runs peers in turn, each in its own process with its own terminal."""
 
 import contextlib
 import ctypes
@@ -33,13 +33,14 @@ _SUBREAPER = 36
 def run_round(
     work: Work, peers: Sequence[str], *, turn: int = 0, toy: bool = False
 ) -> dict[str, Any]:
-    """Trains with each of `peers`, the expert first or, in odd turns, last.
+    """Trains with each of `peers`. The expert runs first; in odd turns it runs last.
 
     Returns:
-        A dict of plain JSON: the "work", and by peer "seconds_per_step", "loss",
-        "busy" (the part of the cores' time that other programs took meanwhile),
-        "skipped" (why a peer was not run) and "failed" (the end of its output, or that
-        it ended at another loss than the expert, so that its time says nothing).
+        A dict of plain JSON with "work", and by peer "seconds_per_step", "loss",
+        "busy", "skipped" and "failed". "busy" is the share of the cores' time that
+        other programs used meanwhile. "skipped" is the reason why a peer was not run.
+        "failed" is the end of its output, or a note that its loss differs from the
+        expert's, so that its time means nothing.
     """
     found: dict[str, Any] = {"work": work.name}
     parts = ("seconds_per_step", "loss", "busy", "skipped", "failed")
@@ -56,7 +57,7 @@ def run_round(
 
 
 def find_cheats(work: Work, losses: dict[str, float]) -> dict[str, str]:
-    """What to say of those of `losses` that are not the expert's, by peer."""
+    """Returns, by peer, a message for each loss that differs from the expert's."""
     expected = losses.get("expert", math.nan)
     return {
         name: f"its final loss is {loss:.6g} and the expert's {expected:.6g}, further"
@@ -67,7 +68,9 @@ def find_cheats(work: Work, losses: dict[str, float]) -> dict[str, str]:
 
 
 def run_one(work: Work, peer: str, *, toy: bool = False) -> dict[str, Any]:
-    """What `benchmarks.worker.measure` gives, or {"failed": the end of the output}."""
+    """Returns the result of `benchmarks.worker.measure`, or {"failed": end of the
+    output}.
+    """
     with tempfile.TemporaryDirectory() as folder, _terminal() as (slave, shown):
         output = Path(folder, "result.json")
         command = [sys.executable, "-m", "benchmarks.worker", work.name, peer]
@@ -80,7 +83,7 @@ def run_one(work: Work, peer: str, *, toy: bool = False) -> dict[str, Any]:
             ),
             "TERM": os.environ.get("TERM", "xterm"),
         }
-        # Elsewhere than in the repository, where nobody should leave files.
+        # The process runs outside the repository, so that it leaves no files in it.
         before = clocks()
         wait_for_all(
             command,
@@ -100,10 +103,10 @@ def run_one(work: Work, peer: str, *, toy: bool = False) -> dict[str, Any]:
 
 
 def wait_for_all(command: list[str], **options: Any) -> None:
-    """Runs a process, and waits for what it leaves behind, too, where this is Linux.
+    """Runs a process, and on Linux also waits for the processes that it leaves behind.
 
-    A server that forks workers ends after the process that started it, and the time of
-    processes that nobody waits for is not told.
+    A server that forks workers ends after the process that started it. The system
+    reports the time of a process only if another process waits for it.
     """
     set_option = getattr(ctypes.CDLL(None), "prctl", lambda *_: None)
     set_option(_SUBREAPER, 1, 0, 0, 0)
@@ -114,15 +117,15 @@ def wait_for_all(command: list[str], **options: Any) -> None:
             process.kill()
             if not isinstance(exception, subprocess.TimeoutExpired):
                 raise
-    deadline = time.monotonic() + 10  # what is left has no work to do
-    with contextlib.suppress(ChildProcessError):  # nothing is left
+    deadline = time.monotonic() + 10  # the remaining processes are idle
+    with contextlib.suppress(ChildProcessError):  # no process remains
         while time.monotonic() < deadline:
             if os.waitpid(-process.pid, os.WNOHANG)[0] == 0:
                 time.sleep(0.01)
 
 
 def clocks() -> tuple[float, float, float]:
-    """Seconds: of the wall clock, of all cores at work, of them for these processes."""
+    """Returns seconds: wall clock, busy time of all cores, part for these processes."""
     used = [resource.getrusage(resource.RUSAGE_SELF)]
     used += [resource.getrusage(resource.RUSAGE_CHILDREN)]
     mine = sum(usage.ru_utime + usage.ru_stime for usage in used)
@@ -135,7 +138,9 @@ def clocks() -> tuple[float, float, float]:
 
 @contextlib.contextmanager
 def _terminal() -> Iterator[tuple[int, bytearray]]:
-    """A terminal to write to, so that progress bars are drawn, and what it shows."""
+    """Yields a terminal to write to, so that progress bars are drawn, and its
+    output.
+    """
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
     shown = bytearray()
@@ -157,7 +162,7 @@ def _terminal() -> Iterator[tuple[int, bytearray]]:
 
 
 def choose(works: str | None, peers: str | None) -> tuple[list[Work], list[str]]:
-    """From `--only W1,W4` and `--peers expert,jaxdp`; the expert is always there."""
+    """Parses `--only W1,W4` and `--peers expert,jaxdp`; always includes the expert."""
     chosen = [WORKS[name] for name in _names(works, WORKS, "--only")]
     names = _names(peers, PEERS, "--peers")
     return chosen, ["expert", *(name for name in names if name != "expert")]

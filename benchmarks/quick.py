@@ -1,10 +1,10 @@
-"""Has jaxdp become slower? Under two minutes.
+"""Checks in under two minutes whether jaxdp has become slower.
 
 python -m benchmarks.quick             exit status 1 if a ratio is 15 % worse
 python -m benchmarks.quick --record    keep today's ratios as those to compare with
 
-Times depend on the machine and ratios to E, the expert's loop in the same round,
-depend on it less; those in `recorded.json` are of the machine that the file names.
+Times depend on the machine. Ratios to E, the expert's loop in the same round, depend on
+it less. The ratios in `recorded.json` come from the machine that the file names.
 """
 
 import argparse
@@ -27,10 +27,11 @@ PEERS_WATCHED = "jaxdp"
 def compare(
     found: dict[str, dict[str, float]], recorded: dict[str, dict[str, float]]
 ) -> list[tuple[str, str, float, float | None, bool]]:
-    """Rows of work, peer, ratio, the recorded ratio and whether it is too much worse.
+    """Returns rows: work, peer, ratio, recorded ratio, and whether it is too much
+    worse.
 
-    A peer that was recorded and is not found any more is too much worse, too: its
-    ratio is infinite.
+    A recorded peer that is now missing also counts as too much worse, with an infinite
+    ratio.
     """
     rows = []
     for work in {**recorded, **found}:

@@ -1,4 +1,4 @@
-"""From rounds of measurements to ratios, a Markdown table and a chart."""
+"""Turns rounds of measurements into ratios, a Markdown table and a chart."""
 
 import importlib.metadata
 import math
@@ -25,7 +25,7 @@ PACKAGES = (
 
 
 def describe_machine() -> dict[str, Any]:
-    """What the figures belong to."""
+    """Describes the machine that the figures belong to."""
     versions = {}
     for package in PACKAGES:
         try:
@@ -41,12 +41,16 @@ def describe_machine() -> dict[str, Any]:
 
 
 def is_quiet(one: dict[str, Any], *peers: str) -> bool:
-    """Whether other programs left the machine alone while these were measured."""
+    """Returns True if other programs left the machine idle while `peers` were
+    measured.
+    """
     return all(one["busy"].get(peer, 0.0) <= BUSY for peer in peers)
 
 
 def _measured(rounds: Rounds, work: str, *peers: str) -> list[list[float]]:
-    """The times of `peers` in each round that has all of them: quiet ones, if any."""
+    """Returns the times of `peers` in rounds that have all of them; quiet rounds if
+    any.
+    """
     found = [
         one
         for one in rounds
@@ -57,13 +61,13 @@ def _measured(rounds: Rounds, work: str, *peers: str) -> list[list[float]]:
 
 
 def seconds(rounds: Rounds, work: str, peer: str) -> float | None:
-    """The median time of a step, or None if it was not measured."""
+    """Returns the median time of a step, or None if it was not measured."""
     found = [time for (time,) in _measured(rounds, work, peer)]
     return statistics.median(found) if found else None
 
 
 def ratio(rounds: Rounds, work: str, peer: str) -> float | None:
-    """The median of the times over the expert's of the same round, or None."""
+    """Returns the median ratio of times to the expert's of the same round, or None."""
     found = [
         time / experts for time, experts in _measured(rounds, work, peer, "expert")
     ]
@@ -71,7 +75,7 @@ def ratio(rounds: Rounds, work: str, peer: str) -> float | None:
 
 
 def ratios(rounds: Rounds) -> dict[str, dict[str, float]]:
-    """By work and peer."""
+    """Returns the ratios by work and peer."""
     table: dict[str, dict[str, float]] = {}
     for work in _works(rounds):
         found = {peer: ratio(rounds, work, peer) for peer in PEERS}
@@ -80,7 +84,7 @@ def ratios(rounds: Rounds) -> dict[str, dict[str, float]]:
 
 
 def markdown(rounds: Rounds) -> str:
-    """A table of ratios: peers down, works across."""
+    """Formats a table of ratios, with a row per peer and a column per work."""
     works, table = _works(rounds), ratios(rounds)
     lines = [f"| loop | {' | '.join(works)} |", f"|---|{'---|' * len(works)}"]
     for name, peer in PEERS.items():
@@ -109,7 +113,7 @@ def markdown(rounds: Rounds) -> str:
 
 
 def draw(rounds: Rounds, path: Path) -> None:
-    """Bars of the ratios, one panel for each work, on a logarithmic axis."""
+    """Draws bars of the ratios, one panel for each work, on a logarithmic axis."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -125,7 +129,7 @@ def draw(rounds: Rounds, path: Path) -> None:
         axis.set_visible(False)
     for work, axis in zip(works, axes.flat, strict=False):
         found = table[work]
-        # What is only a part of the work is for the table.
+        # The chart omits peers that do only part of the work; the table has them.
         names = [name for name in found if name not in ("loading", "computing")]
         names.sort(key=lambda name: -found[name])
         colors = [
@@ -139,7 +143,7 @@ def draw(rounds: Rounds, path: Path) -> None:
         values = [found[name] for name in names]
         bars = axis.barh(titles, values, color=colors)
         axis.axvline(1, color="#334155", linewidth=0.8)
-        # In white boxes, or the line at 1 would run through labels beside it.
+        # Labels have white boxes, so that the line at 1 does not run through them.
         axis.bar_label(
             bars,
             [f"{value:.2f}" for value in values],
@@ -169,7 +173,7 @@ def _works(rounds: Rounds) -> list[str]:
 
 
 def _notes(rounds: Rounds) -> set[str]:
-    """Why peers are missing: the reason that they gave, or the end of their output."""
+    """Returns why peers are missing: their reason, or the end of their output."""
     return {
         f"{PEERS[peer].title} on {one['work']} ({' '.join(reason.split())[-200:]})"
         for one in rounds

@@ -51,12 +51,12 @@ print(json.dumps([*seconds, last]))
 
 
 def code_of(name: str, way: str) -> str:
-    """One of the two functions of a training, as it stands in its file."""
+    """Returns the source of one of the two functions of a training."""
     return inspect.getsource(getattr(_module(name), way))
 
 
 def lines_of(name: str, way: str) -> int:
-    """How many lines of it are not blank."""
+    """Returns the number of its lines that are not blank."""
     return sum(bool(line.strip()) for line in code_of(name, way).splitlines())
 
 
@@ -68,7 +68,7 @@ def _module(name: str) -> Any:
 
 
 def run(name: str, way: str) -> list[float]:
-    """Seconds by the clock, seconds of processors, and the last value."""
+    """Returns wall-clock seconds, processor seconds, and the last value."""
     path = os.pathsep.join([str(ROOT / "examples"), str(ROOT)])
     command = [sys.executable, "-c", ONE_RUN, name, way, SHOWN.get(name, "loss")]
     done = subprocess.run(
@@ -85,10 +85,10 @@ def run(name: str, way: str) -> list[float]:
 
 
 def row_of(name: str, turns: int) -> str:
-    """A line of the table."""
+    """Returns a line of the table."""
     rounds = [[run(name, way) for way in WAYS] for _ in range(turns)]
     cells = []
-    for part in range(2):  # by the clock, of processors
+    for part in range(2):  # wall clock, processors
         pair = [statistics.median(r[way][part] for r in rounds) for way in range(2)]
         cells.append(f"{pair[0]:.1f} / {pair[1]:.1f} s")
     last = [rounds[0][way][2] for way in range(2)]
@@ -98,12 +98,12 @@ def row_of(name: str, turns: int) -> str:
 
 
 def title_of(name: str) -> str:
-    """The first cell of its row."""
+    """Returns the first cell of the row of a training."""
     return f"{TITLES[name]} (`{name}.py`)"
 
 
 def page_with(rows: dict[str, str], text: str) -> str:
-    """The page with other rows of its table."""
+    """Returns the page with new rows in its table."""
     for name, row in rows.items():
         pattern = rf"^\| {re.escape(title_of(name))} .*$"
         text = re.sub(pattern, row, text, flags=re.M)

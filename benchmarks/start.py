@@ -1,4 +1,4 @@
-"""How long until the first loss: importing, and compiling with a cold and a warm cache.
+"""Measures the time to the first loss, with a cold and a warm compilation cache.
 
 python -m benchmarks.start [--only W1,W2] [--depths 60,300] [--repeats 3]
 
@@ -77,8 +77,11 @@ float(next(trainer.steps([batch]))["loss"])
 
 
 def seconds(code: str, folder: str) -> list[float]:
-    """What `code` prints last, in a new process that keeps its caches in `folder`."""
-    # As installed: with the compiled modules that a first import leaves behind.
+    """Returns the last output of `code`, in a new process with its caches in
+    `folder`.
+    """
+    # The process has compiled modules, as an installed package has after its first
+    # import.
     inherited = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     environment = inherited | {
         "JAX_PLATFORMS": "cpu",
@@ -101,7 +104,7 @@ def seconds(code: str, folder: str) -> list[float]:
 
 
 def main(argv: list[str] | None = None) -> dict[str, tuple[float, float]]:
-    """Measures and prints; returns by row the two times, before and beside which."""
+    """Measures and prints; returns the two times of each row."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.start", description=__doc__.partition("\n")[0]
     )

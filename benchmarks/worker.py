@@ -1,4 +1,4 @@
-"""One peer on one work, in a process of its own; started by `python -m benchmarks`.
+"""Runs one peer on one work, in its own process; `python -m benchmarks` starts it.
 
 python -m benchmarks.worker W1 expert result.json
 """
@@ -29,7 +29,8 @@ def measure(work_name: str, peer_name: str, toy: bool = False) -> dict[str, Any]
         return {"skipped": str(skip)}
     if len(marks) != work.epochs:
         raise RuntimeError(f"{len(marks)} epochs were trained, not {work.epochs}")
-    # From the end of an epoch to that of the next: all that an epoch costs is in it.
+    # Measure from the end of an epoch to the end of the next, which includes all its
+    # costs.
     epochs = [b - a for a, b in itertools.pairwise(marks[work.warm - 1 :])]
     return {
         "seconds_per_step": statistics.median(epochs) / work.steps,

@@ -1,4 +1,4 @@
-"""What is trained: models, data and optimizer, the same numbers for every peer.
+"""The works to train: models, data and optimizer, with the same numbers for every peer.
 
 Only NumPy here. Each peer builds the model its own way, starts from `weights()`, and
 hands its trained weights back to `Work.loss`, an independent referee in float64.
@@ -19,20 +19,21 @@ class Work:
     """A model, its data and how long to train it.
 
     Args:
-        name: as `--only` takes it.
+        name: the name for `--only`.
         title: one line for tables.
         kind: "mlp", "residual" or "lenet".
         sizes: features before, between and after the layers of an "mlp"; width and
             number of layers of a "residual".
         batch: rows per step.
         steps: steps per epoch.
-        epochs: how many, those of the warm-up included.
+        epochs: the number of epochs, including the warm-up.
         warm: epochs that are not timed: compilation, first steps.
         criterion: "mse" or "cross_entropy".
         tolerance: how far a peer's final loss may be from the expert's, relatively.
-        rate: of learning; small where last bits that differ would be blown up.
+        rate: the learning rate; small if training would amplify differences in last
+            bits.
         augmented: whether rows are cropped and flipped one at a time, when asked for.
-        workers: of the torch `DataLoader`.
+        workers: the number of workers of the torch `DataLoader`.
         devices: CPU devices, faked if more than one.
     """
 
@@ -52,7 +53,9 @@ class Work:
     devices: int = 1
 
     def shapes(self) -> list[tuple[int, ...]]:
-        """Of all weights and biases: `(out, in)`, `(out,)`, convolutions as torch's."""
+        """Returns the shapes of all weights and biases: `(out, in)`, `(out,)`,
+        convolutions as torch's.
+        """
         if self.kind == "lenet":
             convolutions = [(20, 1, 3, 3), (20,), (50, 20, 5, 5), (50,)]
             return [*convolutions, (128, 50 * 4 * 4), (128,), (10, 128), (10,)]
@@ -63,19 +66,21 @@ class Work:
         return [shape for a, b in pairs for shape in ((b, a), (b,))]
 
     def weights(self) -> Weights:
-        """Initial ones: uniform up to one over the root of the number of inputs."""
+        """Returns initial weights, uniform up to one over the root of the number of
+        inputs.
+        """
         random = np.random.default_rng(1)
         found, bound = [], 1.0
         for shape in self.shapes():
             if len(shape) > 1:
                 bound = 1 / np.sqrt(np.prod(shape[1:]))
-                if self.kind == "residual":  # fifty of them add up
+                if self.kind == "residual":  # fifty layers add up
                     bound /= np.sqrt(self.sizes[1])
             found.append(random.uniform(-bound, bound, shape).astype(np.float32))
         return found
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """All rows of an epoch and their targets; augmented ones as they come out."""
+        """Returns all rows of an epoch, after augmentation, and their targets."""
         if self.augmented:
             dataset = self.dataset()
             pairs = [dataset[row] for row in range(len(dataset))]
@@ -91,13 +96,13 @@ class Work:
         return images.astype(np.float32).reshape(shape) / 255, labels
 
     def batches(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """The batches of an epoch, ready-made."""
+        """Returns the batches of an epoch."""
         x, y = self.arrays()
         cuts = range(0, len(x), self.batch)
         return [(x[i : i + self.batch], y[i : i + self.batch]) for i in cuts]
 
     def dataset(self) -> Any:
-        """For torch's `DataLoader`."""
+        """Returns a dataset for torch's `DataLoader`."""
         if self.augmented:
             return Augmented(*_fashion_mnist(self.batch * self.steps))
         import torch
@@ -105,7 +110,7 @@ class Work:
         return torch.utils.data.TensorDataset(*map(torch.from_numpy, self.arrays()))
 
     def loader(self, **options: Any) -> Any:
-        """A plain torch `DataLoader` of the same batches."""
+        """Returns a plain torch `DataLoader` of the same batches."""
         import torch
 
         return torch.utils.data.DataLoader(
@@ -113,10 +118,11 @@ class Work:
         )
 
     def loss(self, weights: Weights) -> float:
-        """The mean loss in float64, of 8192 rows at most; with convolutions, of 1024.
+        """Returns the mean loss in float64, of at most 8192 rows; 1024 with
+        convolutions.
 
-        Last bits that differ are blown up by training: of 1024 rows the losses of two
-        equal loops were once 2.4 % apart, and 0.1 % of 8192.
+        Training amplifies differences in last bits. Over 1024 rows, the losses of two
+        equal loops once differed by 2.4 %, over 8192 rows by 0.1 %.
         """
         rows = 1024 if self.kind == "lenet" else 8192
         x, y = (part[:rows] for part in self.arrays())
@@ -143,7 +149,7 @@ class Work:
         return x @ weight.T + bias
 
     def toy(self) -> "Work":
-        """The same at a size for tests."""
+        """Returns the same work at a size for tests."""
         sizes = self.sizes
         if self.kind == "residual":
             sizes = (8, 3)
@@ -156,7 +162,8 @@ class Work:
 class Augmented:
     """Images, each cropped, perhaps flipped and scaled when it is asked for.
 
-    What becomes of an image depends on its index alone, so that all peers see the same.
+    The changes to an image depend only on its index, so that all peers see the same
+    images.
     """
 
     def __init__(self, images: np.ndarray, labels: np.ndarray):
@@ -178,7 +185,9 @@ class Augmented:
 
 
 def _fashion_mnist(rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Images `(rows, 28, 28)` of bytes and labels; noise if the files are not there."""
+    """Returns images `(rows, 28, 28)` of bytes, and labels; noise if the files are
+    missing.
+    """
     raw = Path(os.environ.get("JAXDP_DATA_DIR", "data"), "FashionMNIST", "raw")
     images, labels = (
         raw / f"train-{part}-ubyte" for part in ("images-idx3", "labels-idx1")
