@@ -301,8 +301,8 @@ def per_row(values: Array) -> Array:
 def _pick(logits: Array, labels: Array) -> Array:
     """Returns the logit of each label; NaN for a label of no class.
 
-    It compares, so that XLA fuses the gradient with that of the softmax. The gradient
-    of indexing would be a scatter into another array as large as the logits.
+    It compares class numbers, so that XLA fuses its gradient with the softmax's. The
+    gradient of indexing would be a scatter into another array as large as the logits.
     """
     labels = labels.astype(jnp.promote_types(labels.dtype, jnp.int32))
     classes = jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1)

@@ -57,7 +57,7 @@ def _find_errors(
     args: Any,
     keywords: dict[str, Any],
 ) -> Iterator[TypeError | ValueError]:
-    """Yields what is wrong in a call of a function, which messages call `shown`."""
+    """Yields the errors in a call of a function, which messages call `shown`."""
     parameters = signature.parameters
     takes_all = inspect.Parameter.VAR_KEYWORD in {p.kind for p in parameters.values()}
     ours = _list_keywords(parameters)

@@ -214,7 +214,7 @@ class ModelCheckpoint(MetricCallback):
         # The checkpoint that the run resumed from stays until another one is on disk.
         step = trainer.global_step
         self._pinned_step = step if step in self._scores else None
-        self._remove_others()
+        self._remove_unkept()
         self.on_boundary(trainer)  # a kill may have come before
 
     def on_fit_start(self, trainer: Trainer) -> None:
@@ -347,7 +347,7 @@ class ModelCheckpoint(MetricCallback):
                 self._start_saving(trainer, score)
         elif self._scores[step] is None:  # saved before it was measured
             self._scores[step] = score
-            self._remove_others()
+            self._remove_unkept()
 
     def _start_saving(self, trainer: Trainer, score: float | None) -> None:
         assert self._dir is not None
@@ -369,7 +369,7 @@ class ModelCheckpoint(MetricCallback):
             return
         step, saving = self._saving
         if not wait and (self._processes.count > 1 or not saving.is_done):
-            return  # several processes are not done at the same step
+            return  # processes may finish at different steps
         try:
             has_failed = self._error is not None and not is_graceful_stop(self._error)
             saving.finish(alone=has_failed)
@@ -378,7 +378,7 @@ class ModelCheckpoint(MetricCallback):
             self._fail(step, error)
             return
         self._saving = None
-        self._remove_others()
+        self._remove_unkept()
 
     def _fail(self, step: int, error: Exception) -> None:
         del self._scores[step]
@@ -391,7 +391,7 @@ class ModelCheckpoint(MetricCallback):
             raise error
         warn(f"{error} Training continues; the next one is tried when it is due.")
 
-    def _remove_others(self) -> None:
+    def _remove_unkept(self) -> None:
         assert self._dir is not None
         removed = sorted(set(self._scores) - self._select_kept(self._scores))
         for step in removed:

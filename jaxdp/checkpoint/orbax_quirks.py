@@ -13,9 +13,9 @@ _NOT_READ: Final = r"[\\\ud800-\udfff]"
 
 
 def check_name(argument: str, path: str, *, to_read: bool = False) -> None:
-    """Raises a ValueError if Orbax would look for `path` elsewhere.
+    """Raises a ValueError if Orbax would look for `path` in another place.
 
-    After writing it looks for files by a glob of the full path. Tensorstore takes a
+    After writing, Orbax looks for files by a glob of the full path. Tensorstore takes a
     backslash for a slash, and needs UTF-8.
     """
     pattern = _NOT_READ if to_read else _NOT_WRITTEN

@@ -122,10 +122,10 @@ class Arrays:
 
 
 class ArraysSource(Source):
-    """The batches of `Arrays`, which only the epoch and the seed decide.
+    """The batches of `Arrays`, which depend only on the epoch and the seed.
 
     Args:
-        seed: the trainer's.
+        seed: the seed of the trainer.
         in_order: whether rows keep their order, even if `shuffle` is set.
     """
 

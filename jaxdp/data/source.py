@@ -247,7 +247,7 @@ class Source:
                 part.set_epoch(epoch)
 
     def _start(self, position: Position) -> Position:
-        """Brings the loader to the start of an epoch; returns the position with it."""
+        """Brings the loader to the start of an epoch; returns the position, updated."""
         if position.state is not None:
             self.restore(position.state)
         elif (state := self.read_state()) is not None:

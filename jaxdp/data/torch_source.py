@@ -53,7 +53,8 @@ class _TorchSource(Source):
         from torch.utils.data import default_collate
 
         self._samplers = _find_samplers(loader)
-        # Without any, index lists do not depend on the time when they are drawn.
+        # Without custom samplers, index lists do not depend on the time when they are
+        # drawn.
         self._custom_samplers = [s for s in self._samplers if not _is_torchs(s)]
         is_torchs = loader.collate_fn is default_collate
         self._has_torchs_collation = loader._auto_collation and is_torchs

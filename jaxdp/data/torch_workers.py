@@ -109,8 +109,8 @@ def start_iterator(loader: Any, argument: str) -> Iterator[Any]:
         # Pickling runs code of the user, and a sampler may raise.
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         for frame in frames:
-            # An incomplete iterator is ended now. The garbage collector would close
-            # its pipes twice, and their numbers may be another file's by then.
+            # An incomplete iterator is ended now. The garbage collector would close its
+            # pipes twice, and their descriptors may belong to another file by then.
             shut_down = getattr(frame.f_locals.get("self"), "_shutdown_workers", None)
             if shut_down is not None:
                 with contextlib.suppress(AttributeError):  # it lacks some parts

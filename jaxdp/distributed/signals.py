@@ -194,8 +194,9 @@ def log_stop(exception: BaseException) -> None:
 def install_exit_hooks() -> None:
     """Makes this process publish its exit to the others, however Python ends.
 
-    After an uncaught exception is printed, the process ends at once. It would else wait
-    for the others in JAX's `atexit`, and they for this one, whose heartbeat continues.
+    After an uncaught exception is printed, the process ends at once. Otherwise it would
+    wait for the others in JAX's `atexit`, and they would wait for it, since its
+    heartbeat continues.
     """
     print_exception, process = sys.excepthook, os.getpid()
 

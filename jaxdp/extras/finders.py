@@ -161,7 +161,7 @@ def lr_find(
     space = np.geomspace if mode == "exponential" else np.linspace
     rates = space(min_lr, max_lr, num_training).tolist()
 
-    # A copy takes the steps; the trainer stays as it is.
+    # A copy takes the steps; the trainer does not change.
     twin = _make_twin(trainer, optimizer)
     held = _make_rate_shapes(twin, only_added=optimizer is not None)
     epochs = (twin.steps(train_loader) for _ in rates)

@@ -294,7 +294,7 @@ def _share_scalars(inner: Any, each: PyTree) -> PyTree:
         return optax.tree_utils.tree_map_params(
             inner, lambda leaf: leaf, each, transform_non_params=one
         )
-    except Exception:  # of an optimizer that optax can't ask for its parameters
+    except Exception:  # optax can't get parameters from this optimizer
         return jax.tree.map(one, each)
 
 

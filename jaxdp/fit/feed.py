@@ -92,14 +92,14 @@ class Feed:
     def _prefetch(self, dispatches: Iterator[Dispatch]) -> Iterator[Dispatch]:
         """Yields each dispatch after the next one was read."""
 
-        def reads_on(dispatch: Dispatch) -> bool:
+        def may_read_ahead(dispatch: Dispatch) -> bool:
             after = self._run.progress.global_step + len(dispatch.windows)
             if not (self._is_fixed and self._may_read_after(after)):
                 return False
             self._waiting = dispatch.windows
             return True
 
-        for dispatch, _ in read_one_ahead(dispatches, reads_on):
+        for dispatch, _ in read_one_ahead(dispatches, may_read_ahead):
             yield dispatch
             self._waiting = []
 
@@ -170,12 +170,12 @@ class Feed:
         progress = self._run.progress
         step, end = progress.global_step, progress.done
 
-        def reads_on(window: Window) -> bool:
+        def may_read_ahead(window: Window) -> bool:
             nonlocal step, end
             step, end = step + 1, end + len(window)
             return self._may_read_after(step)
 
-        for window, is_last in read_one_ahead(windows, reads_on):
+        for window, is_last in read_one_ahead(windows, may_read_ahead):
             if is_last:
                 progress.end = end
             yield window
@@ -206,17 +206,17 @@ class Feed:
 
 
 def read_one_ahead(
-    items: Iterator[Any], reads_on: Callable[[Any], bool]
+    items: Iterator[Any], may_read_ahead: Callable[[Any], bool]
 ) -> Iterator[tuple[Any, bool]]:
     """Yields pairs: an item, and whether it is known to be the last. Reads the next
-    item first if `reads_on(item)`.
+    item first if `may_read_ahead(item)`.
 
     Raises an error of `items` only after it has yielded the items before the error.
     """
     following, error = take_until_error(items, 1)
     while following:
         (current,), following = following, []
-        if is_ahead := reads_on(current):
+        if is_ahead := may_read_ahead(current):
             following, error = take_until_error(items, 1)
         yield current, is_ahead and not following and error is None
         if not is_ahead:

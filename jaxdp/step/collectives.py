@@ -41,8 +41,8 @@ class Collectives:
     ) -> Any:
         """Runs the part of a step that uses rows: `function(self, inputs, groups)`.
 
-        The rest of the step, the optimizer and what callbacks trace, works on whole
-        arrays. In this class both parts see the same arrays.
+        The rest of the step works on full arrays: the optimizer, and the functions of
+        callbacks. In this class both parts see the same arrays.
         """
         return function(self, inputs, groups)
 

@@ -162,7 +162,7 @@ def _find_compute_dtype(equation: Any) -> str:
 
 
 def _convolution(equation: Any) -> int:
-    """Counts kernel taps over the input; zeros of padding and dilation count too."""
+    """Counts kernel taps over the input; zeros of padding count, of dilation do not."""
     numbers = equation.params["dimension_numbers"]
     kernel = equation.invars[1].aval.shape
     # The kernel's axes: out, in (of one group), then space.

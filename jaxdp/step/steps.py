@@ -345,8 +345,7 @@ class Steps(NamedTuple):
                 result = result._replace(notes=notes)
                 summed = sum_values(result, rows.mask)
 
-                # Their share of the mean over the rows of all devices and
-                # micro-batches.
+                # These rows' share of the mean loss over all real rows.
                 loss = summed.sums["loss"]
                 loss = loss / total.astype(loss.dtype)
                 loss = loss if scale is None else loss * scale.scale

@@ -261,20 +261,20 @@ def reduce_scatter(spec: PartitionSpec, gradient: Array) -> Array:
 
 
 def map_local_shards(
-    function: Callable[[Array], Array], others: PartitionSpec
+    function: Callable[[Array], Array], auto_spec: PartitionSpec
 ) -> Callable[[Array], Array]:
     """Returns `function`, a collective, mapped over the local part of an array.
 
-    Along the mesh axes that XLA handles, arrays stay split like `others`. Otherwise XLA
-    would first gather them over these axes. On CPUs XLA also aborts the process if it
-    reduces bfloat16 while such axes exist.
+    Along the mesh axes that XLA handles, arrays stay split like `auto_spec`. Otherwise
+    XLA would first gather them over these axes. On CPUs XLA also aborts the process if
+    it reduces bfloat16 while such axes exist.
     """
     if not (auto_axes := _find_auto_axes()):
         return function
     return jax.shard_map(
         function,
-        in_specs=others,
-        out_specs=others,
+        in_specs=auto_spec,
+        out_specs=auto_spec,
         axis_names=auto_axes,
         check_vma=False,
     )

@@ -94,14 +94,14 @@ def replicate(tree: PyTree) -> PyTree:
     All processes must call it. Other arrays are returned unchanged.
     """
 
-    def whole(leaf: Any) -> Any:
-        is_here = not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
-        if is_here or leaf.is_fully_replicated:
+    def replicate_leaf(leaf: Any) -> Any:
+        is_addressable = not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
+        if is_addressable or leaf.is_fully_replicated:
             return leaf
         sharding: Any = leaf.sharding
         return _identity(NamedSharding(sharding.mesh, PartitionSpec()))(leaf)
 
-    return jax.tree.map(whole, tree)
+    return jax.tree.map(replicate_leaf, tree)
 
 
 @functools.lru_cache

@@ -189,14 +189,14 @@ def count_ring_bytes(
 ) -> float:
     """Returns the bytes that each device sends if `group_size` devices form a ring.
 
-    That is the least possible for the first four kinds, and so what other algorithms
-    are measured against. An all-reduce is a reduce-scatter and an all-gather.
+    That is the minimum for the first four kinds, and so the reference for other
+    algorithms. An all-reduce is a reduce-scatter and an all-gather.
 
     Args:
         kind: one of `KINDS`.
         group_size: how many devices take part.
-        operand_bytes: what a device puts in.
-        result_bytes: what a device gets out.
+        operand_bytes: the bytes of a device's input.
+        result_bytes: the bytes of a device's result.
     """
     share = (group_size - 1) / group_size
     if kind == "all-reduce":

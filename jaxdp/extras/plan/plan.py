@@ -253,8 +253,8 @@ _PANELS: Final = (
 def find_largest(peak: Callable[[int], float], limit: int, start: int = 1) -> int:
     """Finds the largest number whose peak is within the limit, if peaks grow with it.
 
-    A peak is nearly a constant and a part in proportion, so the line through two of
-    them leads close, and a few more compilations decide.
+    A peak is nearly a linear function of the number. So the line through two peaks
+    leads close to the result, and a few more compilations find it.
     """
     known: dict[int, float] = {}
     low, high, number = 0, 1 << 40, start

@@ -338,7 +338,8 @@ def list_plan_leaves(
         for path, leaf in paths
     ]
 
-    # JAX does not say how a leaf is split that nothing depends on: as the others are.
+    # JAX does not report the split of a leaf that no output depends on. It is assumed
+    # to be split as other leaves.
     (_, split), _ = compiled.input_shardings
     usual = [*jax.tree.leaves(split), named[0][2].sharding][0]
     of_batch = [

@@ -298,8 +298,9 @@ def write_report(run: Run, path: str | os.PathLike[str], plan: Any = None) -> Pa
 def report_trainer(
     trainer: "Trainer", path: str | os.PathLike[str], plan: Any = None
 ) -> str:
-    """`Trainer.report`: the page from the table of a `CSVLogger`, if there is one, else
-    from the history."""
+    """Implements `Trainer.report`, from the table of a `CSVLogger` if there is one,
+    else from the history.
+    """
     check_is_local("path", path)
     record: dict[str, Any] = dict(collect_metadata(trainer, None))
     tables = [c.path for c in trainer.callbacks if isinstance(c, CSVLogger)]

@@ -195,7 +195,9 @@ def _find_owner_depth(model: PyTree, path: Sequence[Any]) -> int:
 
 
 def _format_name(path: Sequence[Any], leaf: Any) -> str:
-    """Returns a layer's name of an array, with its dtype if that is unusual."""
+    """Returns the name of an array within its layer, with its dtype if that is
+    unusual.
+    """
     name, dtype = leaf_path(path) or "value", str(leaf.dtype)
     return name if dtype == "float32" else f"{name} {dtype}"
 
