@@ -164,6 +164,8 @@ class EarlyStopping(MonitorCallback):
         super().load_state_dict(state)
         self.stopped_epoch, self._is_restored = state["stopped_epoch"], True
         last = state.get("last_check")
+        if last is None and state.get("last"):  # of 0.2, without the step
+            last = [-1, state["last"][0]]
         self._last_check = (int(last[0]), float(last[1])) if last else None
         self._best_steps = list(state.get("best_steps", []))  # in no older checkpoint
         # The best weights belong to steps that are undone, or to another trainer.

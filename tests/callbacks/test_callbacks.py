@@ -251,3 +251,21 @@ def test_callbacks_may_be_added_later_but_for_those_in_the_step(tmp_path):
         trainer.callbacks.append(late)
         with pytest.raises(ValueError, match=f"{type(late).__name__} was added after"):
             trainer.fit(batches(8))
+
+
+def test_a_run_that_had_stopped_under_0_2_stays_stopped(tmp_path, monkeypatch):
+    def fit():
+        stopping = EarlyStopping("loss", patience=1, min_delta=10.0)
+        trainer = make_trainer(stopping, ModelCheckpoint(tmp_path))
+        trainer.fit(batches(8), max_epochs=9, ckpt_path="auto")
+        return trainer.global_step
+
+    def old_state(self, save=EarlyStopping.state_dict):
+        state = save(self)
+        _, value = state.pop("last_check")
+        return state | {"last": [value, False]}
+
+    with monkeypatch.context() as older:
+        older.setattr(EarlyStopping, "state_dict", old_state)
+        assert fit() == 2
+    assert fit() == 2
