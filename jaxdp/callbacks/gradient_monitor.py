@@ -157,6 +157,7 @@ def group_by_layer(paths: list[Any], max_layers: int) -> dict[str, list[int]]:
 
 
 def _square(leaf: Array) -> Array:
-    """Returns the sum of squares, in float32."""
+    """Returns the sum of squares, in float32; zero only if each element is."""
     wide = jnp.abs(leaf).astype(jnp.float32)
-    return jnp.sum(wide * wide)
+    least = jnp.where((wide != 0).any(), jnp.finfo(jnp.float32).tiny, 0)
+    return jnp.maximum(jnp.sum(wide * wide), least)

@@ -123,6 +123,18 @@ def test_a_leaf_that_learns_late_is_not_named(recwarn):
     assert monitor.never_updated == monitor.dead == [] and not recwarn.list
 
 
+def test_a_leaf_with_tiny_gradients_is_not_named(recwarn):
+    monitor = GradientMonitor(check_steps=2)
+    loss_fn = lambda model, x, y: 1e-25 * jax.vmap(model)(x)[:, 0]  # noqa: E731
+    model = eqx.nn.Linear(4, 3, key=jax.random.key(0))
+    optimizer = optax.sgd(1e-3)  # the updates' squares are below any float32, too
+    trainer = make_trainer(
+        monitor, model=model, optimizer=optimizer, loss=None, loss_fn=loss_fn
+    )
+    trainer.fit(batches(*[8] * 3))
+    assert monitor.dead == monitor.never_updated == [] and not recwarn.list
+
+
 def test_a_monitor_may_see_another_model_before_its_check():
     monitor = GradientMonitor(check_steps=10)
     for depth in (1, 2):
