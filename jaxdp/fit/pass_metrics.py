@@ -98,7 +98,13 @@ def split_metrics(
             f" of names ({', '.join(sorted(losses.METRICS))}) or {{name: callable}}."
         )
     if not isinstance(metrics, Mapping):
-        metrics = {_get_name(metric): metric for metric in metrics}
+        pairs = [(_get_name(metric), metric) for metric in metrics]
+        metrics = dict(pairs)
+        for name, metric in pairs:
+            if metric != metrics[name]:
+                raise ValueError(
+                    f"`metrics`: two are named {name!r}; pass {{name: metric}}."
+                )
     for name in metrics:
         losses.check_metric_name("`metrics`", name)
     of_passes = {n: m for n, m in metrics.items() if isinstance(m, PassMetric)}

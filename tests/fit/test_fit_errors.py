@@ -109,6 +109,7 @@ INJECTED = optax.inject_hyperparams(optax.adam)(1e-3)
     ({"metrics": ["auc"]}, ValueError, "for 'auc' write {name: jaxdp.PassMetric"),
     ({"metrics": {"loss": "mse"}}, ValueError, "metric name 'loss' is taken"),
     ({"metrics": [lambda p, t: p]}, TypeError, "has no name; pass"),
+    ({"metrics": [x_y, PassMetric(x_y)]}, ValueError, "two are named 'x_y'; pass"),
     ({"loss": "mse", "loss_fn": lambda m: m}, ValueError, "`loss` and `loss_fn`"),
     ({"metrics": ["mse"], "loss_fn": lambda m: m}, ValueError, "return them from "),
     ({"loss_fn": "mse"}, TypeError, "For a loss by name use `loss`"),
