@@ -177,7 +177,8 @@ def describe_difference(old: PyTree, new: PyTree) -> str:
     parts = [f"{', '.join(missing[:3])} is missing"] if missing else []
     parts += [f"{', '.join(added[:3])} is new"] if added else []
     if not parts:
-        parts = [f"a {type(old).__name__} or something in it is of another class"]
+        kind = type(old).__name__
+        parts = [f"a {kind} or something in it has another class or static field"]
     return " and ".join(parts)
 
 

@@ -63,9 +63,9 @@ def open_loader(
         raise TypeError(
             f"`{argument}` is {kind}, not an iterable of batches; pass a list or a"
             " generator of (x, y) batches; of arrays x and y one loader of both,"
-            " jaxdp.Arrays(x, y, batch_size=32); of a dataset of examples"
-            " torch.utils.data.DataLoader(dataset, batch_size). (The trainer has its"
-            " model: Trainer(model).fit(loader).)"
+            " jaxdp.Arrays(x, y, batch_size=32), and of x alone jaxdp.Arrays(x); of a"
+            " dataset of examples torch.utils.data.DataLoader(dataset, batch_size)."
+            " (The trainer has its model: Trainer(model).fit(loader).)"
         )
     if isinstance(loader, list | tuple) and loader and all(map(_is_loader, loader)):
         raise TypeError(

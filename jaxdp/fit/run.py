@@ -276,7 +276,9 @@ class Run:
         """
         if self._engine is not None and self.doing != "a fit":
             self._engine.update_debug_settings()
-        has_own_loss = self.arguments["loss_fn"] or self.config.optimizer_parts
+        has_own_loss = (
+            self.arguments["loss_fn"] is not None or self.config.optimizer_parts
+        )
         if loader is None and kind == "train" and has_own_loss:
             loader = NO_LOADER
         return open_loader(

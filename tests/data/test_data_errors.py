@@ -88,7 +88,7 @@ def test_batches_that_do_not_fit_the_loss_are_refused(batch, error, words):
     (lambda: Arrays(X, shuffle=None), TypeError, "`shuffle` must be a bool"),
     (lambda: Arrays(X[:9], drop_last=True), ValueError, "9 rows are less than one"),
     (lambda: open_loader(np.ones(3), "train_loader", seed=0), TypeError,
-     "is a ndarray, not an iterable of batches; .*; of arrays"),
+     r"is a ndarray, not an iterable of batches; .*; of arrays.*x alone jaxdp.Arr"),
     (lambda: open_loader({"x": 1}, "train_loader", seed=0), TypeError,
      "not an iterable of batches"),
     (lambda: open_loader(3, "train_loader", seed=0), TypeError,

@@ -85,6 +85,16 @@ def test_a_loss_without_a_batch_is_trained(layout):
     assert found.global_step == STEPS
 
 
+def test_a_loss_fn_may_be_an_empty_container():
+    class Losses(list):
+        def __call__(self, model):
+            return without_batch(model)
+
+    recorder, found = trainer(Losses(), strategy=SingleDevice())
+    found.fit(max_steps=2)
+    np.testing.assert_allclose(recorder.losses, by_hand(steps=2), rtol=1e-4)
+
+
 @pytest.mark.slow_but("jit-alone", "pmap-tuple", "fsdp-list")
 @pytest.mark.parametrize(
     "batch",
