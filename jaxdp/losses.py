@@ -230,7 +230,8 @@ def find_criterion(argument: str, value: Any, known: Mapping[str, Criterion]) ->
         name = _SYNONYMS.get(value.lower(), value.lower())
         if name in known:
             return known[name]
-        words = {**INSTEAD["metrics"], **INSTEAD["loss"], **{n: repr(n) for n in known}}
+        words = {**INSTEAD["loss"], **{n: repr(n) for n in known}}
+        words |= INSTEAD["metrics"] if known is METRICS else {}
         if near := find_near(name, words):
             raise ValueError(f"{argument}: for {value!r} write {words[near]}.")
     if not callable(value):

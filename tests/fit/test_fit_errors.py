@@ -110,6 +110,7 @@ INJECTED = optax.inject_hyperparams(optax.adam)(1e-3)
     ({"metrics": {"loss": "mse"}}, ValueError, "metric name 'loss' is taken"),
     ({"metrics": [lambda p, t: p]}, TypeError, "has no name; pass"),
     ({"metrics": [x_y, PassMetric(x_y)]}, ValueError, "two are named 'x_y'; pass"),
+    ({"loss": "accuracy"}, ValueError, "got 'accuracy' .*; pass a known name"),
     ({"loss": "mse", "loss_fn": lambda m: m}, ValueError, "`loss` and `loss_fn`"),
     ({"metrics": ["mse"], "loss_fn": lambda m: m}, ValueError, "return them from "),
     ({"loss_fn": "mse"}, TypeError, "For a loss by name use `loss`"),
