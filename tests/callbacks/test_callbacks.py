@@ -253,19 +253,19 @@ def test_callbacks_may_be_added_later_but_for_those_in_the_step(tmp_path):
             trainer.fit(batches(8))
 
 
-def test_a_run_that_had_stopped_under_0_2_stays_stopped(tmp_path, monkeypatch):
-    def fit():
+def test_a_run_that_had_stopped_under_0_2_stays_stopped(tmp_path):
+    def fit(is_old):
         stopping = EarlyStopping("loss", patience=1, min_delta=10.0)
+
+        def old_state(save=stopping.state_dict):
+            state = save()
+            _, value = state.pop("last_check")
+            return state | {"last": [value, False]}
+
+        if is_old:
+            stopping.state_dict = old_state
         trainer = make_trainer(stopping, ModelCheckpoint(tmp_path))
         trainer.fit(batches(8), max_epochs=9, ckpt_path="auto")
         return trainer.global_step
 
-    def old_state(self, save=EarlyStopping.state_dict):
-        state = save(self)
-        _, value = state.pop("last_check")
-        return state | {"last": [value, False]}
-
-    with monkeypatch.context() as older:
-        older.setattr(EarlyStopping, "state_dict", old_state)
-        assert fit() == 2
-    assert fit() == 2
+    assert fit(is_old=True) == fit(is_old=False) == 2
