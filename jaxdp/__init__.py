@@ -155,19 +155,16 @@ def open_extra(module: str, name: str) -> Any:
     if path is not None:
         return pkgutil.resolve_name(f"jaxdp.{path}")
     text = f"module {module!r} has no attribute {name!r}"
-    homes = callbacks, strategies, losses, distributed
-    for home in homes if module == __name__ else ():
-        attribute, where = getattr(home, name, None), home.__name__
-        if getattr(attribute, "__module__", "").startswith(__name__):
-            raise ImportError(f"{text}; it is in {where}: from {where} import {name}")
+    homes = (distributed, losses, strategies, callbacks) if module == __name__ else ()
+    lazy = (path.rpartition(".") for path in _EXTRAS if homes)
+    names = {public: home for home, _, public in lazy}
+    for home in (*homes, sys.modules[module]):
+        public = losses.METRICS if home is losses else home.__all__
+        names |= dict.fromkeys(public, home.__name__)
+    if where := names.get(name):
+        raise ImportError(f"{text}; it is in {where}: from {where} import {name}")
     if instead := INSTEAD.get(module, {}).get(name):
         raise ImportError(f"{text}; instead of it: {instead}.")
-    looked_at = [sys.modules[module], *(homes if module == __name__ else ())]
-    names = {
-        known: each.__name__
-        for each in looked_at
-        for known in vars(each).get("__all__", losses.METRICS)
-    }
     if not name.startswith("_") and (near := find_near(name, names)):
         raise ImportError(f"{text}; {names[near]}.{near} may be meant.")
     raise AttributeError(text)

@@ -328,6 +328,18 @@ def test_names_of_other_libraries_are_answered(line):
     assert {*dir(jaxdp)} >= {*jaxdp.__all__} and "INSTEAD" not in dir(jaxdp)
 
 
+@pytest.mark.parametrize(("name", "place"), [
+    ("Sharde", "module 'jaxdp' .* jaxdp.Sharded may be meant"),
+    ("EarlyStoping", "jaxdp.callbacks.EarlyStopping may be meant"),
+    ("LivePlot", "from jaxdp.callbacks import LivePlot"),
+    ("cross_entropy", "from jaxdp.losses import cross_entropy"),
+    ("token_cross_entropy", "from jaxdp.losses import token_cross_entropy"),
+])  # fmt: skip
+def test_an_import_error_says_where_a_name_is(name, place):
+    with pytest.raises(ImportError, match=place):
+        getattr(jaxdp, name)
+
+
 class Other(callbacks.EarlyStopping):
     def __init__(self, x, **others):
         super().__init__(**others)

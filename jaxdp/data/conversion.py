@@ -189,10 +189,9 @@ def check_targets(batch: Batch, num_classes: int | None, *, training: bool) -> N
         if num_classes is None or isinstance(labels, jax.Array):
             return
         # Small steps wait for this check.
-        if labels.dtype.kind not in "iub":
-            return _check_probabilities(labels)
         unsigned = labels.view(_UNSIGNED.get(labels.dtype, labels.dtype))
-        if np.maximum.reduce(unsigned, axis=None) >= num_classes:
+        is_float = labels.dtype.kind not in "iub"
+        if is_float or np.maximum.reduce(unsigned, axis=None) >= num_classes:
             _check_labels(labels, num_classes)
         return
     (weight,) = weights

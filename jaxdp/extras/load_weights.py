@@ -109,9 +109,9 @@ def _load_into_trainer(
     run, config = trainer.run, trainer.run.config
     if run.doing or run.progress.global_step:
         raise RuntimeError(
-            "`load_weights` sets the weights that a trainer begins with, and was called"
-            f" after {run.progress.global_step} steps, or from a hook of a callback."
-            " Call it before, or make a new Trainer."
+            "`load_weights` sets the initial weights of a trainer. This one has taken"
+            f" {run.progress.global_step} steps, or is running: make a new Trainer, or"
+            " call it before the first `fit`."
         )
     params, buffers, model_state = get_shapes(run)
 

@@ -125,8 +125,8 @@ class Evaluator:
         if is_new and not math.isfinite(loss) and self._run.doing == "a fit":
             self._warned_of.add(prefix)
             warn(
-                f"the {prefix}_loss of epoch {self._run.progress.epoch} is {loss}: so"
-                " is that of some row, or all weights are 0"
+                f"the {prefix}_loss of epoch {self._run.progress.epoch} is {loss}: the"
+                " loss of at least one row is not finite, or all weights are 0"
             )
 
     def _sum_pass(self, prefix: str, weights: list[Any], numbers: Iterator[int]) -> Any:

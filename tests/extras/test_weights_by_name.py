@@ -241,7 +241,7 @@ def test_a_trainer_is_filled_where_its_arrays_are(tmp_path, made_of):
     assert moments.addressable_shards[0].data.size == moments.size // 8
     theirs = trained(jaxdp.load_weights(path, Decoder(False), LLAMA_NAMES), False)
     assert eqx.tree_equal(ours.model, theirs.model)
-    with pytest.raises(RuntimeError, match="called after 2 steps"):
+    with pytest.raises(RuntimeError, match="taken 2 steps"):
         jaxdp.load_weights(path, ours, LLAMA_NAMES)
 
 
