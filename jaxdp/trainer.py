@@ -421,7 +421,7 @@ class Trainer(Generic[Model]):
     def state(self) -> TrainState:
         """The `TrainState` on the devices. The next step overwrites it: `copy.deepcopy`
         it first, also to write into it."""
-        return self.run.get_checked_engine().device_state.tree
+        return self.run.engine.state
 
     @property
     def hyperparams(self) -> Mapping[str, Any]:

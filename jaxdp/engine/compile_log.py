@@ -3,7 +3,7 @@
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import jax
@@ -15,9 +15,6 @@ from ..step import BY_DEFAULT, Steps, merge_leaves, note_on_products
 
 _LONG_SECONDS: Final = 2.0
 """A compilation that takes longer is reported."""
-
-_MANY_SHAPES: Final = 9
-"""With so many shapes, the data has a problem."""
 
 _Shapes = dict[str, str]
 """The shapes of each leaf of a batch by its name."""
@@ -33,13 +30,12 @@ class CompileLog:
 
     def __init__(self, *, quiet: bool = False) -> None:
         self._quiet = quiet
-        self._known: dict[str, list[_Shapes]] = {}
+        self._last: dict[str, _Shapes] = {}
         self._reported: set[str] = set()
 
     @contextlib.contextmanager
     def time_compile(self, kind: str, dispatch: Dispatch) -> Iterator[None]:
         """Times the compilation of a `kind` of step for a dispatch."""
-        known, shapes = self._known.setdefault(kind, []), _get_shapes(dispatch)
         step = f"the {kind} step"
         timer = threading.Timer(_LONG_SECONDS, self._say, [f"compiling {step} ..."])
         timer.daemon = True
@@ -50,36 +46,37 @@ class CompileLog:
         finally:
             timer.cancel()
         seconds = time.perf_counter() - started
-        is_new = shapes not in known
-        if known and is_new:
-            text = f"{step} was compiled again, in {seconds:.1f} s"
-            self._report_again(text, known, shapes)
+        shapes = _get_shapes(dispatch)
+        last, self._last[kind] = self._last.get(kind, shapes), shapes
+        if shapes != last:
+            reason = join_some(
+                f"{name} was {last.get(name)} and is {shape}"
+                for name, shape in shapes.items()
+                if last.get(name) != shape
+            )
+            text = f"{step} was compiled again, in {seconds:.1f} s, because {reason}"
+            self._say(text)
         elif seconds > _LONG_SECONDS:
             self._say(f"{step} was compiled in {seconds:.1f} s")
-        if is_new:
-            known.append(shapes)
 
-    def log_once(self, note: str, key: str = "") -> None:
-        """Reports a note unless it, or one with its `key`, was reported before."""
-        if (key or note) not in self._reported:
-            self._reported.add(key or note)
-            self._say(note)
+    def log_once(self, note: str, report: Callable[[str], None] = log_info) -> None:
+        """Reports a note unless it was reported before."""
+        if not self._quiet and note not in self._reported:
+            self._reported.add(note)
+            report(note)
 
     def log_program(self, devices: list[Any], program: Any, steps: Steps) -> None:
         """Reports the precision of products, and warns if devices are of different
         kinds.
         """
-        if self._quiet:
-            return
-        if (note := describe_mixed_kinds(devices)) and note not in self._reported:
-            self._reported.add(note)
-            warn(note)
+        if note := describe_mixed_kinds(devices):
+            self.log_once(note, warn)
         if program.products and program.products[BY_DEFAULT]:
             if note := note_on_products(steps.precision, devices[0]):
                 self.log_once(note)
 
     def log_unsplit(self, dispatch: Dispatch, num_shards: int) -> None:
-        """Reports the first batch that each device computes in full, and the reason."""
+        """Reports a batch that each device computes in full, and the reason."""
         shapes = [jax.tree.leaves(group.batch)[0].shape for group in dispatch.groups]
         # Processes may have different numbers of rows; the shards must divide each
         # number.
@@ -88,24 +85,7 @@ class CompileLog:
             self.log_once(
                 f"a batch of {rows} rows is computed in full on each device, since"
                 f" something in the step is written for a batch, and the {num_shards}"
-                " shards of the strategy do not divide it",
-                key="computed in full",
-            )
-
-    def _report_again(self, text: str, known: list[_Shapes], now: _Shapes) -> None:
-        last = known[-1]
-        reason = join_some(
-            f"{name} was {last.get(name)} and is {shape}"
-            for name, shape in now.items()
-            if last.get(name) != shape
-        )
-        text += f", because {reason}"
-        if (count := len(known) + 1) < _MANY_SHAPES or self._quiet:
-            self._say(text)
-        else:
-            warn(
-                f"{text}. It is compiled once for each shape, of which there were"
-                f" {count} so far: docs/data.md shows how to have few."
+                " shards of the strategy do not divide it"
             )
 
     def _say(self, text: str) -> None:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-import equinox as eqx
 import jax
 import numpy as np
 from jaxtyping import PyTree
@@ -18,7 +17,6 @@ from ..step import (
     LONG_IN_FLIGHT,
     Batch,
     Metrics,
-    Objective,
     Steps,
     TrainState,
 )
@@ -29,16 +27,16 @@ from .in_flight import MAX_PART_IN_FLIGHT, InFlightQueue
 from .out_of_memory import add_remedies, check_program
 from .state import (
     DeviceState,
-    ModelStructure,
-    make_abstract_state,
+    StateLayout,
     make_first_state,
+    make_shapes,
+    place_shapes,
     place_state,
 )
 from .step import (
     KIND_NAMES,
     PlacedBatches,
     Program,
-    SingleStepsOnly,
     Step,
     StepKind,
     StepOptions,
@@ -102,7 +100,7 @@ class Engine:
         self.in_flight = InFlightQueue()
         self.starts_epoch = False
         self.options = StepOptions()
-        self._is_inferred, self._debug_settings = False, get_debug_settings()
+        self._debug_settings = get_debug_settings()
         self.pure, self.strategy = pure, strategy
         self._compile_log = CompileLog(quiet=abstract)
         self.log_once = self._compile_log.log_once
@@ -113,14 +111,16 @@ class Engine:
             kind: Step(kind, strategy, blocks, in_order, pads=pure.is_padded(kind))
             for kind in KIND_NAMES
         }
-        shapes = jax.eval_shape(lambda *trees: trees, *parts[:2])
-        self._structure = ModelStructure(parts[2], shapes, view)
         with clear_mesh(), pause_gc():
-            first = parts, model_state, pure
             if abstract:
-                self.state = make_abstract_state(*first, strategy, offload)
+                shapes = make_shapes((*parts[:2], model_state), pure)
+                state = place_shapes(strategy, shapes, offload)
             else:
-                self.state = self.place(make_first_state(*first, seed, strategy))
+                first = make_first_state(parts, model_state, pure, seed, strategy)
+                state = self.place(first)
+        original = jax.eval_shape(lambda *trees: trees, *parts[:2])
+        self._layout = StateLayout(state, parts[2], original, view)
+        self.state = state
         # On CPUs, XLA rewrites convolutions for its library only outside of loops.
         # Inside a loop they take about five times as long, and round differently.
         is_cpu = self._devices[0].platform == "cpu"
@@ -139,7 +139,7 @@ class Engine:
 
     @state.setter
     def state(self, state: TrainState) -> None:
-        self.device_state = DeviceState.from_tree(state, self._structure)
+        self.device_state = DeviceState(jax.tree.leaves(state), self._layout)
 
     def place(self, state: TrainState) -> TrainState:
         """Places a first or a saved state on the devices, and returns it."""
@@ -152,14 +152,6 @@ class Engine:
     def replace_pure(self, **fields: Any) -> None:
         """Replaces fields of `pure`, for the steps that are compiled from now on."""
         self.pure = self.pure._replace(**fields)
-
-    def infer_objective(self, objective: Objective) -> None:
-        """Sets the objective that fits the first batch.
-
-        If its step does not compile, another batch may give another objective.
-        """
-        self.replace_pure(objective=objective)
-        self._is_inferred = True
 
     def set_options(self, options: StepOptions) -> None:
         """Sets the options of train steps that are compiled from now on."""
@@ -176,6 +168,11 @@ class Engine:
                 step.programs.clear()
 
     @property
+    def has_programs(self) -> bool:
+        """Whether any step is compiled."""
+        return any(step.programs for step in self.steps.values())
+
+    @property
     def padding(self) -> dict[str, int]:
         """The number of rows that batches are padded to, by `"<kind> <spec>"`."""
         return {
@@ -189,12 +186,12 @@ class Engine:
 
         Another size would need another program, whose sums may round differently.
         """
-        named = [(*name.partition(" ")[::2], rows) for name, rows in padding.items()]
         for kind, step in self.steps.items():
+            start = f"{kind} "
             sizes = {
-                spec: rows
-                for step_kind, spec, rows in named
-                if step_kind == kind and rows
+                name.removeprefix(start): rows
+                for name, rows in padding.items()
+                if name.startswith(start) and rows
             }
             step.packer.specs.load_sizes(sizes)
 
@@ -203,17 +200,6 @@ class Engine:
     def pack(self, windows: list[Window]) -> Dispatch:
         """Packs the batches of optimizer steps for one call of the compiled step."""
         return self.steps["train"].packer.pack(windows, self.micro_batches)
-
-    def compile_training(self, dispatch: Dispatch) -> list[Dispatch]:
-        """Compiles for `dispatch`; returns it, or its single steps if better."""
-        try:
-            self.get_program("train", dispatch)
-        except SingleStepsOnly as reason:
-            self.steps_per_execution = 1
-            self.log_once(f"`steps_per_execution`: 1 at a time, because {reason}")
-            first, *others = [self.pack([window]) for window in dispatch.windows]
-            return [*self.compile_training(first), *others]
-        return [dispatch]
 
     def prepare(self, kind: StepKind, batch: Batch) -> tuple[Dispatch, Program]:
         """Returns `batch` packed for an evaluation, and the program for its shape."""
@@ -240,12 +226,10 @@ class Engine:
             if self.memory is not None:
                 step_name, rows = f"the {name} step", sum(dispatch.rows)
                 check_program(step_name, self.memory, rows, program.compiled)
-        except SingleStepsOnly:
-            raise
         except Exception as error:
-            if self._is_inferred and not any(s.programs for s in self.steps.values()):
-                self.replace_pure(objective=None)
-            step.add_compile_notes(error, dispatch)
+            for note in filter(None, map(step.packer.specs.describe, dispatch.groups)):
+                error.add_note(note)
+            step.packer.reset()  # others are not padded to the size of this batch
             raise
         for note in step.facts.notes:
             self.log_once(note)
@@ -295,7 +279,6 @@ class Engine:
                 jax.block_until_ready(results)  # waits for the device
             return placed, results
         except jax.errors.JaxRuntimeError as error:
-            _raise_as_equinox(error)
             add_remedies(f"the {KIND_NAMES[kind]} step", error)
             raise
 
@@ -315,12 +298,3 @@ class Engine:
         state, facts = self.device_state, self.steps["train"].facts
         totals = np.asarray(state.leaves[state.layout.totals])  # waits for the device
         return self.pure.compute_means(totals, facts)
-
-
-def _raise_as_equinox(error: Exception) -> None:
-    """Raises the error of an `eqx.error_if` as `eqx.filter_jit` does, if it is one."""
-    _, mark, text = str(error).partition("_EquinoxRuntimeError: ")
-    if mark:
-        message = text.split("\n\n\n-----")[0]
-        remedy = "for the line that raised it, run it under jax.disable_jit()"
-        raise eqx.EquinoxRuntimeError(f"{message} ({remedy})") from None

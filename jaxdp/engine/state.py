@@ -4,9 +4,9 @@ Compiled steps take this list, because to flatten a model's tree in Python costs
 than a small step.
 """
 
-import operator
+import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -35,31 +35,39 @@ View = Callable[[TrainState], TrainState] | None
 _ModelParts = tuple[PyTree, PyTree, PyTree]
 
 
-class ModelStructure(NamedTuple):
-    """The parts of a model that its state lacks, and its view."""
+class StateLayout:
+    """The properties that all states of a run share.
 
-    static: PyTree
-    """The leaves that are not arrays."""
-    shapes: PyTree
-    """Of its trained leaves and other arrays, before they were placed."""
-    view: View
-    """That of a callback which chooses the weights to evaluate."""
+    Args:
+        state: the first state, or its shapes.
+        static: the leaves of the model that are not arrays.
+        shapes: of its trained leaves and other arrays, before they were placed.
+        view: that of a callback which chooses the weights to evaluate.
 
+    Attributes:
+        treedef: the structure of a state.
+        totals: the index of the epoch's sums among the leaves.
+        zeros: the first value of the sums over an epoch or evaluation, on the host.
+        view: that of the callback, or else that of the optimizer.
+    """
 
-class _Layout(NamedTuple):
-    """The properties that all states of a run share."""
+    def __init__(self, state: TrainState, static: PyTree, shapes: PyTree, view: View):
+        leaves, self.treedef = jax.tree.flatten(state)
+        totals = state.totals
+        self.totals = next(i for i, leaf in enumerate(leaves) if leaf is totals)
+        self.zeros = np.zeros(totals.shape, totals.dtype)
+        self.view = _compose_views(view, make_weights_view(state.opt_state))
+        self._static, self._shapes = static, shapes
 
-    treedef: Any
-    totals: int
-    """The index of the epoch's sums among the leaves."""
-    select_weights: Callable[[list[Array]], tuple[Array, ...]]
-    """Selects the leaves that are evaluated: parameters, and at least the step."""
-    zeros: np.ndarray
-    """The first value of the sums over an epoch or evaluation, on the host."""
-    is_placed: bool
-    """Whether there are arrays, not shapes alone."""
-    view: View
-    structure: ModelStructure
+    def gather_model(self, state: TrainState) -> tuple[PyTree, PyTree]:
+        """Returns the model of `state` and its state, gathered from their shards."""
+        return self.combine(gather_arrays(get_model_parts(state)))
+
+    def combine(self, parts: _ModelParts) -> tuple[PyTree, PyTree]:
+        """Returns the model with these parts of a state, and its `eqx.nn.State`."""
+        params, buffers, model_state = parts
+        params, buffers = cast_to_original((params, buffers), self._shapes)
+        return eqx.combine(params, buffers, self._static), model_state
 
 
 class DeviceState:
@@ -67,41 +75,22 @@ class DeviceState:
 
     The tree, the model and the evaluated state are made on the first use.
 
-    Attributes:
+    Args:
         leaves: the arguments of a train step, which overwrites them.
         layout: shared by all states of a run.
+
+    Attributes:
         made_tree: the tree, if it was made. A user may hold a reference to it.
     """
 
-    __slots__ = ("_cache", "layout", "leaves", "made_tree")
-
-    def __init__(self, leaves: list[Array], layout: _Layout):
+    def __init__(self, leaves: list[Array], layout: StateLayout):
         self.leaves, self.layout = leaves, layout
         self.made_tree: TrainState | None = None
-        self._cache: dict[str, Any] = {}
-
-    @classmethod
-    def from_tree(cls, tree: TrainState, structure: ModelStructure) -> "DeviceState":
-        """Returns the state of a tree that a strategy has placed."""
-        leaves, treedef = jax.tree.flatten(tree)
-        totals = tree.totals
-        indices = treedef.unflatten(range(len(leaves)))
-        layout = _Layout(
-            treedef,
-            next(i for i, leaf in enumerate(leaves) if leaf is totals),
-            operator.itemgetter(*jax.tree.leaves(indices.weights)),
-            np.zeros(totals.shape, totals.dtype),
-            isinstance(totals, jax.Array),
-            _compose_views(structure.view, make_weights_view(tree.opt_state)),
-            structure,
-        )
-        state = cls(leaves, layout)
-        state.made_tree = tree
-        return state
+        self._viewed: TrainState | None = None
+        self._fetched: _ModelParts | None = None
 
     def replace_leaves(self, changes: Mapping[int, np.ndarray]) -> "DeviceState":
         """Returns the state with other leaves, by index, of the same spec."""
-        self.check_not_written()
         leaves = list(self.leaves)
         with clear_mesh():
             for index, leaf in changes.items():
@@ -121,19 +110,20 @@ class DeviceState:
     def evaluated(self) -> TrainState:
         """The state whose weights are evaluated."""
         view = self.layout.view
-        return self._get("evaluated", lambda: view(self.tree)) if view else self.tree
-
-    def _get(self, name: str, make: Callable[[], Any]) -> Any:
-        """Returns a part of the state, which is made once."""
-        if name not in self._cache:
-            # Values, even while a function of the user is traced.
+        if view is None:
+            return self.tree
+        if self._viewed is None:
             with jax.ensure_compile_time_eval():
-                self._cache[name] = make()
-        return self._cache[name]
+                self._viewed = view(self.tree)
+        return self._viewed
+
+    def get_weights(self) -> list[Array]:
+        """Returns the leaves that are evaluated, without their tree."""
+        return jax.tree.leaves(self.evaluated.weights)
 
     def check_not_lost(self) -> None:
         """Raises if a step has failed while it overwrote the state."""
-        if self.layout.is_placed and any(map(_is_deleted, self.leaves)):
+        if any(isinstance(x, jax.Array) and x.is_deleted() for x in self.leaves):
             raise RuntimeError(
                 "the state is lost: a step failed while it was overwriting it."
                 " Resume from the last checkpoint with a new Trainer (`fit(...,"
@@ -156,41 +146,23 @@ class DeviceState:
                 " optax.inject_hyperparams holds, and `trainer.load` for a whole state."
             )
 
-    def get_weights(self) -> list[Array]:
-        """Returns the leaves that are evaluated, without their tree."""
-        if self.layout.view is not None:
-            return jax.tree.leaves(self.evaluated.weights)
-        self.check_not_lost()
-        return list(self.layout.select_weights(self.leaves))
-
-    def gather(self) -> tuple[PyTree, PyTree]:
-        """Returns the evaluated model and its state, gathered from their shards."""
-        return self._get("model", self._gather)
-
-    def _gather(self) -> tuple[PyTree, PyTree]:
-        fetched = self._cache.pop("fetched", None)
-        if fetched is None:
-            return self.gather_model(self.evaluated)
-        return self._combine(jax.tree.map(jnp.asarray, fetched))
+    @functools.cached_property
+    def model(self) -> tuple[PyTree, PyTree]:
+        """The evaluated model and its `eqx.nn.State`, gathered from their shards."""
+        # Values, even while a function of the user is traced.
+        with jax.ensure_compile_time_eval():
+            parts = self._fetched or fetch(get_model_parts(self.evaluated))
+            self._fetched = None
+            return self.layout.combine(jax.tree.map(jnp.asarray, parts))
 
     def fetch(self) -> None:
         """Copies a model that is sharded over processes to this host.
 
-        All processes must call it; afterwards `gather` needs no other process.
+        All processes must call it; afterwards `model` needs no other process.
         """
-        parts = _get_model_parts(self.evaluated)
+        parts = get_model_parts(self.evaluated)
         if not all(leaf.is_fully_replicated for leaf in jax.tree.leaves(parts)):
-            self._cache["fetched"] = fetch(parts)
-
-    def gather_model(self, state: TrainState) -> tuple[PyTree, PyTree]:
-        """Returns the model of `state` and its state, gathered from their shards."""
-        return self._combine(gather_arrays(_get_model_parts(state)))
-
-    def _combine(self, parts: _ModelParts) -> tuple[PyTree, PyTree]:
-        params, buffers, model_state = parts
-        structure = self.layout.structure
-        params, buffers = cast_to_original((params, buffers), structure.shapes)
-        return eqx.combine(params, buffers, structure.static), model_state
+            self._fetched = fetch(parts)
 
     def get_shapes(self) -> TrainState:
         """Returns shapes and shardings of the state."""
@@ -200,10 +172,8 @@ class DeviceState:
         )
 
 
-_is_deleted: Final = operator.methodcaller("is_deleted")
-
-
-def _get_model_parts(state: TrainState) -> _ModelParts:
+def get_model_parts(state: TrainState) -> _ModelParts:
+    """Returns the arrays of the model in a state: trained, others, `eqx.nn.State`."""
     return state.params, state.buffers, state.model_state
 
 
@@ -238,48 +208,43 @@ def make_first_state(
     arrays = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]
     is_sharded = not all(leaf.is_fully_replicated for leaf in arrays)
     if is_sharded and not strategy.mesh.empty or adds_state(strategy):
-        shapes = jax.eval_shape(
-            lambda p, b, s: first_state(p, b, s, steps, seed), *model
-        )
-        shardings = state_shardings(strategy, shapes)
+        shardings = state_shardings(strategy, make_shapes(model, steps))
         layout = shardings.opt_state
         if not is_sharded:
-            model = (
-                jax.tree.map(make_global_array, params, shardings.params),
-                *model[1:],
-            )
-    return first_state(*model, steps, seed, layout)
+            params = jax.tree.map(make_global_array, params, shardings.params)
+    return first_state(params, *model[1:], steps, seed, layout)
+
+
+def make_shapes(model: _ModelParts, steps: Steps) -> TrainState:
+    """Returns the first state of a model as shapes, without any computation."""
+
+    def first(params: PyTree, buffers: PyTree, model_state: PyTree) -> TrainState:
+        params, buffers = cast_arrays((params, buffers), steps.precision.stored)
+        return first_state(params, buffers, model_state, steps, seed=0)
+
+    return jax.eval_shape(first, *model)
 
 
 def place_state(strategy: DataParallel, state: TrainState, offload: bool) -> TrainState:
     """Returns the state on the devices; `offload` puts the optimizer's on the host."""
     if not offload:
         return strategy.place(state)
-    shardings = offload_optimizer(state_shardings(strategy, state), state)
-    return place_copy(state, shardings)
+    return place_copy(state, _make_shardings(strategy, state, offload))
 
 
-def make_abstract_state(
-    parts: _ModelParts,
-    model_state: PyTree,
-    steps: Steps,
-    strategy: DataParallel,
-    offload: bool,
+def place_shapes(
+    strategy: DataParallel, shapes: TrainState, offload: bool
 ) -> TrainState:
-    """Returns the first state as shapes and shardings, without any computation."""
-
-    def first(params: PyTree, buffers: PyTree, model_state: PyTree) -> TrainState:
-        params, buffers = cast_arrays((params, buffers), steps.precision.stored)
-        return first_state(params, buffers, model_state, steps, seed=0)
-
-    state = jax.eval_shape(first, parts[0], parts[1], model_state)
-    shardings = state_shardings(strategy, state)
-    if offload:
-        shardings = offload_optimizer(shardings, state)
+    """Returns the shapes of a state with the shardings that its arrays would have."""
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=sharding
         ),
-        state,
-        shardings,
+        shapes,
+        _make_shardings(strategy, shapes, offload),
     )
+
+
+def _make_shardings(strategy: DataParallel, state: Any, offload: bool) -> Any:
+    shardings = state_shardings(strategy, state)
+    return offload_optimizer(shardings, state) if offload else shardings

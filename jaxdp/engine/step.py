@@ -68,12 +68,6 @@ class StepOptions(NamedTuple):
     """Whether a step with NaN or infinity in it keeps the old state."""
 
 
-class SingleStepsOnly(Exception):
-    """Raised if single steps are better than several at a time; its text gives the
-    reason.
-    """
-
-
 class Program:
     """A step compiled for batches of one shape.
 
@@ -235,8 +229,8 @@ class Step:
             options: the user's options for XLA.
 
         Raises:
-            ValueError: if the step calls Python that may raise, on several devices.
-            SingleStepsOnly: if single steps are better than several at a time.
+            ValueError: if the step calls Python that may raise, on several devices or
+                in several steps; and for convolutions in several steps on a CPU.
         """
         groups = self._get_global_shapes(dispatch)
         make = STEP_FUNCTIONS[self.kind]
@@ -289,9 +283,9 @@ class Step:
             raise ValueError(GATHERED_IN_BRANCH)
         is_looped = len(dispatch.rows) > 1
         if is_looped and steps.unroll_convolutions and has_convolutions(jaxpr):
-            raise SingleStepsOnly(
-                "XLA's convolutions are slow inside loops on the CPU, and round"
-                " differently there"
+            raise ValueError(
+                "`steps_per_execution` must be 1 for a model with convolutions on CPUs:"
+                " XLA's code for them is slow inside a loop of steps."
             )
         if not isinstance(leaf, jax.Array) or not calls_python(jaxpr):
             return False
@@ -308,8 +302,9 @@ class Step:
                 " strategy=SingleDevice(), where errors are raised."
             )
         if is_looped:  # the state before an error would be lost
-            raise SingleStepsOnly(
-                "a step calls Python that may raise, which ends the steps after it"
+            raise ValueError(
+                "`steps_per_execution` must be 1 for a step that calls Python that may"
+                " raise an error (jax.pure_callback), as eqx.error_if does."
             )
         return True
 
@@ -412,12 +407,6 @@ class Step:
         blocks = self.packer.blocks
         shards = count_shards(self._strategy) * len(blocks.local) // blocks.count
         return dispatch.nbytes // (max(1, shards) if dispatch.split else 1)
-
-    def add_compile_notes(self, error: Exception, dispatch: Dispatch) -> None:
-        """Adds notes to an error of compiling for these batches."""
-        for note in filter(None, map(self.packer.specs.describe, dispatch.groups)):
-            error.add_note(note)
-        self.packer.reset()  # others are not padded to the size of this batch
 
 
 def get_debug_settings() -> tuple[bool, bool]:

@@ -1,8 +1,6 @@
 """XLA's compiler options: the user's options, and options that make a CPU fast."""
 
 import functools
-import os
-import re
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -22,10 +20,9 @@ _LEVELS: Final = {"O0": 9, "O1": 19, "O2": 29, "O3": 39}
 `"O1"` on, GPUs have the latency-hiding scheduler, pipelined collectives, and loops that
 are unrolled twice."""
 
-_PRODUCTS_ONLY: Final = (
-    "xla_cpu_experimental_ynn_fusion_type",
-    "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT",
-)
+_PRODUCTS_ONLY: Final[dict[str, Any]] = {
+    "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
+}
 """Limits YNNPACK to products. By default (jaxlib 0.10 to 0.12) it also has convolutions
 and reductions, and a reduction includes the convolution before it."""
 
@@ -65,7 +62,7 @@ def options_for(
     device, *_ = jax.tree.leaves(arguments)[0].sharding.device_set
     is_on_cpu = device.platform == "cpu"
     if replacement is None and is_on_cpu and has_convolutions(jaxpr):
-        replacement = _select_convolutions()
+        replacement = _find_convolution_options()
     options = {**(replacement or {}), **users}
     if not is_on_cpu or not has_own_loop(jaxpr):
         return options
@@ -73,26 +70,22 @@ def options_for(
     # loop. It fuses the rest differently, and sums have another order: with some
     # shapes, losses had other last bits than those of single steps. So loops over
     # micro-batches have these options with and without a loop over steps.
-    flag = re.search(rf"--{_DISABLED}=(\S+)", os.environ.get("XLA_FLAGS", ""))
-    passes = [flag and flag[1], options.get(_DISABLED), _HOISTING]
-    return {**options, _DISABLED: ",".join(filter(None, passes))}
+    passes = filter(None, [options.get(_DISABLED), _HOISTING])
+    return {**options, _DISABLED: ",".join(passes)}
 
 
 @functools.cache
-def _select_convolutions() -> dict[str, Any]:
-    """Returns the options for convolutions on the CPU; none if the user has set them.
+def _find_convolution_options() -> dict[str, Any]:
+    """Returns the options for convolutions on the CPU, if this version of XLA has them.
 
     By default XLA gives convolutions to YNNPACK, whose gradients take up to seven times
-    as long as Eigen's (docs/speed.md). These options give them to Eigen.
+    as long as Eigen's (docs/speed.md). The option gives them to Eigen.
 
     (`xla_cpu_copy_insertion_use_region_analysis` would save copies of weights, but
     jaxlib 0.10.2 compiles loops inside loops wrongly with it.)
     """
-    option, value = _PRODUCTS_ONLY
-    if option in os.environ.get("XLA_FLAGS", ""):
-        return {}
     try:
-        jax.jit(lambda: 0).lower().compile({option: value})
-    except jax.errors.JaxRuntimeError:  # another version of XLA may lack the option
+        jax.jit(lambda: 0).lower().compile(_PRODUCTS_ONLY)
+    except jax.errors.JaxRuntimeError:
         return {}
-    return {option: value}
+    return _PRODUCTS_ONLY

@@ -186,7 +186,7 @@ def compare_strategies(
             raise ValueError(source.explain_no_batches())
 
         config.decide_loss(run.engine, first[0][0])
-        engine_here = run.get_checked_engine()
+        engine_here = run.engine
         start = gather_arrays(engine_here.state)
 
         def trace_under(strategy: DataParallel) -> Trace:
@@ -209,7 +209,8 @@ def trace(engine: Engine, strategy: Any, windows: Iterable[Sequence[Batch]]) -> 
     values, compiling = [], 0.0
     for window in windows:
         start = time.perf_counter()
-        (dispatch,) = engine.compile_training(engine.pack([window]))
+        dispatch = engine.pack([window])
+        engine.get_program("train", dispatch)
         prepared = time.perf_counter()
         (metrics,) = engine.train(dispatch)
         jax.block_until_ready(engine.state)  # waits for the device

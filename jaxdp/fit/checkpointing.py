@@ -56,7 +56,7 @@ def start_saving(
     with run.interrupts.defer_signals():
         run.renew_hooks(trainer.callbacks, to_train=True)
         run.check_between_dispatches("`save`")
-        held = run.get_checked_engine().device_state
+        held = run.engine.device_state
         state = held.tree
         run.record.flush()
         meta = make_metadata(trainer)

@@ -188,7 +188,6 @@ def _run_user_pass(trainer: "Trainer", method: str) -> Iterator[Hooks]:
     run = trainer.run
     run.renew_hooks(trainer.callbacks)
     if run.doing:  # the fit has set callbacks up already, and reports errors to them
-        run.get_checked_engine()
         yield Hooks(()) if run.doing == "a fit" else run.hooks
         return
     hooks = Hooks(
@@ -197,7 +196,6 @@ def _run_user_pass(trainer: "Trainer", method: str) -> Iterator[Hooks]:
     with run_with_teardown(trainer, method, hooks):
         try:
             hooks.setup(trainer)
-            run.get_checked_engine()
             yield hooks
         except BaseException as exception:
             with attach_second_error(exception):

@@ -42,9 +42,7 @@ class Feed:
     ):
         self._run = trainer.run
         self._source, self._hooks, self._limits = source, hooks, limits
-        # The dispatches that `compile_first` has read, then those after them.
-        self._compiled: list[Dispatch] = []
-        self._remaining: Iterator[Dispatch] | None = None
+        self._remaining: Iterator[Dispatch] | None = None  # if `compile_first` read one
         self._waiting: list[Window] = []  # steps that are read but not launched
         # A user's loop may decide its batches, so it reads only those that it needs.
         self._is_fixed = limits is not None or isinstance(source.loader, list | tuple)
@@ -58,11 +56,12 @@ class Feed:
         run, progress = self._run, self._run.progress
         self._set_up_engine()
 
-        self._remaining = self._make_dispatches()
-        first = next(self._remaining, None)
+        dispatches = self._make_dispatches()
+        first = next(dispatches, None)
         if first is not None:
+            self._remaining = itertools.chain([first], dispatches)
             try:
-                self._compiled = self._compile(first)
+                self._compile(first)
             except Exception as wrong:
                 add_batch_note(run, wrong)
                 raise
@@ -82,8 +81,6 @@ class Feed:
         """Yields the remaining dispatches of the current epoch."""
         remaining, self._remaining = self._remaining, None
         dispatches = self._make_dispatches() if remaining is None else remaining
-        compiled, self._compiled = self._compiled, []
-        dispatches = itertools.chain(compiled, dispatches)
         engine = self._run.engine
         if not engine.prefetches:
             return dispatches
@@ -132,11 +129,10 @@ class Feed:
         self._remaining = iter(())
         return bool(engine.steps["train"].facts.names)
 
-    def _compile(self, dispatch: Dispatch) -> list[Dispatch]:
-        """Compiles the step; returns the dispatch, or its single steps if better."""
+    def _compile(self, dispatch: Dispatch) -> None:
         run = self._run
         engine = run.config.decide_loss(run.engine, dispatch.windows[0][0])
-        return engine.compile_training(dispatch)
+        engine.get_program("train", dispatch)
 
     def _make_dispatches(self) -> Iterator[Dispatch]:
         """Reads windows of batches and packs them; `read_epoch` prefetches them."""

@@ -140,9 +140,14 @@ class TrainerConfig:
         return optax.with_extra_args_support(hooks.wrap_optimizer(optimizer))
 
     def decide_loss(self, engine: Engine, batch: Batch) -> Engine:
-        """Returns `engine`. The first batch decides its loss if no argument does."""
-        if engine.pure.objective is None:
-            engine.infer_objective(self.make_objective(batch))
+        """Returns `engine`. The first batch decides its loss if no argument does.
+
+        If its step does not compile, another batch may decide on another loss.
+        """
+        if engine.pure.objective is None or (
+            self._objective is None and not engine.has_programs
+        ):
+            engine.replace_pure(objective=self.make_objective(batch))
         return engine
 
     def make_objective(self, batch: Batch) -> Objective:
@@ -251,11 +256,6 @@ class Run:
                 self._engine = config.make_engine(strategy, self.hooks)
         return self._engine
 
-    def get_checked_engine(self) -> Engine:
-        """Returns the engine; raises if code has written into `trainer.state`."""
-        self.engine.device_state.check_not_written()
-        return self.engine
-
     def check_between_dispatches(self, what: str) -> None:
         """Raises within a dispatch of several steps: the state is ahead of counters."""
         step, ahead = self.progress.global_step, self.progress.ahead
@@ -338,7 +338,7 @@ class Run:
         `trainer.state` has the trained weights. With `WeightAveraging`, `trainer.model`
         has others.
         """
-        return self.engine.device_state.gather_model(state)[0]
+        return self.engine.device_state.layout.gather_model(state)[0]
 
     def shapes(self) -> Any:
         """Returns the state as shapes with shardings, also within a dispatch."""

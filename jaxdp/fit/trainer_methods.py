@@ -86,7 +86,7 @@ def gather_model(run: "Run") -> tuple[Any, Any]:
     """Gathers copies of the model as trained so far and of its `eqx.nn.State`."""
     if not run.has_engine:
         return run.config.model, run.config.model_state
-    return run.get_checked_engine().device_state.gather()
+    return run.engine.device_state.model
 
 
 def inference_model(run: "Run", member: int | None) -> InferenceModel:
@@ -138,12 +138,12 @@ def get_shapes(run: "Run") -> tuple[Any, Any, Any]:
 
 def get_hyperparams(run: "Run") -> Mapping[str, Any]:
     """Implements `Trainer.hyperparams`."""
-    return fetch_hyperparams(run.get_checked_engine().state)
+    return fetch_hyperparams(run.engine.state)
 
 
 def set_hyperparams(run: "Run", values: Mapping[str, Any]) -> None:
     """Implements `Trainer.set_hyperparams`."""
-    engine = run.get_checked_engine()
+    engine = run.engine
     run.processes.check_equal("values in `set_hyperparams`", values)
     changes = convert_hyperparams(engine.state, values)
     engine.device_state = engine.device_state.replace_leaves(changes)

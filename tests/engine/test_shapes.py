@@ -160,34 +160,6 @@ def test_predictions_of_several_shapes_are_refused():
         trainer.predict([bucket(5, 9), bucket(7, 6)])
 
 
-class Mean(eqx.Module):
-    """Uses only the mean of a text, and so compiles quickly."""
-
-    last: eqx.nn.Linear
-
-    def __call__(self, tokens):
-        return self.last(tokens.mean(keepdims=True))
-
-
-def mean_model():
-    return Mean(eqx.nn.Linear(1, 3, key=jax.random.key(0)))
-
-
-def test_the_ninth_shape_is_warned_of(caplog):
-    trainer = make(model=mean_model())
-    trainer.fit([bucket(4, length) for length in range(1, 9)])
-    with pytest.warns(UserWarning) as warned:
-        trainer.fit([bucket(4, length) for length in (9, 10)], max_epochs=2)
-    assert len(warned) == 2
-    for number, each in enumerate(warned, 9):
-        text = str(each.message)
-        assert f"there were {number} so far: docs/data.md" in text
-        assert f"is (4, {number})" in text
-    caplog.clear()
-    trainer.fit([bucket(4, length) for length in range(1, 11)], max_epochs=3)
-    assert not caplog.messages  # all are known
-
-
 def test_structure_and_dtypes_may_not_vary():
     x, y = bucket(4, 4)
     with pytest.raises(ValueError, match=r"batch\[1\] was int32 .*is float32.*dtypes"):

@@ -133,7 +133,7 @@ class Planner:
             # A compiler without its devices can't take up what it compiled before.
             warnings.filterwarnings("ignore", "Error reading persistent compilation")
             dispatch = engine.pack([window])
-            engine.compile_training(dispatch)
+            engine.get_program("train", dispatch)
         per_host = self.devices_per_host
         is_faked = not devices.are_here and self.topology is None
         if per_host is None and is_faked and jax.process_count() > 1:

@@ -32,7 +32,7 @@ def compiled_for_h100(trainer, data, folder):
     there = SingleDevice().on(make_topology_devices("h100x1").devices)
     engine = make_engine(trainer, there)
     if engine.pure.objective is None:
-        engine.infer_objective(trainer.run.config.make_objective(data))
+        engine.replace_pure(objective=trainer.run.config.make_objective(data))
     dispatch = engine.steps["train"].packer.pack([[data]])
     engine.get_program("train", dispatch)
     engine.prepare("evaluate", data)
