@@ -12,7 +12,6 @@ from jaxtyping import PyTree
 
 from .callbacks.base import Callback
 from .strategies import DataParallel, SingleDevice
-from .strategies.base import adds_state
 from .trainer import Trainer
 
 _cross_entropy = optax.softmax_cross_entropy_with_integer_labels
@@ -180,7 +179,8 @@ def _check_checkpoints(strategy: DataParallel, task: _Task, trainer: Trainer) ->
     trained = eqx.filter(trainer.model, eqx.is_array)
     with tempfile.TemporaryDirectory() as folder:
         path = trainer.save(f"{folder}/saved")
-        for other in (strategy, *[SingleDevice()] * (not adds_state(strategy))):
+        adds_state = trainer.run.config.adds_state
+        for other in (strategy, *[SingleDevice()] * (not adds_state)):
             fresh = _trainer(other, task, "cross_entropy", callbacks=[_TraceCounter()])
             fresh.load(path)
             restored = eqx.filter(fresh.model, eqx.is_array)

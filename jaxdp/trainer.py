@@ -155,8 +155,8 @@ class Trainer(Generic[Model]):
         self.callbacks = add_default_callbacks(
             checked, progress_bar=enable_progress_bar
         )
-        self.strategy: DataParallel = arguments["strategy"]
         self.run = Run(arguments, self.callbacks)
+        self.strategy: DataParallel = self.run.config.strategy
         self.record = (
             self.run.record
         )  # what both have for callbacks: docs/reference/record.md

@@ -61,6 +61,7 @@ class Engine:
         compiler_options: the user's options for XLA.
         offload: whether large leaves of the optimizer's state are in host memory
             between steps.
+        adds_state: whether the strategy adds a state to the optimizer's.
         abstract: whether the state has shapes only; then no step can run.
 
     Attributes:
@@ -93,6 +94,7 @@ class Engine:
         in_order: bool = True,
         compiler_options: Mapping[str, Any] = MappingProxyType({}),
         offload: bool = False,
+        adds_state: bool = False,
         abstract: bool = False,
     ):
         self._compiler_options, self._offload = compiler_options, offload
@@ -116,8 +118,8 @@ class Engine:
                 shapes = make_shapes((*parts[:2], model_state), pure)
                 state = place_shapes(strategy, shapes, offload)
             else:
-                first = make_first_state(parts, model_state, pure, seed, strategy)
-                state = self.place(first)
+                first = parts, model_state, pure, seed, strategy
+                state = self.place(make_first_state(*first, adds_state=adds_state))
         original = jax.eval_shape(lambda *trees: trees, *parts[:2])
         self._layout = StateLayout(state, parts[2], original, view)
         self.state = state

@@ -25,7 +25,7 @@ from ..step import (
     make_weights_view,
 )
 from ..strategies import DataParallel
-from ..strategies.base import adds_state, state_shardings
+from ..strategies.base import state_shardings
 from ..strategies.offload import offload_optimizer
 from ..strategies.placement import fetch, gather_arrays, place_copy
 
@@ -197,8 +197,13 @@ def make_first_state(
     steps: Steps,
     seed: int,
     strategy: DataParallel,
+    *,
+    adds_state: bool,
 ) -> TrainState:
-    """Returns the state before the first step, which is not placed yet."""
+    """Returns the state before the first step, which is not placed yet.
+
+    If the strategy `adds_state` to the optimizer's, no device need hold all of that.
+    """
     params, buffers, _ = cast_arrays(use_auto_axes(parts), steps.precision.stored)
     model = params, buffers, use_auto_axes(model_state)
     layout = None
@@ -207,7 +212,7 @@ def make_first_state(
     # state of a strategy.
     arrays = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]
     is_sharded = not all(leaf.is_fully_replicated for leaf in arrays)
-    if is_sharded and not strategy.mesh.empty or adds_state(strategy):
+    if is_sharded and not strategy.mesh.empty or adds_state:
         shardings = state_shardings(strategy, make_shapes(model, steps))
         layout = shardings.opt_state
         if not is_sharded:

@@ -321,8 +321,7 @@ class Step:
         noted = contextlib.nullcontext()
         if options:
             noted = NoteOnError(f"`compiler_options` was {dict(options)}")
-        fast = self._strategy.compiler_options
-        options = options_for(traced.jaxpr, function.arguments, fast, options)
+        options = options_for(traced.jaxpr, function.arguments, options)
         with warnings.catch_warnings():
             if donate == "all":
                 # No result has the shape of a batch. DonateBuffers reports the cases

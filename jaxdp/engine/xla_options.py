@@ -47,23 +47,16 @@ def check_options(options: CompilerOptions) -> dict[str, Any]:
     return {"optimization_level": options if is_named else _LEVELS[options]}
 
 
-def options_for(
-    jaxpr: Any,
-    arguments: Any,
-    replacement: Mapping[str, Any] | None,
-    users: Mapping[str, Any],
-) -> dict[str, Any]:
+def options_for(jaxpr: Any, arguments: Any, users: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options for compiling a traced program.
 
-    The sharding of the state, the first of `arguments`, decides the platform. A
-    strategy's `replacement` is used instead of the options for speed. The user's
-    options override both.
+    The sharding of the state, the first of `arguments`, decides the platform. The
+    user's options override those for speed.
     """
     device, *_ = jax.tree.leaves(arguments)[0].sharding.device_set
     is_on_cpu = device.platform == "cpu"
-    if replacement is None and is_on_cpu and has_convolutions(jaxpr):
-        replacement = _find_convolution_options()
-    options = {**(replacement or {}), **users}
+    convolves = is_on_cpu and has_convolutions(jaxpr)
+    options = {**(_find_convolution_options() if convolves else {}), **users}
     if not is_on_cpu or not has_own_loop(jaxpr):
         return options
     # XLA would compute loop invariants (a mask's row numbers, constants) before the

@@ -26,15 +26,16 @@ from ..step import Collectives, Group, OnRows, PerExample, Results, make_loop_sc
 from ..strategies.base import DataParallel, Role, Rows, make_shardings
 from ..strategies.meshes import clear_ambient_mesh
 from ..strategies.offload import get_state_shardings, jit_with_offload
-from ..strategies.sharded import Pmap, Sharded, SingleDevice, make_named_shardings
+from ..strategies.sharded import Pmap, Sharded, SingleDevice
 
 SHARDS: Final = 8
 """Virtual shards of a batch; the device count must divide it."""
 
 _AXIS: Final = "shards"
-_OPTIONS: Final[dict[str, Any]] = {"xla_disable_hlo_passes": "cse"}
-"""In programs for several devices XLA merges equal operations in other passes, and then
-fuses other ones: with 2 devices a LayerNorm had other bits than with 1."""
+_DISABLED: Final = "xla_disable_hlo_passes"
+"""XLA's pass "cse" is disabled: in programs for several devices XLA merges equal
+operations in other passes, and then fuses other ones. With 2 devices a LayerNorm had
+other bits than with 1."""
 
 _SMALL: Final = 4096
 """Every device sums arrays of up to this number of elements; it divides larger ones."""
@@ -71,9 +72,8 @@ class Bitwise(DataParallel):
             )
         self.strategy = strategy
         self.mesh = Mesh(devices, (_AXIS,), axis_types=(AxisType.Auto,))
-        self.compiler_options = _compiler_options_for(devices[0])
 
-    def check(self, arguments: Mapping[str, Any]) -> None:
+    def prepare(self, arguments: dict[str, Any]) -> dict[str, Any]:
         if isinstance(arguments["optimizer"], list | tuple) and not isinstance(
             arguments["optimizer"], optax.GradientTransformation
         ):
@@ -104,6 +104,7 @@ class Bitwise(DataParallel):
                 " number of processes, and the bits on the order. Use data='global',"
                 " where every process is given the same loader."
             )
+        return arguments
 
     def on(self, devices: Sequence[Any]) -> "Bitwise":
         return Bitwise(self.strategy.on(devices))
@@ -160,13 +161,14 @@ class Bitwise(DataParallel):
         by_rows = full if rows == "whole" else PartitionSpec(None, _AXIS)
         in_specs, _ = make_specs(by_rows)
         state = get_state_shardings(arguments, roles)
-        pairs = zip(roles, make_named_shardings(self.mesh, in_specs), strict=True)
+        shard = functools.partial(NamedSharding, self.mesh)
+        pairs = zip(roles, jax.tree.map(shard, in_specs), strict=True)
         in_shardings = [state if role == "state" else other for role, other in pairs]
         out = everywhere
         if not isinstance(results, str):
             out = tuple(state if role == "state" else everywhere for role in results)
         jitted = jit_with_offload(program, arguments, in_shardings, out, donate)
-        return _DeduplicatedStep(jitted)
+        return _DeduplicatedStep(jitted, self.mesh.devices.flat[0].platform)
 
     def _cut(self, group: Group) -> Group:
         """Returns a group with its rows as (turns, devices, rows of a virtual shard).
@@ -346,13 +348,6 @@ def _map_row_results(
     return tuple(map(one, values, results))
 
 
-def _compiler_options_for(device: Any) -> dict[str, Any]:
-    """Returns the options of XLA that give equal work equal bits on a device."""
-    return _OPTIONS | (
-        {"xla_gpu_deterministic_ops": True} if device.platform == "gpu" else {}
-    )
-
-
 class _DeduplicatedStep(NamedTuple):
     """A jitted step whose equal operations are merged before XLA compiles it.
 
@@ -363,27 +358,47 @@ class _DeduplicatedStep(NamedTuple):
     """
 
     step: Any
+    platform: str
 
     def __call__(self, *arguments: Any) -> Any:
         return self.step(*arguments)
 
     def trace(self, *arguments: Any) -> "_DeduplicatedTrace":
-        return _DeduplicatedTrace(self.step.trace(*arguments))
+        return _DeduplicatedTrace(self.step.trace(*arguments), self.platform)
 
 
 class _DeduplicatedTrace(NamedTuple):
     traced: jax.stages.Traced
+    platform: str
 
     @property
     def jaxpr(self) -> Any:
         return self.traced.jaxpr
 
-    def lower(self) -> jax.stages.Lowered:
+    def lower(self) -> "_DeduplicatedProgram":
         lowered = self.traced.lower()
         module: Any = lowered.compiler_ir()
         with module.context:
             PassManager.parse("builtin.module(cse)").run(module.operation)
-        return lowered
+        return _DeduplicatedProgram(lowered, self.platform)
+
+
+class _DeduplicatedProgram(NamedTuple):
+    lowered: jax.stages.Lowered
+    platform: str
+
+    def as_text(self) -> str:
+        return self.lowered.as_text()
+
+    def compile(self, options: Mapping[str, Any]) -> jax.stages.Compiled:
+        return self.lowered.compile(_add_options(options, self.platform))
+
+
+def _add_options(options: Mapping[str, Any], platform: str) -> dict[str, Any]:
+    """Returns options of XLA with those that give equal work equal bits on a device."""
+    passes = ",".join(filter(None, ["cse", options.get(_DISABLED)]))
+    own = {"xla_gpu_deterministic_ops": True} if platform == "gpu" else {}
+    return {**options, **own, _DISABLED: passes}
 
 
 def _stack(leaf: Array) -> Array:

@@ -190,7 +190,7 @@ def compare_strategies(
         start = gather_arrays(engine_here.state)
 
         def trace_under(strategy: DataParallel) -> Trace:
-            engine = config.make_engine(strategy, run.hooks)
+            engine = config.replace(strategy=strategy).make_engine(run.hooks)
             engine.pure = engine_here.pure._replace(inside=())
             engine.state = engine.place(start)
             return trace(engine, strategy, first)

@@ -31,11 +31,7 @@ from ..step import (
     TrainState,
     Weights,
 )
-from ..strategies.base import (
-    DataParallel,
-    adds_state,
-    replace_attributes,
-)
+from ..strategies.base import DataParallel, replace_attributes
 from ..strategies.meshes import Devices, find_devices, make_mesh
 from ..strategies.sharded import Sharded
 
@@ -153,8 +149,7 @@ def find_ensemble(arguments: Mapping[str, Any]) -> Ensemble:
     """Returns the `Ensemble` of `Trainer(ensemble=...)`, once the model fits it.
 
     Raises:
-        TypeError, ValueError: if the arrays of the model do not count its members,
-            or for a strategy that can't train an ensemble.
+        TypeError, ValueError: if the arrays of the model do not count its members.
     """
     ensemble = arguments["ensemble"]
     if not isinstance(ensemble, Ensemble):
@@ -172,11 +167,6 @@ def find_ensemble(arguments: Mapping[str, Any]) -> Ensemble:
                     " eqx.filter_vmap(make)(keys), with keys ="
                     f" jax.random.split(key, {ensemble.size})."
                 )
-    if adds_state(strategy := arguments["strategy"]):
-        raise ValueError(
-            f"`ensemble`: {type(strategy).__name__} keeps weights of its own in the"
-            " optimizer's state, those of one model. Use Members() or Sharded()."
-        )
     return ensemble
 
 
@@ -272,9 +262,6 @@ class EnsembleSteps(Steps):
         return Metrics(self.extra.name_facts(metrics.facts), means, inside)
 
 
-_OF_ALL: Final = "key", "step"
-"""Fields of a state that have no axis of members."""
-
 _OF_WEIGHTS: Final = Weights(0, 0, 0, key=0, step=None)
 """The axis of members of each field; None for the fields without one."""
 
@@ -300,16 +287,13 @@ class _MemberwiseStrategy(DataParallel):
 
     def __init__(self, inner: DataParallel):
         self.inner, self.mesh, self.row_axes = inner, inner.mesh, inner.row_axes
-        self.compiler_options = inner.compiler_options
         self._members = MEMBERS if isinstance(inner, Members) else None
 
-    def layouts(self, state: TrainState) -> dict[str, PartitionSpec]:
+    def _lay_out(self, state: TrainState) -> TrainState:
         one = jax.tree.map(_drop_member_axis, state)
-        layouts = self.inner.layouts(one._replace(key=state.key, step=state.step))
-        return {
-            name: spec if name in _OF_ALL else PartitionSpec(self._members, *spec)
-            for name, spec in layouts.items()
-        }
+        specs = self.inner._lay_out(one._replace(key=state.key, step=state.step))
+        split = jax.tree.map(lambda spec: PartitionSpec(self._members, *spec), specs)
+        return split._replace(key=specs.key, step=specs.step)
 
     def place(self, state: TrainState) -> TrainState:
         if type(self.inner).place is not DataParallel.place:  # an engine's own
@@ -348,7 +332,7 @@ class Members(Sharded):
         in_order = find_devices(devices)
         self.mesh = make_mesh(in_order, {MEMBERS: len(in_order)})
 
-    def check(self, arguments: Mapping[str, Any]) -> None:
+    def prepare(self, arguments: dict[str, Any]) -> dict[str, Any]:
         ensemble = arguments["ensemble"]
         if ensemble is None:
             raise ValueError(
@@ -361,6 +345,7 @@ class Members(Sharded):
                 f" {self.mesh.size} devices of Members(); pass a number of devices that"
                 " divides them."
             )
+        return arguments
 
     def on(self, devices: Sequence[Any]) -> "Members":
         return replace_attributes(

@@ -5,7 +5,7 @@ and the states of their optimizers, are in the optimizer's state; each leaf has 
 leading axis of replicas.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import equinox as eqx
@@ -26,17 +26,16 @@ from ..step import (
     Results,
     TrainState,
     Weights,
+    add_clipping,
     call_update,
     evaluated_params,
 )
-from ..strategies.base import Rows, state_name
+from ..strategies.base import Rows
 from ..strategies.meshes import Devices, clear_ambient_mesh
-from ..strategies.shard_map_collectives import ShardMapCollectives
+from ..strategies.shard_map_collectives import NO_UNITS, ShardMapCollectives
 from ..strategies.sharded import Sharded
 
 _SPLIT: Final = PartitionSpec(DATA)
-_STACK: Final = object()
-"""Stands for a leaf that has one entry for each replica."""
 
 
 class LocalSGDState(NamedTuple):
@@ -120,17 +119,37 @@ class LocalSGD(Sharded):
         self.every = int(every)
         self.outer = outer
 
-    def check(self, arguments: Mapping[str, Any]) -> None:
+    def prepare(self, arguments: dict[str, Any]) -> dict[str, Any]:
         if arguments["after_update"] is not None:
             raise ValueError(
                 "`after_update`: LocalSGD trains a replica on each device, and joins"
                 " them in outer steps, so there is no one model to change. Leave it"
                 " out, or take another strategy."
             )
+        if jax.tree.leaves(arguments["state"]):
+            raise ValueError(
+                "`strategy`: LocalSGD trains replicas separately, so a model with"
+                " an eqx.nn.State, as in BatchNorm, would have a different state"
+                " in each. Use layers without a state, eqx.nn.LayerNorm or"
+                " GroupNorm for example, or the strategy Sharded()."
+            )
+        optimizer = arguments["optimizer"]
+        if arguments["ensemble"] or not isinstance(
+            optimizer, optax.GradientTransformation
+        ):
+            raise ValueError(
+                "`strategy`: LocalSGD keeps its replicas in the state of one optimizer"
+                " of one model, so neither `ensemble` nor a list of parts as"
+                " `optimizer` goes with it. Use another strategy."
+            )
+        clipped = add_clipping(optimizer, arguments["gradient_clip_val"])
+        own = {"optimizer": self._wrap(clipped), "gradient_clip_val": None}
+        return {**arguments, **own}
 
-    def wrap_optimizer(
+    def _wrap(
         self, optimizer: optax.GradientTransformation
     ) -> optax.GradientTransformationExtraArgs:
+        """Returns an optimizer that trains a replica on each device."""
         inner = optax.with_extra_args_support(optimizer)
 
         def init(params: PyTree) -> LocalSGDState:
@@ -177,18 +196,20 @@ class LocalSGD(Sharded):
 
         return optax.GradientTransformationExtraArgs(init, update)
 
-    def layouts(self, state: TrainState) -> dict[str, PartitionSpec]:
-        if jax.tree.leaves(state.model_state):
-            raise ValueError(
-                "`strategy`: LocalSGD trains replicas separately, so a model with"
-                " an eqx.nn.State, as in BatchNorm, would have a different state"
-                " in each. Use layers without a state, eqx.nn.LayerNorm or"
-                " GroupNorm for example, or the strategy Sharded()."
-            )
-        marked = _map_stacks(lambda _: _STACK, state)
-        leaves = jax.tree_util.tree_flatten_with_path(marked)[0]
-        replicas = {state_name(p): _SPLIT for p, leaf in leaves if leaf is _STACK}
-        return super().layouts(state) | replicas
+    def _lay_out(self, state: TrainState) -> TrainState:
+        specs = super()._lay_out(state)
+
+        def split_replicas(specs: Any, node: Any) -> Any:
+            if not isinstance(node, LocalSGDState):
+                return specs
+            split = lambda leaf: _SPLIT if leaf.ndim else PartitionSpec()  # noqa: E731
+            replicas, inner = jax.tree.map(split, (node.replicas, node.inner))
+            return specs._replace(replicas=replicas, inner=inner)
+
+        is_local = lambda node: isinstance(node, LocalSGDState)  # noqa: E731
+        states = specs.opt_state, state.opt_state
+        opt_state = jax.tree.map(split_replicas, *states, is_leaf=is_local)
+        return specs._replace(opt_state=opt_state)
 
     def collectives(self, groups: Sequence[Group], rows: Rows) -> Collectives:
         return _ReplicaCollectives(self, rows)
@@ -204,7 +225,7 @@ class _ReplicaCollectives(ShardMapCollectives):
     """
 
     def __init__(self, strategy: "LocalSGD", rows: Rows):
-        super().__init__(strategy, is_apart=rows == "apart")
+        super().__init__(strategy, NO_UNITS, is_apart=rows == "apart")
         self.every, self._is_split = strategy.every, rows != "whole"
 
     def weights(self, state: TrainState) -> Weights:
@@ -346,21 +367,6 @@ def _broadcast_to_replicas(tree: PyTree, like: PyTree) -> PyTree:
 
 def _get_ndims(tree: PyTree) -> list[int]:
     return [leaf.ndim for leaf in jax.tree.leaves(tree)]
-
-
-def _map_stacks(function: Callable[[Any], Any], state: TrainState) -> TrainState:
-    """Applies `function` to the leaves of `state` with one entry per replica."""
-
-    def map_leaf(leaf: Any) -> Any:
-        return function(leaf) if leaf.ndim else leaf
-
-    def map_state(local: LocalSGDState) -> LocalSGDState:
-        replicas, inner = jax.tree.map(map_leaf, (local.replicas, local.inner))
-        return local._replace(replicas=replicas, inner=inner)
-
-    return state._replace(
-        opt_state=map_nodes(LocalSGDState, map_state, state.opt_state)
-    )
 
 
 def _split_params(inputs: Any) -> Any:

@@ -1,7 +1,7 @@
 """Pipeline parallelism: stages of layers that work on parts of a batch in turn."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
@@ -11,9 +11,9 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from ..basics.arguments import check_count, checks_arguments, format_call
-from ..basics.tree import map_nodes
-from ..step import DATA, Collectives, Group, TrainState
-from ..strategies.base import Rows
+from ..basics.tree import get_node, map_nodes
+from ..step import DATA, Collectives, Group
+from ..strategies.base import Rows, replace_attributes
 from ..strategies.fsdp import split_axis
 from ..strategies.meshes import Devices, find_devices, make_topology_mesh
 from ..strategies.sharded import Sharded
@@ -71,13 +71,29 @@ class Pipeline(Sharded):
         self.bubble = (stages - 1) / (microbatches + stages - 1)
         self._stacks: tuple[str, ...] = ()
 
-    def check(self, arguments: Mapping[str, Any]) -> None:
+    def prepare(self, arguments: dict[str, Any]) -> dict[str, Any]:
         if arguments["ensemble"] is not None:
             raise ValueError(
                 "`ensemble`: Pipeline splits the first axis of a Stack's arrays, which"
                 " are its blocks and, in an ensemble, the members. Use Members() or"
                 " Sharded()."
             )
+        stacks = find_stacks(model := arguments["model"])
+        if not stacks:
+            raise ValueError(
+                f"`strategy`: {self!r} splits the blocks of a jaxdp.Stack, but the"
+                " model has none. Make its equal layers one: Stack([Block(key)"
+                " for key in keys])."
+            )
+        for name, path in stacks.items():
+            number = len(get_node(model, path))
+            if number % self.stages:
+                raise ValueError(
+                    f"`strategy`: the {self.stages} stages of {self!r} do not divide"
+                    f" the {number} blocks of {name or 'the model'}."
+                )
+        names = tuple(f"{name}.stacked".lstrip(".") for name in stacks)
+        return {**arguments, "strategy": replace_attributes(self, _stacks=names)}
 
     def param_spec(self, path: str, leaf: Array) -> PartitionSpec:
         if not path.startswith(self._stacks):
@@ -88,24 +104,6 @@ class Pipeline(Sharded):
     def _num_sharers(self) -> int:
         """The number of devices that share the blocks of a stage."""
         return self.mesh.shape[DATA] if self.fsdp else 1
-
-    def layouts(self, state: TrainState) -> dict[str, PartitionSpec]:
-        # The arrays of blocks may be trained, or frozen, or both.
-        blocks = find_stacks(eqx.combine(state.params, state.buffers))
-        if not blocks:
-            raise ValueError(
-                f"`strategy`: {self!r} splits the blocks of a jaxdp.Stack, but the"
-                " model has none. Make its equal layers one: Stack([Block(key)"
-                " for key in keys])."
-            )
-        for path, (_, number) in blocks.items():
-            if number % self.stages:
-                raise ValueError(
-                    f"`strategy`: the {self.stages} stages of {self!r} do not divide"
-                    f" the {number} blocks of {path or 'the model'}."
-                )
-        self._stacks = tuple(f"{path}.stacked".lstrip(".") for path in blocks)
-        return super().layouts(state)
 
     def collectives(self, groups: Sequence[Group], rows: Rows) -> Collectives:
         return _PipelineCollectives(self.mesh, self.microbatches, self._num_sharers)

@@ -25,7 +25,6 @@ from ..callbacks.state_matching import (
     name_callbacks,
 )
 from ..step import trained_alone
-from ..strategies.base import adds_state
 
 if TYPE_CHECKING:
     from jaxdp import Trainer
@@ -239,8 +238,8 @@ def describe_arguments(
         or overrides(callback, "evaluated_state")
     ]
     texts["callbacks"] = _describe(", ".join(adding)) or "none that adds state"
-    adds = adds_state(config.strategy)
-    texts["strategy"] = repr(config.strategy) if adds else "one that adds no state"
+    adds_none = "one that adds no state"
+    texts["strategy"] = repr(config.strategy) if config.adds_state else adds_none
     texts["model"] = _describe(eqx.tree_pformat(rest))
     return {name: text for name, text in texts.items() if text not in ("", "None")}
 

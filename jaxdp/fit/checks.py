@@ -29,7 +29,7 @@ from ..step import (
     trained_alone,
 )
 from ..strategies import DataParallel, Sharded
-from ..strategies.base import adds_state, check_offload, make_row_blocks
+from ..strategies.base import check_offload, make_row_blocks
 from .pass_metrics import split_metrics
 
 _PRECISIONS: Final = {
@@ -78,7 +78,6 @@ def validate_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     check_processes(strategy, result["data"])
     if several:
         check_parts(result)
-    strategy.check(result)
     return result
 
 
@@ -124,14 +123,6 @@ def check_parts(arguments: Mapping[str, Any]) -> None:
 
     for part in parts:
         choose_objective({**arguments, "loss_fn": part.loss_fn})
-
-    strategy = arguments["strategy"]
-    if adds_state(strategy):
-        raise ValueError(
-            f"`strategy`: {type(strategy).__name__} keeps its state inside the state of"
-            " one optimizer, but `optimizer` is a list of parts; use another"
-            " strategy."
-        )
 
 
 def _check_clipping(norm: Any) -> None:

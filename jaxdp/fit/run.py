@@ -62,6 +62,8 @@ class TrainerConfig:
 
     Attributes:
         arguments: as passed.
+        strategy: that of the arguments, once it knows them.
+        adds_state: whether the strategy adds a state to the optimizer's.
         parts: the initial model as (trained leaves, other arrays, the rest).
         optimizer_parts: the resolved `Part`s; empty for a single optimizer.
         pass_metrics: the `PassMetric`s, by name.
@@ -69,8 +71,12 @@ class TrainerConfig:
 
     def __init__(self, arguments: Mapping[str, Any]):
         self.arguments = arguments
-        self.model, self.model_state = arguments["model"], arguments["state"]
+        # What the strategy makes of them trains; they are described as passed.
+        arguments = arguments["strategy"].prepare(dict(arguments))
         self.strategy: DataParallel = arguments["strategy"]
+        self.adds_state = arguments["optimizer"] is not self.arguments["optimizer"]
+        self._prepared = arguments
+        self.model, self.model_state = arguments["model"], arguments["state"]
         self.ensemble = arguments["ensemble"]
         self.compiler_options = check_options(arguments["compiler_options"])
         if arguments["reproducible"]:
@@ -97,15 +103,17 @@ class TrainerConfig:
         self._recomputed = resolve_remat(arguments["remat"], self.model, blocks)
         self._description: dict[str, str] | None = None
 
-    def make_engine(
-        self, strategy: DataParallel, hooks: Hooks, *, abstract: bool = False
-    ) -> Engine:
+    def replace(self, **arguments: Any) -> "TrainerConfig":
+        """Returns the config of a trainer with other arguments."""
+        return TrainerConfig({**self.arguments, **arguments})
+
+    def make_engine(self, hooks: Hooks, *, abstract: bool = False) -> Engine:
         """Makes an engine with the initial state."""
-        objectives = self._objectives()
+        objectives, strategy = self._objectives(), self.strategy
         steps = (MultiPartSteps if self.optimizer_parts else Steps)(
             self.parts[2],
             self._objective,
-            self.wrap_optimizer(strategy, hooks),
+            self.make_optimizer(hooks),
             hooks.inside_step(),
             remat=self._recomputed,
             precision=self._precision,
@@ -128,16 +136,15 @@ class TrainerConfig:
             view=hooks.evaluated_state(),
             in_order=self.data == "global",
             compiler_options=self.compiler_options,
-            offload=bool(self.arguments["offload"]),
+            offload=bool(self._prepared["offload"]),
+            adds_state=self.adds_state,
             abstract=abstract,
         )
 
-    def wrap_optimizer(
-        self, strategy: DataParallel, hooks: Hooks
-    ) -> optax.GradientTransformationExtraArgs:
-        """Returns the optimizer, wrapped by the strategy and then by callbacks."""
-        optimizer = strategy.wrap_optimizer(self._make_optimizer())
-        return optax.with_extra_args_support(hooks.wrap_optimizer(optimizer))
+    def make_optimizer(self, hooks: Hooks) -> optax.GradientTransformationExtraArgs:
+        """Makes the optimizer, wrapped by callbacks."""
+        optimizer = hooks.wrap_optimizer(self._make_optimizer())
+        return optax.with_extra_args_support(optimizer)
 
     def decide_loss(self, engine: Engine, batch: Batch) -> Engine:
         """Returns `engine`. The first batch decides its loss if no argument does.
@@ -176,12 +183,12 @@ class TrainerConfig:
         """Makes the optimizer from the arguments."""
         if self.optimizer_parts:
             return combine_optimizers(self.optimizer_parts)
-        arguments = self.arguments
+        arguments = self._prepared
         return add_clipping(arguments["optimizer"], arguments["gradient_clip_val"])
 
     def _make_after_update(self) -> AfterUpdate | None:
         """Returns `after_update`; raises if it changes shapes or dtypes."""
-        if (function := self.arguments["after_update"]) is None:
+        if (function := self._prepared["after_update"]) is None:
             return None
         *arrays, static = self.parts
         change = AfterUpdate(function, static)
@@ -231,7 +238,7 @@ class Run:
     @property
     def optimizer(self) -> optax.GradientTransformationExtraArgs:
         """The optimizer, wrapped by the strategy and by callbacks."""
-        return self.config.wrap_optimizer(self.config.strategy, self.hooks)
+        return self.config.make_optimizer(self.hooks)
 
     @property
     def has_engine(self) -> bool:
@@ -252,8 +259,7 @@ class Run:
             is_traced = isinstance(jax.device_put(0), Tracer)
             eagerly = jax.ensure_compile_time_eval() if is_traced else nullcontext()
             with eagerly:
-                strategy = config.strategy
-                self._engine = config.make_engine(strategy, self.hooks)
+                self._engine = config.make_engine(self.hooks)
         return self._engine
 
     def check_between_dispatches(self, what: str) -> None:

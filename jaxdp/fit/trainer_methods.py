@@ -129,8 +129,7 @@ def get_shapes(run: "Run") -> tuple[Any, Any, Any]:
         if run.has_engine:
             state = run.engine.device_state.get_shapes()
         else:
-            strategy = config.strategy
-            state = config.make_engine(strategy, run.hooks, abstract=True).state
+            state = config.make_engine(run.hooks, abstract=True).state
     except NotImplementedError:  # a custom strategy may have no `mesh`
         return *config.parts[:2], config.model_state
     return state.params, state.buffers, state.model_state

@@ -5,7 +5,7 @@ from typing import Any
 import jaxdp
 
 from ..step import AxisCollectives, Collectives, Group
-from .base import DataParallel
+from .base import DataParallel, find_layouts
 from .fsdp import FSDP, ZeRO
 from .sharded import Pmap, Sharded, SingleDevice
 from .tensor_parallel import TensorParallel, tensor_rules
@@ -21,6 +21,7 @@ __all__ = [
     "SingleDevice",
     "TensorParallel",
     "ZeRO",
+    "find_layouts",
     "tensor_rules",
 ]
 

@@ -2,12 +2,11 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal, TypeVar
 
 import jax
 import numpy as np
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
@@ -59,9 +58,6 @@ class DataParallel:
     row_axes: tuple[str, ...] = (DATA,)
     """The axes of the mesh that rows are split over."""
 
-    compiler_options: Mapping[str, Any] | None = None
-    """XLA's options that replace those which the trainer selects for speed."""
-
     def __copy__(self: Strategy) -> Strategy:
         return replace_attributes(self)
 
@@ -75,6 +71,20 @@ class DataParallel:
             f"a strategy such as {self!r} can't be pickled: its devices belong to this"
             " process. Send the name of its class and its arguments, and make it there."
         )
+
+    def prepare(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Returns the arguments of a `Trainer`, as this strategy trains with them.
+
+        Called with all of them, by name, after each was checked. A strategy may
+
+        - raise for arguments that it can't train with;
+        - replace `strategy` by a copy that knows the model, to split it by its parts;
+        - replace `optimizer` by one with additional state, as `LocalSGD` does, which
+          keeps a replica of the model for each device there. If that state holds the
+          weights to evaluate, a node of it has a method `evaluated_params(params)`,
+          which returns them.
+        """
+        return arguments
 
     def param_spec(self, path: str, leaf: Array) -> PartitionSpec:
         """Returns the split of a leaf of the model; its optimizer state follows.
@@ -120,67 +130,6 @@ class DataParallel:
             f"`{type(self).__name__}` can't be planned for other devices: it has no"
             " `on(devices)` that returns the same strategy for them."
         )
-
-    def check(self, arguments: Mapping[str, Any]) -> None:
-        """Raises for arguments of `Trainer`, by name, that this strategy can't train.
-
-        `Trainer(...)` calls it with all arguments, after it has checked each of them.
-        """
-
-    def wrap_optimizer(
-        self, optimizer: optax.GradientTransformation
-    ) -> optax.GradientTransformation:
-        """Returns the optimizer, with additional state that this strategy needs.
-
-        For strategies that change the training itself, such as `LocalSGD`, which keeps
-        a replica for each device there. If that state holds the weights to evaluate, a
-        node of it has a method `evaluated_params(params)`, which returns them.
-        """
-        return optimizer
-
-    def layouts(self, state: TrainState) -> dict[str, PartitionSpec]:
-        """Returns the split of each leaf of a state by name: `params: weight`.
-
-        A leaf of the optimizer state belongs to a parameter if its path ends with the
-        parameter's path, as Adam's `mu.layers[0].weight` does, and its shape with the
-        parameter's shape. A subclass may override this method to inspect the full state
-        first, or to split leaves that belong to no parameter.
-
-        Args:
-            state: arrays, or their shapes and dtypes; placed or not.
-        """
-        params: dict[tuple[Any, ...], tuple[tuple[int, ...], PartitionSpec]] = {}
-
-        def find_spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
-            return self._get_param_spec(leaf_path(path), leaf)
-
-        def record_spec(path: tuple[Any, ...], leaf: Any) -> None:
-            spec = self._get_update_spec(leaf_path(path), leaf)
-            params[tuple(map(str, path))] = leaf.shape, spec
-
-        def inherit_spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
-            # The longest path of a parameter that is a suffix of this path.
-            keys = tuple(map(str, path))
-            for start in range(len(keys) + 1):
-                shape, spec = params.get(keys[start:], (None, None))
-                if shape is None or spec is None:
-                    continue
-                stacked = leaf.ndim - len(shape)
-                if stacked >= 0 and leaf.shape[stacked:] == shape:
-                    return PartitionSpec(*[None] * stacked, *spec)
-            return self._spec_without_parameter(leaf)
-
-        # Parameters come first: the optimizer state follows them.
-        with_path = jax.tree_util.tree_map_with_path
-        with_path(record_spec, state.params)
-        layouts = jax.tree.map(lambda _: PartitionSpec(), state)._replace(
-            params=with_path(find_spec, state.params),
-            buffers=with_path(find_spec, state.buffers),
-            opt_state=with_path(inherit_spec, state.opt_state),
-        )
-        is_spec = lambda node: isinstance(node, PartitionSpec)  # noqa: E731
-        leaves = jax.tree_util.tree_flatten_with_path(layouts, is_leaf=is_spec)[0]
-        return {state_name(path): spec for path, spec in leaves}
 
     def place(self, state: TrainState) -> TrainState:
         """Copies `state` to the devices, in this strategy's layout.
@@ -245,40 +194,74 @@ class DataParallel:
         batch = jax.tree.map(leaf_sharding, group.batch)
         return Group(batch, self._replicated, self._replicated)
 
-    def _get_param_spec(self, path: str, leaf: Any) -> PartitionSpec:
-        return self._check_spec("`param_spec`", self.param_spec(path, leaf), path, leaf)
+    def _lay_out(self, state: TrainState) -> TrainState:
+        """Returns the split of each leaf of a state, by `param_spec` and `update_spec`.
 
-    def _get_update_spec(self, path: str, leaf: Any) -> PartitionSpec:
-        spec = self.update_spec(path, leaf)
-        return self._check_spec("`update_spec`", spec, path, leaf)
+        A leaf of the optimizer's state belongs to a parameter if its path ends with the
+        parameter's path, as Adam's `mu.layers[0].weight` does, and its shape with the
+        parameter's shape.
+        """
+        params: dict[tuple[str, ...], tuple[tuple[int, ...], PartitionSpec]] = {}
+
+        def find_spec(path: Any, leaf: Any) -> PartitionSpec:
+            name, method = leaf_path(path), "`param_spec`"
+            spec = self.param_spec(name, leaf)
+            return check_spec(self.mesh, method, spec, name, leaf)
+
+        def record_spec(path: Any, leaf: Any) -> None:
+            name, method = leaf_path(path), "`update_spec`"
+            spec = self.update_spec(name, leaf)
+            spec = check_spec(self.mesh, method, spec, name, leaf)
+            params[tuple(map(str, path))] = leaf.shape, spec
+
+        def inherit_spec(path: Any, leaf: Any) -> PartitionSpec:
+            # The longest path of a parameter that is a suffix of this path.
+            keys = tuple(map(str, path))
+            for start in range(len(keys) + 1):
+                shape, spec = params.get(keys[start:], (None, None))
+                if shape is None or spec is None:
+                    continue
+                stacked = leaf.ndim - len(shape)
+                if stacked >= 0 and leaf.shape[stacked:] == shape:
+                    return PartitionSpec(*[None] * stacked, *spec)
+            return self._spec_without_parameter(leaf)
+
+        # Parameters come first: the optimizer state follows them.
+        with_path = jax.tree_util.tree_map_with_path
+        with_path(record_spec, state.params)
+        return jax.tree.map(lambda _: PartitionSpec(), state)._replace(
+            params=with_path(find_spec, state.params),
+            buffers=with_path(find_spec, state.buffers),
+            opt_state=with_path(inherit_spec, state.opt_state),
+        )
 
     def _spec_without_parameter(self, leaf: Any) -> PartitionSpec:
         """Returns the split of optimizer state that belongs to no parameter."""
         return PartitionSpec()
 
-    def _check_spec(
-        self, origin: str, spec: PartitionSpec, path: str, leaf: Any
-    ) -> PartitionSpec:
-        """Returns `spec`, from `origin`; raises if it does not fit the leaf."""
-        what = f"{origin} gave {spec} for {path} of shape {leaf.shape}"
-        if not isinstance(spec, PartitionSpec):
-            raise TypeError(f"{what}: it must be a PartitionSpec.")
-        if len(spec) > leaf.ndim:
-            raise ValueError(f"{what}: more entries than the array has axes.")
-        for axis, entry in enumerate(spec):
-            for name in get_axis_names(entry):
-                if name not in self.mesh.shape:
-                    raise ValueError(
-                        f"{what}: the mesh has no axis {name!r}, only"
-                        f" {self.mesh.axis_names}."
-                    )
-            parts = math.prod(self.mesh.shape[name] for name in get_axis_names(entry))
-            if leaf.shape[axis] % parts:
+
+def check_spec(
+    mesh: Mesh, origin: str, spec: Any, path: str, leaf: Any
+) -> PartitionSpec:
+    """Returns `spec`, from `origin`; raises if it does not fit the mesh or the leaf."""
+    what = f"{origin} gave {spec} for {path} of shape {leaf.shape}"
+    if not isinstance(spec, PartitionSpec):
+        raise TypeError(f"{what}: it must be a PartitionSpec.")
+    if len(spec) > leaf.ndim:
+        raise ValueError(f"{what}: more entries than the array has axes.")
+    for axis, entry in enumerate(spec):
+        for name in get_axis_names(entry):
+            if name not in mesh.shape:
                 raise ValueError(
-                    f"{what}: axis {axis} of size {leaf.shape[axis]} is not divisible"
-                    f" by {parts}. Give PartitionSpec() for leaves that do not divide."
+                    f"{what}: the mesh has no axis {name!r}, only {mesh.axis_names}."
                 )
-        return spec
+        parts = math.prod(mesh.shape[name] for name in get_axis_names(entry))
+        if leaf.shape[axis] % parts:
+            raise ValueError(
+                f"{what}: axis {axis} of size {leaf.shape[axis]} is not divisible"
+                f" by {parts}. Give PartitionSpec() for leaves that do not divide."
+            )
+    return spec
 
 
 def count_shards(strategy: DataParallel) -> int:
@@ -309,9 +292,20 @@ def place_batch(
     return put_rows(groups, make_row_blocks(strategy), shardings, split=split)
 
 
-def adds_state(strategy: DataParallel) -> bool:
-    """Returns True if a strategy keeps something in the state of the optimizer."""
-    return type(strategy).wrap_optimizer is not DataParallel.wrap_optimizer
+def find_layouts(strategy: DataParallel, state: TrainState) -> dict[str, PartitionSpec]:
+    """Returns the split of each leaf of a state by name: `params: layers[0].weight`.
+
+        find_layouts(trainer.strategy, trainer.state)
+
+    Args:
+        strategy: the strategy.
+        state: arrays, or their shapes and dtypes; placed or not.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(strategy._lay_out(state))
+    return {
+        f"{field.name}: {leaf_path(rest)}".removesuffix(": "): spec
+        for (field, *rest), spec in leaves
+    }
 
 
 def state_shardings(strategy: DataParallel, state: TrainState) -> TrainState:
@@ -321,19 +315,8 @@ def state_shardings(strategy: DataParallel, state: TrainState) -> TrainState:
             f"`{type(strategy).__name__}` can't be planned: it has no `mesh`, over"
             " which `param_spec` and `update_spec` say how each leaf is held."
         )
-
-    layouts = strategy.layouts(state)
-
-    def make_sharding(path: tuple[Any, ...], _: Any) -> NamedSharding:
-        return NamedSharding(strategy.mesh, layouts[state_name(path)])
-
-    return jax.tree_util.tree_map_with_path(make_sharding, state)
-
-
-def state_name(path: Sequence[Any]) -> str:
-    """Returns the name of a leaf by its key path: `params: layers[0].weight`."""
-    field, *rest = path
-    return f"{field.name}: {leaf_path(rest)}".removesuffix(": ")
+    shard = functools.partial(NamedSharding, strategy.mesh)
+    return jax.tree.map(shard, strategy._lay_out(state))
 
 
 def make_row_blocks(strategy: DataParallel) -> RowBlocks:
@@ -365,15 +348,6 @@ def replace_attributes(strategy: Strategy, **attributes: Any) -> Strategy:
     other = object.__new__(type(strategy))
     vars(other).update(vars(strategy) | attributes)
     return other
-
-
-def is_rng_row_independent() -> bool:
-    """Returns True if a row's draws do not depend on the number of rows.
-
-    The draws of the default generator, threefry, do not. The draws of other generators
-    do.
-    """
-    return jax.config.jax_default_prng_impl == "threefry2x32"  # pyright: ignore
 
 
 def make_shardings(

@@ -11,9 +11,10 @@ from jaxtyping import Array, PyTree
 
 from ..basics.arguments import check_count, checks_arguments
 from ..basics.tree import get_node
-from ..step import DATA, TrainState, find_outermost_modules
+from ..step import DATA, find_outermost_modules
+from .base import replace_attributes
 from .fsdp_units import FSDPUnits
-from .meshes import Devices, find_devices, make_mesh
+from .meshes import Devices, find_devices, get_axis_names, make_mesh
 from .shard_map_collectives import NO_UNITS
 from .sharded import Sharded
 from .stack import Stack, find_stacks
@@ -40,13 +41,21 @@ class _AxisShardedStrategy(Sharded):
     def _spec_without_parameter(self, leaf: Any) -> PartitionSpec:
         return self._split(leaf)
 
-    def _split(self, leaf: Any, num_block_axes: int = 0) -> PartitionSpec:
-        """Returns the split of a leaf, along no axis of blocks if possible."""
+    def _split(
+        self, leaf: Any, spec: PartitionSpec = _FULL, num_block_axes: int = 0
+    ) -> PartitionSpec:
+        """Returns `spec` with one more axis split over `split_axes`, if one is free.
+
+        That is no axis of blocks, if possible.
+        """
+        names = {name for entry in spec for name in get_axis_names(entry)}
         parts = math.prod(self.mesh.shape[name] for name in self.split_axes)
-        axis = split_axis(leaf, parts, self.min_size, num_block_axes=num_block_axes)
-        if axis is None:
-            return PartitionSpec()
-        return PartitionSpec(*[None] * axis, self.split_axes)
+        axis = split_axis(leaf, parts, self.min_size, spec, num_block_axes)
+        if axis is None or names & {*self.split_axes}:
+            return spec
+        entries = [*spec, *[None] * (axis + 1 - len(spec))]
+        entries[axis] = self.split_axes
+        return PartitionSpec(*entries)
 
 
 class ZeRO(_AxisShardedStrategy):
@@ -87,48 +96,7 @@ class ZeRO(_AxisShardedStrategy):
         return self._split(leaf)
 
 
-class FSDPUnitStrategy(Sharded):
-    """The base of strategies whose modules gather their own parameters."""
-
-    def set_gather(self, gather: Any) -> None:
-        """Sets the modules that gather their parameters: `gather` of `FSDP`."""
-        self.gather = _check_gather(gather)
-        self.units = NO_UNITS
-
-    def count_block_axes(self, path: str) -> int:
-        """Returns the number of leading axes of a leaf that count blocks."""
-        unit = self.units.owner(path)
-        return 0 if unit is None else self.units.stacked[unit]
-
-    def layouts(self, state: TrainState) -> dict[str, PartitionSpec]:
-        # A unit may have trained arrays, frozen arrays, or both.
-        self.find_units(eqx.combine(state.params, state.buffers))
-        return super().layouts(state)
-
-    def find_units(self, model: PyTree) -> FSDPUnits:
-        """Finds and stores the submodules that gather their own parameters."""
-        self.units = self._find_units(model)
-        return self.units
-
-    def _find_units(self, model: PyTree) -> FSDPUnits:
-        if self.gather == "once":
-            return NO_UNITS
-        if isinstance(self.gather, str):
-            paths = {
-                f"{name}.stacked".lstrip("."): (*path, GetAttrKey("stacked"))
-                for name, (path, _) in find_stacks(model).items()
-                if isinstance(get_node(model, path).stacked, eqx.Module)
-            }
-        else:
-            paths = find_outermost_modules(model, self.gather, "gather")
-        stacked = {}
-        for name, path in paths.items():
-            above = [get_node(model, path[:length]) for length in range(len(path))]
-            stacked[name] = sum(isinstance(node, Stack) for node in above)
-        return FSDPUnits(paths, stacked)
-
-
-class FSDP(FSDPUnitStrategy, _AxisShardedStrategy):
+class FSDP(_AxisShardedStrategy):
     """`Sharded`, with parameters, gradients and optimizer state split over the devices.
 
     This layout, known as ZeRO-3 or fully sharded data parallelism, needs 1/devices of
@@ -146,7 +114,7 @@ class FSDP(FSDPUnitStrategy, _AxisShardedStrategy):
 
     A leaf (array) is split along its first axis that the devices divide; in a `Stack`,
     along an axis of a single block. Leaves without such an axis, or with fewer than
-    `min_size` elements, are replicated; `layouts` shows which.
+    `min_size` elements, are replicated; `jaxdp.strategies.find_layouts` shows which.
 
     Args:
         devices: how many, or which; all by default.
@@ -177,15 +145,36 @@ class FSDP(FSDPUnitStrategy, _AxisShardedStrategy):
             self.row_axes = (_GROUP, DATA)
         super().__init__(devices, mesh, min_size)
         self.groups = groups
-        self.set_gather(gather)
+        self.gather = _check_gather(gather)
 
     @property
     def split_axes(self) -> tuple[str, ...]:
         return tuple(name for name in self.row_axes if name != _GROUP)
 
+    def prepare(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        units = self._find_units(arguments["model"])
+        return {**arguments, "strategy": replace_attributes(self, units=units)}
+
     def param_spec(self, path: str, leaf: Array) -> PartitionSpec:
-        # The axis lies within a block, so that each block is gathered by itself.
-        return self._split(leaf, self.count_block_axes(path))
+        return self._split(leaf, _FULL, self.units.count_block_axes(path))
+
+    def _find_units(self, model: PyTree) -> FSDPUnits:
+        """Finds the submodules that gather their own parameters."""
+        if self.gather == "once":
+            return NO_UNITS
+        if isinstance(self.gather, str):
+            paths = {
+                f"{name}.stacked".lstrip("."): (*path, GetAttrKey("stacked"))
+                for name, path in find_stacks(model).items()
+                if isinstance(get_node(model, path).stacked, eqx.Module)
+            }
+        else:
+            paths = find_outermost_modules(model, self.gather, "gather")
+        stacked = {}
+        for name, path in paths.items():
+            above = [get_node(model, path[:length]) for length in range(len(path))]
+            stacked[name] = sum(isinstance(node, Stack) for node in above)
+        return FSDPUnits(paths, stacked)
 
 
 def _make_group_mesh(devices: Devices, mesh: Mesh | None, groups: int) -> Mesh:

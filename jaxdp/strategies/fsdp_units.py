@@ -105,6 +105,11 @@ class FSDPUnits(NamedTuple):
         """Returns the unit that contains the array of that name, or None."""
         return next((path for path in self.paths if name.startswith(f"{path}.")), None)
 
+    def count_block_axes(self, name: str) -> int:
+        """Returns the number of leading axes of an array that count blocks."""
+        owner = self.owner(name)
+        return 0 if owner is None else self.stacked[owner]
+
     def gather(self, name: str, spec: PartitionSpec, axes: tuple[str, ...]) -> bool:
         """Returns True if a unit gathers the array of that name, split like `spec`.
 

@@ -20,7 +20,7 @@ from ..step import (
     Results,
     Weights,
 )
-from .base import is_rng_row_independent
+from .base import DataParallel
 from .fsdp_units import (
     FSDPUnits,
     drop_axes,
@@ -50,26 +50,26 @@ class ShardMapCollectives(Collectives):
     parameters is right.
 
     Args:
-        strategy: a `Sharded`, which knows the split of leaves.
+        strategy: the split of leaves.
+        units: the modules that gather their own parameters.
         is_apart: whether each device works on its own rows alone.
     """
 
     gathers_params = True
 
-    def __init__(self, strategy: Any, *, is_apart: bool):
+    def __init__(self, strategy: DataParallel, units: FSDPUnits, *, is_apart: bool):
         self.mesh, self.row_axes = strategy.mesh, strategy.row_axes
-        self.param_spec = strategy._get_param_spec
-        self.update_spec = strategy._get_update_spec
-        self.is_apart, self.find_units = is_apart, strategy.find_units
-        # Set for one step by `_bind_step`.
-        self.units = NO_UNITS
-        self.shards: dict[str, PartitionSpec] = {}
+        self.param_spec, self.update_spec = strategy.param_spec, strategy.update_spec
+        self.units, self.is_apart = units, is_apart
+        self.shards: dict[str, PartitionSpec] = {}  # of one step, set by `_bind_step`
 
     def over_rows(
         self, function: OnRows, inputs: Any, groups: Sequence[Group], results: Results
     ) -> Any:
         this_step = self._bind_step(inputs)
-        if not self.is_apart or not is_rng_row_independent():
+        # Draws of other generators than threefry depend on the number of rows.
+        is_by_row = jax.config.jax_default_prng_impl == "threefry2x32"  # pyright: ignore
+        if not self.is_apart or not is_by_row:
             return function(this_step, inputs, groups)
         try:
             values = this_step._run_shard_map(function, inputs, groups, results)
@@ -109,13 +109,12 @@ class ShardMapCollectives(Collectives):
         """Returns a copy for a step with these inputs, which knows their FSDP units."""
         weights, *_ = find_nodes(Weights, inputs)
         model = eqx.combine(weights.params, weights.buffers)
-        bound, units = copy.copy(self), self.find_units(model)
-        bound.shards = {}
+        bound, bound.shards = copy.copy(self), {}
         for path, leaf in jax.tree_util.tree_leaves_with_path(model):
             spec = self.param_spec(name := leaf_path(path), leaf)
-            if units.gather(name, spec, self.row_axes):
+            if self.units.gather(name, spec, self.row_axes):
                 bound.shards[name] = spec
-        bound.units = units if bound.shards else NO_UNITS
+        bound.units = self.units if bound.shards else NO_UNITS
         return bound
 
     def _run_shard_map(

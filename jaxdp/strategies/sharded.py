@@ -4,11 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import PyTree
+from jax.sharding import AxisType, Mesh
 
 from ..basics.arguments import checks_arguments, format_call
-from ..basics.tree import map_nodes
 from ..step import DATA, Collectives, Group
 from .base import (
     DataParallel,
@@ -69,6 +67,9 @@ class Sharded(DataParallel):
             axes become Auto axes.
     """
 
+    units: FSDPUnits = NO_UNITS
+    """The modules of the model that gather their own parameters."""
+
     @checks_arguments
     def __init__(self, devices: Devices = None, mesh: Mesh | None = None):
         if mesh is None:
@@ -116,13 +117,7 @@ class Sharded(DataParallel):
             for group in groups
             for leaf in jax.tree.leaves(group.batch)
         )
-        return ShardMapCollectives(self, is_apart=is_apart)
-
-    def find_units(self, model: PyTree) -> FSDPUnits:
-        """Returns the modules of a model that gather their own parameters. Here there
-        are none.
-        """
-        return NO_UNITS
+        return ShardMapCollectives(self, self.units, is_apart=is_apart)
 
     def _is_by_rows(self, leaf: jax.ShapeDtypeStruct) -> bool:
         """Returns True if the axes of rows split a leaf of a batch by rows only."""
@@ -160,8 +155,3 @@ class Pmap(Sharded):
     @checks_arguments
     def __init__(self, devices: Devices = None):
         super().__init__(devices)
-
-
-def make_named_shardings(mesh: Mesh, specs: PyTree) -> PyTree:
-    """Returns the sharding over a mesh of each `PartitionSpec` of a tree."""
-    return map_nodes(PartitionSpec, lambda spec: NamedSharding(mesh, spec), specs)

@@ -49,8 +49,9 @@ class Stack(eqx.Module):
         self.stacked = eqx.combine(stacks, parts[0][1])
 
     def __len__(self) -> int:
-        stacked = open_shards(self.stacked)
-        return len(jax.tree.leaves(eqx.filter(stacked, eqx.is_array))[0])
+        kinds = jax.Array | jax.ShapeDtypeStruct
+        leaves = jax.tree.leaves(open_shards(self.stacked))
+        return next(leaf.shape[0] for leaf in leaves if isinstance(leaf, kinds))
 
     def __call__(
         self,
@@ -85,12 +86,12 @@ def apply_blocks(
     return jax.lax.scan(apply, x, (arrays, keys))[0]
 
 
-def find_stacks(tree: PyTree) -> dict[str, tuple[tuple[Any, ...], int]]:
-    """Returns the paths and block counts of the outermost stacks, by name."""
+def find_stacks(tree: PyTree) -> dict[str, tuple[Any, ...]]:
+    """Returns the paths of the outermost stacks that have arrays, by name."""
     is_stack = lambda node: isinstance(node, Stack)  # noqa: E731
     nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_stack)
     return {
-        leaf_path(path): (path, jax.tree.leaves(node)[0].shape[0])
+        leaf_path(path): path
         for path, node in nodes
         if is_stack(node) and jax.tree.leaves(node)
     }

@@ -5,20 +5,15 @@ from typing import Any, Final
 
 import equinox as eqx
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
 from ..basics.arguments import checks_arguments, format_call
 from ..basics.tree import format_paths, leaf_path, matches
-from ..step import DATA, TrainState
-from .fsdp import FSDPUnitStrategy, split_axis
-from .meshes import (
-    Devices,
-    check_sizes,
-    find_devices,
-    get_axis_names,
-    make_topology_mesh,
-)
+from ..step import DATA
+from .base import check_spec
+from .fsdp import FSDP
+from .meshes import Devices, check_sizes, find_devices, make_topology_mesh
 from .stack import Stack
 
 _FSDP: Final = "fsdp"
@@ -27,7 +22,7 @@ Rule = tuple[str, PartitionSpec]
 """A pattern of paths, and how leaves that it matches are split."""
 
 
-class TensorParallel(FSDPUnitStrategy):
+class TensorParallel(FSDP):
     """Splits layers over one axis of a mesh by rules, and batches over another.
 
         TensorParallel(
@@ -46,8 +41,7 @@ class TensorParallel(FSDPUnitStrategy):
     An axis named `"fsdp"` splits rows further. It also splits every parameter, as
     `FSDP` does, along axes that the rules leave free. Blocks of a `jaxdp.Stack` are
     gathered over it one by one. Each device gathers the part of a block that the rules
-    assign to it. Leaves without a free axis, such as biases, are gathered before the
-    step.
+    assign to it. Leaves without a free axis, such as biases, are not split over it.
 
     Args:
         mesh_shape: sizes of the mesh's axes by name, `"data"` among them.
@@ -72,31 +66,25 @@ class TensorParallel(FSDPUnitStrategy):
         _check_mesh_shape(mesh_shape, len(in_order))
         for rule in rules:
             _check_rule(rule)
-        self.rules = [(pattern, spec) for pattern, spec in rules]
-        self.min_size = min_size
-        if _FSDP in mesh_shape:
-            self.row_axes = (DATA, _FSDP)
-        super().__init__(mesh=make_topology_mesh(in_order, mesh_shape))
         if gather != "auto" and _FSDP not in mesh_shape:
             raise ValueError(
                 f"`gather`: {gather!r} is about an axis {_FSDP!r}, and `mesh_shape` has"
                 f" none: {dict(mesh_shape)}. Add it, or leave `gather` out."
             )
-        self.set_gather(gather)
+        mesh = make_topology_mesh(in_order, mesh_shape)
+        super().__init__(mesh=mesh, min_size=min_size, gather=gather)
+        self.rules = [(pattern, spec) for pattern, spec in rules]
+        if _FSDP in mesh_shape:
+            self.row_axes = (DATA, _FSDP)
 
-    def param_spec(self, path: str, leaf: Array) -> PartitionSpec:
-        spec = PartitionSpec()
-        if (rule := self._rule(path)) is not None:
-            origin = f"`rules`: the rule for {rule[0]!r}"
-            spec = self._check_spec(origin, rule[1], path, leaf)
-        return self._split(spec, leaf, self.count_block_axes(path))
+    @property
+    def split_axes(self) -> tuple[str, ...]:
+        return (_FSDP,) if _FSDP in self.mesh.shape else ()
 
-    def layouts(self, state: TrainState) -> dict[str, PartitionSpec]:
-        paths = [
-            leaf_path(path)
-            for tree in (state.params, state.buffers)
-            for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]
-        ]
+    def prepare(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        leaves = jax.tree_util.tree_leaves_with_path(arguments["model"])
+        kinds = jax.Array | jax.ShapeDtypeStruct
+        paths = [leaf_path(path) for path, leaf in leaves if isinstance(leaf, kinds)]
         used = [self._rule(path) for path in paths]
         for rule in self.rules:
             if not any(rule is other for other in used):
@@ -106,7 +94,14 @@ class TensorParallel(FSDPUnitStrategy):
                     f" used: put special rules before general ones. The paths are"
                     f" {format_paths(paths)}."
                 )
-        return super().layouts(state)
+        return super().prepare(arguments)
+
+    def param_spec(self, path: str, leaf: Array) -> PartitionSpec:
+        spec = PartitionSpec()
+        if (rule := self._rule(path)) is not None:
+            origin = f"`rules`: the rule for {rule[0]!r}"
+            spec = check_spec(self.mesh, origin, rule[1], path, leaf)
+        return self._split(leaf, spec, self.units.count_block_axes(path))
 
     def __repr__(self) -> str:
         return format_call(self, 1, mesh_shape=repr(dict(self.mesh.shape)))
@@ -114,28 +109,6 @@ class TensorParallel(FSDPUnitStrategy):
     def _rule(self, path: str) -> Rule | None:
         """Returns the first rule that matches."""
         return next((rule for rule in self.rules if matches(path, rule[0])), None)
-
-    def _spec_without_parameter(self, leaf: Any) -> PartitionSpec:
-        return self._split(PartitionSpec(), leaf)
-
-    def _split(
-        self, spec: PartitionSpec, leaf: Any, num_block_axes: int = 0
-    ) -> PartitionSpec:
-        """Returns `spec` with a further axis split over `"fsdp"`, if one is free."""
-        names = [name for entry in spec for name in get_axis_names(entry)]
-        if _FSDP not in self.mesh.shape or _FSDP in names:
-            return spec
-        parts = self.mesh.shape[_FSDP]
-        axis = split_axis(leaf, parts, self.min_size, spec, num_block_axes)
-        if axis is None:  # split the shard of one device by the rules once more
-            shape = NamedSharding(self.mesh, spec).shard_shape(leaf.shape)
-            shard = jax.ShapeDtypeStruct(shape, leaf.dtype)
-            axis = split_axis(shard, parts, self.min_size)
-        if axis is None:
-            return spec
-        entries = [*spec, *[None] * (axis + 1 - len(spec))]
-        entries[axis] = (*get_axis_names(entries[axis]), _FSDP)
-        return PartitionSpec(*entries)
 
 
 @checks_arguments

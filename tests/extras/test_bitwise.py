@@ -1,7 +1,6 @@
 """`Bitwise`: hashes on 1, 2, 4 and 8 devices."""
 
 import hashlib
-import types
 
 import equinox as eqx
 import jax
@@ -12,7 +11,7 @@ import pytest
 from toys import Mlp, NormNet, Recorder, batches, make_small, quiet
 
 from jaxdp import Bitwise, Pmap, Sharded, SingleDevice, Stack, per_example
-from jaxdp.extras.bitwise import _compiler_options_for
+from jaxdp.extras.bitwise import _add_options
 
 pytestmark = pytest.mark.bits
 
@@ -280,10 +279,7 @@ def test_the_losses_that_are_reported_have_the_same_bits_for_any_number_of_rows(
 
 
 def test_gpus_are_told_to_be_deterministic():
-    own, cpus = (
-        _compiler_options_for(types.SimpleNamespace(platform=name))
-        for name in ("gpu", "cpu")
-    )
+    own, cpus = (_add_options({}, name) for name in ("gpu", "cpu"))
     assert own == cpus | {"xla_gpu_deterministic_ops": True}
     jax.jit(lambda: 0).lower().compile(own)  # a name that this XLA knows
 

@@ -199,7 +199,8 @@ def test_an_average_is_of_the_outer_weights():
 def test_changes_in_half_precision_are_averaged_in_float32():
     """In bfloat16 a sum of eight would lose the last bits of each."""
     start = jnp.zeros(1, jnp.bfloat16)
-    wrapped = LocalSGD(1, PLAIN).wrap_optimizer(optax.identity())
+    strategy = LocalSGD(1, PLAIN)
+    wrapped = make_small(None, optax.identity(), strategy=strategy).run.optimizer
     state = wrapped.init(start)._replace(replicas=jnp.zeros((8, 1), jnp.bfloat16))
     steps = jnp.arange(129, 137, dtype=jnp.bfloat16)[:, None]  # the mean is 132.5
     updates, _ = wrapped.update(steps, state, start)

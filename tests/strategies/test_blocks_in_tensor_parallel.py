@@ -14,7 +14,7 @@ from toys import quiet
 
 from jaxdp import SingleDevice, Stack, TensorParallel
 from jaxdp.extras.plan import hlo
-from jaxdp.strategies import tensor_rules
+from jaxdp.strategies import find_layouts, tensor_rules
 
 WIDTH, BLOCKS = 64, 8
 MESHES = {
@@ -99,7 +99,7 @@ def test_memory_and_traffic_are_those_of_blocks():
 
 
 def test_rules_leave_axes_of_a_block_to_fsdp():
-    layouts = make().strategy.layouts(make().state)
+    layouts = find_layouts(make().strategy, make().state)
     mlp = "params: blocks.stacked.mlp.layers[0]"
     assert layouts[f"{mlp}.weight"] == PartitionSpec(None, "model", "fsdp")
     # By blocks, and so beforehand.

@@ -75,3 +75,13 @@ def test_an_effort_level_changes_no_losses():
         return trainer.fit(batches(8, 8, 5), max_epochs=3)["loss"]
 
     np.testing.assert_allclose(losses(compiler_options="O1"), losses(), rtol=1e-6)
+
+
+def test_a_strategys_own_options_are_those_of_jit():
+    class Optioned(SingleDevice):
+        def compile(self, *arguments, **options):
+            jitted = super().compile(*arguments, **options)
+            return jax.jit(jitted, compiler_options={FLAG + "s": True})
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"{FLAG}s"):
+        make_small(strategy=Optioned()).fit(batches(8))

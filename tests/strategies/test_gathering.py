@@ -12,6 +12,7 @@ from toys import Recorder, quiet
 from jaxdp import FSDP, SingleDevice, Stack, per_example
 from jaxdp.step import equations_in, override_call
 from jaxdp.step.remat import RematSpec
+from jaxdp.strategies import find_layouts
 from jaxdp.strategies.fsdp_units import _GatherCall
 
 WIDTH, BLOCKS = 64, 16
@@ -109,7 +110,7 @@ def test_a_stacks_parameters_cross_one_and_a_half_times():
     # Biases are not needed once more, and XLA does not gather them once more.
     _, trainer = losses(Deep(bias=False), FSDP(), epochs=1)
     blocks = trainer.state.params.blocks
-    layouts = trainer.strategy.layouts(trainer.state)
+    layouts = find_layouts(trainer.strategy, trainer.state)
     assert layouts["params: blocks.stacked.up.weight"] == P(None, "data")
 
     in_blocks = [each for each in traffic(trainer) if each.times == BLOCKS]
@@ -355,7 +356,7 @@ def test_what_is_gathered_at_once_may_be_used_anywhere():
 
 
 def is_by_block(trainer):
-    layouts = trainer.strategy.layouts(trainer.state)
+    layouts = find_layouts(trainer.strategy, trainer.state)
     return layouts["params: blocks.stacked.up.weight"] == P(None, "data")
 
 

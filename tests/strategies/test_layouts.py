@@ -11,7 +11,7 @@ from toys import Mlp, batches, cross_entropy, mlp
 
 from jaxdp import FSDP, Sharded, SingleDevice, TensorParallel, ZeRO
 from jaxdp.extras.plan import hlo
-from jaxdp.strategies import tensor_rules
+from jaxdp.strategies import find_layouts, tensor_rules
 
 SPLIT = [ZeRO, FSDP]
 
@@ -94,7 +94,7 @@ def test_what_rbg_draws_is_that_of_one_device(strategy, drawn):
 def test_layouts_say_how_each_leaf_is_split():
     model = eqx.nn.MLP(4, 3, 64, 1, key=jax.random.key(0))
     trainer, _ = train(model, batches(16), FSDP(min_size=100))
-    found = trainer.strategy.layouts(trainer.state)
+    found = find_layouts(trainer.strategy, trainer.state)
     assert found["params: layers[0].weight"] == PartitionSpec("data")
     assert found["params: layers[0].bias"] == PartitionSpec()  # below min_size
     assert found["params: layers[1].weight"] == PartitionSpec(None, "data")
@@ -102,12 +102,12 @@ def test_layouts_say_how_each_leaf_is_split():
     assert of_moment == PartitionSpec(None, "data")
     assert found["step"] == PartitionSpec()
     shapes = jax.eval_shape(lambda: trainer.state)
-    assert trainer.strategy.layouts(shapes) == found
+    assert find_layouts(trainer.strategy, shapes) == found
 
-    zero = ZeRO(devices=5).layouts(trainer.state)
+    zero = find_layouts(ZeRO(devices=5), trainer.state)
     assert not any(map(any, zero.values()))  # five devices divide no axis
     with_state = TensorParallel({"data": 4, "model": 2}, tensor_rules(model))
-    ruled = with_state.layouts(trainer.state)
+    ruled = find_layouts(with_state, trainer.state)
     assert ruled["params: layers[0].bias"] == PartitionSpec("model")
     assert ruled["params: layers[1].bias"] == PartitionSpec()
 

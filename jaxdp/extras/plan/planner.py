@@ -1,7 +1,6 @@
 """Plans made by compiling on shapes, for devices that may not be here."""
 
 import contextlib
-import copy
 import functools
 import importlib.util
 import math
@@ -151,8 +150,9 @@ class Planner:
         return make_fake_devices(count)
 
     def _strategy_on(self, devices: TargetDevices) -> Any:
-        strategy = copy.copy(self.strategy)
-        return strategy if devices.are_here else strategy.on(devices.devices)
+        if devices.are_here:
+            return self.strategy
+        return self.strategy.on(devices.devices)
 
 
 def plan_running(engine: Any) -> Plan | None:

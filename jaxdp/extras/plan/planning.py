@@ -53,17 +53,16 @@ def plan_step(
     known = run.engine.pure.objective if run.has_engine else None
     objective = known or config.make_objective(batch)
 
-    def compile_plan(
-        config: TrainerConfig, strategy: DataParallel, rows: int | None
-    ) -> Plan:
+    def compile_plan(config: TrainerConfig, rows: int | None) -> Plan:
         def engine_on(strategy: DataParallel) -> Engine:
-            engine = config.make_engine(strategy, run.hooks, abstract=True)
+            there = config.replace(strategy=strategy)
+            engine = there.make_engine(run.hooks, abstract=True)
             engine.replace_pure(objective=objective)
             engine.set_options(options)
             return engine
 
         window = [batch] * config.accumulate_grad_batches
-        planner = Planner(engine_on, strategy, window, topology, hardware)
+        planner = Planner(engine_on, config.strategy, window, topology, hardware)
         if hosts is not None:
             planner.set_hosts(devices, hosts)
         return planner.plan(devices, rows)
@@ -72,7 +71,7 @@ def plan_step(
         rows = None
         if config.data == "local" and run.processes.count > 1:
             rows = count_rows(batch) * run.processes.count  # each has other ones
-        plan = compile_plan(config, config.strategy, rows)
+        plan = compile_plan(config, rows)
         if plan.fits is False:
             remedies = find_remedies(config, rows or count_rows(batch), compile_plan)
             plan = dataclasses.replace(plan, remedies=remedies)

@@ -14,7 +14,7 @@ from ...basics.tree import leaf_path, nbytes
 from ...basics.units import format_bytes
 from ...engine import num_in_flight
 from ...step import LONG_IN_FLIGHT
-from ...strategies.fsdp import FSDPUnitStrategy
+from ...strategies import Sharded
 from ..local_sgd import LocalSGD
 from . import hlo
 from .hardware import Hardware, get_usable_memory
@@ -210,7 +210,7 @@ class StepAnalysis:
         in_calls = any(
             ": " in place and place.endswith("parameters") for place in places
         )
-        if not isinstance(strategy, FSDPUnitStrategy) or not in_calls:
+        if not isinstance(strategy, Sharded) or not in_calls:
             return frozenset()
         named = jax.tree_util.tree_leaves_with_path(state.params)
         return frozenset(

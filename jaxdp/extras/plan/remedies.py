@@ -15,8 +15,8 @@ from .plan import Plan
 
 _MAX_REMEDIES: Final = 3
 
-Compile = Callable[[TrainerConfig, Any, int | None], Plan]
-"""Plans a config under a strategy; None stands for the rows of the loader's batches."""
+Compile = Callable[[TrainerConfig, int | None], Plan]
+"""Plans a config; None stands for the rows of the loader's batches."""
 
 
 def find_remedies(
@@ -30,9 +30,9 @@ def find_remedies(
         compile_plan: makes the plan of a change.
     """
     remedies = []
-    for change, other, strategy, other_rows in _list_changes(config, rows):
+    for change, other, other_rows in _list_changes(config, rows):
         try:
-            plan = compile_plan(other, strategy, other_rows)
+            plan = compile_plan(other, other_rows)
         except Exception:  # the user's code may not take another batch size
             continue
         remedies.append(Remedy(change, plan.memory.peak, bool(plan.fits)))
@@ -41,25 +41,26 @@ def find_remedies(
 
 def _list_changes(
     config: TrainerConfig, rows: int
-) -> Iterator[tuple[str, TrainerConfig, Any, int | None]]:
-    """Yields what can be changed: in words, as a config, a strategy and rows."""
+) -> Iterator[tuple[str, TrainerConfig, int | None]]:
+    """Yields what can be changed: in words, as a config, and rows."""
     arguments, strategy = config.arguments, config.strategy
     if not arguments["remat"]:
         with contextlib.suppress(ValueError):  # of a model without a `Stack`
-            other = TrainerConfig({**arguments, "remat": True})
-            yield "`Trainer(remat=True)`", other, strategy, None
+            other = config.replace(remat=True)
+            yield "`Trainer(remat=True)`", other, None
     nodes = jax.tree.leaves(config.model, is_leaf=_is_attention)
     spec = arguments["filter_spec"]  # a pytree of bools would not fit other classes
     if any(map(_is_attention, nodes)) and (spec is None or callable(spec)):
-        other = TrainerConfig({**arguments, "model": fuse_attention(config.model)})
-        yield "`fuse_attention(model)`", other, strategy, None
+        other = config.replace(model=fuse_attention(config.model))
+        yield "`fuse_attention(model)`", other, None
     if type(strategy) in (Sharded, Pmap) and config.ensemble is None:
-        yield "`strategy=FSDP()`", config, FSDP(mesh=strategy.mesh), None
+        other = config.replace(strategy=FSDP(mesh=strategy.mesh))
+        yield "`strategy=FSDP()`", other, None
     if rows > 1:
         count = 2 * config.accumulate_grad_batches
-        other = TrainerConfig({**arguments, "accumulate_grad_batches": count})
+        other = config.replace(accumulate_grad_batches=count)
         change = f"batches of {rows // 2} rows, and `accumulate_grad_batches={count}`"
-        yield change, other, strategy, rows // 2
+        yield change, other, rows // 2
 
 
 def _is_attention(node: Any) -> bool:

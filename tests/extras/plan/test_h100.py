@@ -23,7 +23,8 @@ pytestmark = [
 
 def make_engine(trainer, strategy):
     run = trainer.run
-    return run.config.make_engine(strategy, run.hooks, abstract=True)
+    there = run.config.replace(strategy=strategy)
+    return there.make_engine(run.hooks, abstract=True)
 
 
 def compiled_for_h100(trainer, data, folder):
