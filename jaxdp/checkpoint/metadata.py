@@ -92,8 +92,7 @@ def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Returns the metadata of a checkpoint, after checking its format.
 
     Raises:
-        FileNotFoundError, NotADirectoryError, CheckpointCorrupt, ValueError: as
-            `restore` does.
+        FileNotFoundError, CheckpointCorrupt, ValueError: as `restore` does.
     """
     return read_sealed(expand_path(path))[0]
 
@@ -149,14 +148,8 @@ def check_files(path: str, process: int = 0, num_processes: int = 1) -> None:
 
 
 def _check_is_checkpoint(path: str) -> None:
-    check_name("path", path, to_read=True)
-    if not os.path.lexists(path):
-        raise FileNotFoundError(f"`path`: there is nothing at {path}.")
-    if not os.path.isdir(path):
-        raise NotADirectoryError(
-            f"`path`: {path} is not a folder, but a checkpoint is one."
-        )
-    inside = sorted(os.listdir(path))
+    check_name("path", path)
+    inside = sorted(os.listdir(path)) if os.path.isdir(path) else []
     if not {"state", "meta"} <= set(inside):
         steps = [name for name in inside if name.isdecimal()]
         hint = f" It has checkpoints in it: {', '.join(steps[:20])}." if steps else ""

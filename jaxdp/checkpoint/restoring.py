@@ -31,7 +31,6 @@ from .leaves import (
     use_public_names,
 )
 from .metadata import CheckpointCorrupt, check_files, read_sealed
-from .orbax_quirks import silence_orbax
 
 
 def restore(
@@ -53,9 +52,9 @@ def restore(
     Raises:
         FileNotFoundError: if there is no checkpoint at `path`.
         CheckpointCorrupt: if it is incomplete or damaged.
-        ValueError: if it is of another model or optimizer, and names the arguments that
-            have changed, or every leaf that is missing, extra, or of another shape or
-            dtype; or if this version does not read its format.
+        ValueError: if it is of another model or optimizer; it names the arguments that
+            have changed, and the leaves that are missing, extra, or of another shape or
+            dtype. Also if this version does not read its format.
     """
     check_is_local("path", path)
     processes, path = get_process_group(), expand_path(path)
@@ -67,7 +66,7 @@ def restore(
         stored |= get_omitted_leaves(meta)
         now = describe_shapes(select_weights(leaves) if evaluated else leaves)
         changed = list_changed_arguments(meta, arguments)
-        check_same_leaves(path, now, stored, changed)
+        _check_same_leaves(path, now, stored, changed)
         return digest
 
     # Each process checks a part of the files, and the metadata.
@@ -143,18 +142,11 @@ def load_together(processes: ProcessGroup, path: str) -> Iterator[None]:
         yield
     except Exception as raised:
         error = raised
-    wrong = processes.gather_errors(f"taking up {path}", error)
-    if wrong is None:
-        return
-    is_skipped = isinstance(error, CheckpointCorrupt | FileNotFoundError)
-    other = processes.gather_errors(
-        f"passing over {path}", None if is_skipped else error
-    )
-    if error is not None and not (is_skipped and other):
+    wrong = processes.gather_errors(f"restoring {path}", error)
+    if error is not None:
         raise error
-    if other:
-        raise RuntimeError(f"`path`: {path} could not be taken up: {other}")
-    raise CheckpointCorrupt(f"`path`: {path} could not be taken up: {wrong}")
+    if wrong is not None:
+        raise CheckpointCorrupt(f"`path`: {path} could not be restored: {wrong}")
 
 
 def _map_names(meta: Mapping[str, Any], evaluated: bool) -> dict[str, str]:
@@ -201,31 +193,18 @@ def _normalize(text: str | None) -> str:
     return re.sub(r"\{([^{}]*)\}", lambda s: str(sorted(s[1].split(", "))), text)
 
 
-def _get_model_shapes(leaves: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of a model's arrays, trained or not, of any precision."""
-    named = ((name.partition(": "), text) for name, text in leaves.items())
-    fields = "params", "buffers"
-    return {
-        path: parse_shape(text) for (field, _, path), text in named if field in fields
-    }
-
-
-def check_same_leaves(
+def _check_same_leaves(
     path: str, wanted: dict[str, str], stored: dict[str, str], changed: list[str]
 ) -> None:
     """Raises unless the leaves of a checkpoint have the expected shapes and dtypes.
 
-    If only the optimizer's leaves differ, the error names the arguments that have
-    `changed`; otherwise it names the leaves.
+    The error lists the arguments that have `changed`, then the leaves that differ.
     """
     lines = list_differences(use_public_names(wanted), use_public_names(stored))
     if lines:
-        is_model = _get_model_shapes(wanted) != _get_model_shapes(stored)
-        is_known = bool(changed) and not is_model
-        kind = "with other arguments" if is_known else "from another model or optimizer"
-        shown = join_first_lines(changed if is_known else lines)
         raise ValueError(
-            f"`path`: {path} was saved {kind}:\n{shown}\n"
+            f"`path`: {path} does not fit this trainer:\n"
+            f"{join_first_lines([*changed, *lines])}\n"
             "Pass the same ones to resume; `jaxdp.load_model(path, like=model)` loads"
             " the weights alone."
         )
@@ -248,10 +227,6 @@ def _read_arrays(path: str, wanted: Named) -> Named:
         restore_args=ocp.checkpoint_utils.construct_restore_args(like),
         partial_restore=True,
     )
-    with (
-        silence_orbax(),
-        ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer,
-    ):
-        return flatten_fields(
-            checkpointer.restore(os.path.join(path, "state"), args=arguments)
-        )
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        stored = checkpointer.restore(os.path.join(path, "state"), args=arguments)
+    return flatten_fields(stored)

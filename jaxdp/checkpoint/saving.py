@@ -38,7 +38,7 @@ from .leaves import (
     nest_by_field,
 )
 from .metadata import FORMAT, check_schema, list_files_of_process, write_file_list
-from .orbax_quirks import check_name, find_unfinished, silence_orbax
+from .orbax_quirks import check_name, find_unfinished
 
 
 class SaveFailed(RuntimeError):
@@ -109,13 +109,12 @@ class PendingSave:
         return self.path
 
     def _write(self, checkpointer: Any) -> None:
-        with silence_orbax():
-            try:
-                checkpointer.wait_until_finished()
-                sync_to_disk(os.path.dirname(self.path))
-                checkpointer.close()
-            except BaseException as error:
-                self._error = error
+        try:
+            checkpointer.wait_until_finished()
+            sync_to_disk(os.path.dirname(self.path))
+            checkpointer.close()
+        except BaseException as error:
+            self._error = error
 
 
 _starting: Final = threading.Lock()
@@ -206,11 +205,10 @@ def start_saving(
             options = ocp.options.AsyncOptions(
                 barrier_sync_fn=arrive, post_finalization_callback=finish
             )
-            with silence_orbax():
-                checkpointer = ocp.AsyncCheckpointer(
-                    ocp.CompositeCheckpointHandler(), async_options=options
-                )
-                checkpointer.save(path, args=arguments)
+            checkpointer = ocp.AsyncCheckpointer(
+                ocp.CompositeCheckpointHandler(), async_options=options
+            )
+            checkpointer.save(path, args=arguments)
         except (OSError, ValueError) as error:  # a full disk is a ValueError to Orbax
             raise _save_failed(path, error) from error
         saving = PendingSave(path, checkpointer, on_saved, wait_context, processes)
@@ -257,11 +255,7 @@ def _save_failed(path: str, error: BaseException) -> SaveFailed:
         for folder in left_over:
             shutil.rmtree(folder, ignore_errors=True)
         time.sleep(0.05)  # Orbax's other threads may still be writing
-    free = ""
-    with contextlib.suppress(OSError):
-        free_bytes = shutil.disk_usage(os.path.dirname(path)).free
-        free = f" ({free_bytes / 2**20:,.0f} MiB are free there now)"
     return SaveFailed(
-        f"the checkpoint {path} could not be written: {format_error_line(error)}{free}."
+        f"the checkpoint {path} could not be written: {format_error_line(error)}."
         " Earlier checkpoints are unchanged."
     )

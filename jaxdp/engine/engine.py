@@ -120,8 +120,8 @@ class Engine:
             else:
                 first = parts, model_state, pure, seed, strategy
                 state = self.place(make_first_state(*first, adds_state=adds_state))
-        original = jax.eval_shape(lambda *trees: trees, *parts[:2])
-        self._layout = StateLayout(state, parts[2], original, view)
+        self._static, self._view = parts[2], view
+        self._shapes = jax.eval_shape(lambda *trees: trees, *parts[:2])
         self.state = state
         # On CPUs, XLA rewrites convolutions for its library only outside of loops.
         # Inside a loop they take about five times as long, and round differently.
@@ -141,7 +141,8 @@ class Engine:
 
     @state.setter
     def state(self, state: TrainState) -> None:
-        self.device_state = DeviceState(jax.tree.leaves(state), self._layout)
+        layout = StateLayout(state, self._static, self._shapes, self._view)
+        self.device_state = DeviceState(jax.tree.leaves(state), layout)
 
     def place(self, state: TrainState) -> TrainState:
         """Places a first or a saved state on the devices, and returns it."""

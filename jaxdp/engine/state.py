@@ -39,7 +39,7 @@ class StateLayout:
     """The properties that all states of a run share.
 
     Args:
-        state: the first state, or its shapes.
+        state: one of these states, or its shapes.
         static: the leaves of the model that are not arrays.
         shapes: of its trained leaves and other arrays, before they were placed.
         view: that of a callback which chooses the weights to evaluate.

@@ -49,29 +49,14 @@ def test_a_name_that_orbax_misreads_is_refused_before_the_first_step(
     for folder in (tmp_path / name, tmp_path / name / "runs"):
         with pytest.raises(ValueError, match=f"`dirpath`: Orbax {match}"):
             ModelCheckpoint(folder)
-        with pytest.raises(ValueError, match=f"`path`: Orbax {match}"):
-            trained.save(folder)
+        for use in trained.save, trained.load:
+            with pytest.raises(ValueError, match=f"`path`: Orbax {match}"):
+                use(folder)
     assert os.listdir(tmp_path) == []
     trainer = make(ModelCheckpoint(), default_root_dir=tmp_path / name)
     with pytest.raises(ValueError, match=f"`dirpath`: Orbax {match}"):
         trainer.fit(DATA, max_epochs=1)
     assert trainer.global_step == 0
-
-
-def test_checkpoints_in_folders_of_such_names_are_read_where_orbax_can(
-    trained, tmp_path
-):
-    trained.save(tmp_path / "plain" / "9")
-    for name in ("lr=0.1,seed=[1]", "a*b?", "back\\slash"):
-        (tmp_path / "plain").rename(tmp_path / name)
-        again = make()
-        if "\\" in name:
-            with pytest.raises(ValueError, match="`path`: Orbax can't read .* Rename"):
-                again.load(tmp_path / name / "9")
-        else:
-            again.load(tmp_path / name / "9")
-            assert_equal_leaves(again.model, trained.model)
-        (tmp_path / name).rename(tmp_path / "plain")
 
 
 @pytest.mark.parametrize("path", ["gs://bucket/run", Path("s3://bucket/run")])

@@ -197,7 +197,7 @@ REFUSED = {
         (lambda: jaxdp.save_model("model.pkl", Mlp(KEY)), ValueError,
          "must end with '.safetensors' or '.eqx'"),
         (lambda: jaxdp.load_model("none", like=Mlp(KEY)), FileNotFoundError,
-         "there is nothing at"),
+         "there is no checkpoint at"),
         (load_torn, ValueError, "is damaged or belongs to another model"),
     ],
     "muon": [

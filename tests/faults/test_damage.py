@@ -141,7 +141,7 @@ def test_links_and_strange_folders_are_refused(saved, table, tmp_path):
     for path, error in (
         (folder, FileNotFoundError),  # has checkpoints in it
         (empty, FileNotFoundError),
-        (pathlib.Path(__file__), NotADirectoryError),
+        (pathlib.Path(__file__), FileNotFoundError),
     ):
         before = sorted(os.listdir(folder))
         with pytest.raises(error, match=str(path)):
