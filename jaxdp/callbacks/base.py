@@ -200,20 +200,22 @@ HOOKS: Final = tuple(
 class Hooks:
     """The overridden hooks of a list of callbacks, resolved once.
 
-    `hooks.on_fit_start(trainer)` calls the hook of every callback that has one;
-    `hooks.has("on_train_batch_end")` says whether any has.
+    `hooks.on_fit_start(trainer)` calls the hook of every callback that has one.
+
+    Attributes:
+        overridden: the names of the hooks that any callback has.
     """
 
     def __init__(self, callbacks: Iterable[Callback]):
         self.callbacks = tuple(callbacks)
         self._in_step = tuple(filter(_is_in_step, self.callbacks))
-        self._overridden: set[str] = set()
+        self.overridden: set[str] = set()
         for name in HOOKS:
             ordered: Iterable[Callback] = self.callbacks
             if name == "on_fit_end":
                 ordered = sorted(ordered, key=lambda callback: callback.fit_end_order)
             bound = tuple(getattr(c, name) for c in ordered if overrides(c, name))
-            self._overridden |= {name} if bound else set()
+            self.overridden |= {name} if bound else set()
             setattr(self, name, _chain(name, bound))
 
     def __getattr__(self, name: str) -> Callable[..., None]:
@@ -239,10 +241,6 @@ class Hooks:
         with_callbacks = Hooks(callbacks)
         with_callbacks._in_step = self._in_step
         return with_callbacks
-
-    def has(self, name: str) -> bool:
-        """Returns True if any callback has the hook `name`."""
-        return name in self._overridden
 
     def wrap_optimizer(self, optimizer: Any) -> Any:
         """Returns the optimizer, wrapped by all callbacks that wrap it."""

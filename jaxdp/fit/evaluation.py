@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -15,7 +14,7 @@ from jaxtyping import PyTree
 from ..basics.console import log_info, warn
 from ..basics.tracebacks import NoteOnError, TracebackFilter
 from ..callbacks.base import Hooks
-from ..data import Dispatch, Packer, Source, fetch_real_rows, get_inputs
+from ..data import Dispatch, Source, fetch_real_rows, get_inputs
 from ..engine import Program, StepKind
 from ..step import IN_FLIGHT, Batch
 from ..strategies.placement import replicate
@@ -73,14 +72,11 @@ class Evaluator:
         hooks: Hooks,
         kind: str = "validation",
     ):
-        self._trainer, self._run, self._sources = trainer, trainer.run, sources
-        self._limits, self._warned_of = limits, set[str]()
+        self._trainer, self._run = trainer, trainer.run
+        self._sources, self._limits = sources, limits
         self._start = getattr(hooks, f"on_{kind}_start")
         self._after_batch = getattr(hooks, f"on_{kind}_batch_end", lambda *_: None)
         self._end = getattr(hooks, f"on_{kind}_end")
-        self._outputs = {
-            prefix: _OutputFetcher(trainer, "evaluate") for prefix in sources
-        }
 
     def __call__(self, weights: list[Any] | None = None) -> dict[str, float]:
         """Returns exact means over the rows, as `{"val_loss": ..., ...}`.
@@ -88,25 +84,22 @@ class Evaluator:
         Args:
             weights: the weights to evaluate; None for the trainer's.
         """
-        run, trainer = self._run, self._trainer
+        run, trainer, engine = self._run, self._trainer, self._run.engine
+        passes: list[tuple[Any, list[PyTree]]] = []
         with run.record.redirect_logs({}) as logged:
             self._start(trainer)
-            weights = (
-                run.engine.device_state.get_weights() if weights is None else weights
-            )
+            if weights is None:
+                weights = engine.device_state.get_weights()
             numbers = itertools.count()
-            totals = [
-                self._sum_pass(prefix, weights, numbers) for prefix in self._sources
-            ]
+            passes += [self._sum_pass(one, weights, numbers) for one in self._sources]
 
-        metrics, facts = {}, run.engine.steps["evaluate"].facts
-        pure = run.engine.pure
-        for prefix, sums in zip(self._sources, totals, strict=True):
+        metrics: dict[str, float] = {}
+        facts, pure = engine.steps["evaluate"].facts, engine.pure
+        for prefix, (sums, rows) in zip(self._sources, passes, strict=True):
             means = pure.compute_means(np.asarray(sums), facts)  # waits for the device
             if of_passes := run.config.pass_metrics:
-                rows = self._outputs[prefix].collect_rows()
-                add_pass_values(means, of_passes, rows, pure.measure_outputs)
-            self._warn_of_nan(prefix, means["loss"])
+                outputs = _join_rows(rows)
+                add_pass_values(means, of_passes, outputs, pure.measure_outputs)
             named = {f"{prefix}_{name}": value for name, value in means.items()}
             if twice := {*metrics} & {*named}:
                 raise ValueError(
@@ -120,39 +113,33 @@ class Evaluator:
             self._end(trainer, metrics)
         return metrics
 
-    def _warn_of_nan(self, prefix: str, loss: float) -> None:
-        is_new = prefix not in self._warned_of
-        if is_new and not math.isfinite(loss) and self._run.doing == "a fit":
-            self._warned_of.add(prefix)
-            warn(
-                f"the {prefix}_loss of epoch {self._run.progress.epoch} is {loss}: the"
-                " loss of at least one row is not finite, or all weights are 0"
-            )
-
-    def _sum_pass(self, prefix: str, weights: list[Any], numbers: Iterator[int]) -> Any:
-        """Returns the sums over a pass; keeps the outputs that a `PassMetric` needs."""
+    def _sum_pass(
+        self, prefix: str, weights: list[Any], numbers: Iterator[int]
+    ) -> tuple[Any, list[PyTree]]:
+        """Returns the sums over a pass, and the rows that a `PassMetric` needs."""
         trainer, engine = self._trainer, self._run.engine
-        source, outputs = self._sources[prefix], self._outputs[prefix]
+        source, limit = self._sources[prefix], self._limits.get(prefix)
+        rows: list[PyTree] = []
+        fetcher = _RowFetcher(trainer, "evaluate", rows.append)
         first = totals = engine.place_ahead(engine.device_state.layout.zeros)
-        ready = _iterate_prepared(
-            trainer, "evaluate", source, prefix, self._limits.get(prefix)
-        )
+        ready = _iterate_prepared(trainer, "evaluate", source, prefix, limit)
         try:
             for number, (batch, dispatch, program) in enumerate(ready):
                 inputs = weights, totals, engine.place_ahead(np.int32(number))
                 with NoteOnError(f"in batch {number}"):
                     placed, results = engine.run("evaluate", dispatch, program, *inputs)
-                totals, means, *kept = results
+                totals, means, *outputs = results
                 engine.in_flight.add(means, placed.nbytes)
-                for values in kept:
-                    outputs.add(values, batch)
+                for values in outputs:
+                    fetcher.add(values, batch)
                 self._after_batch(trainer, next(numbers))
+            fetcher.flush()
         finally:
             source.end_epoch()
 
         if totals is first:
             raise ValueError(source.explain_no_batches())
-        return totals
+        return totals, rows
 
 
 _NAMES: Final = {"validate": ("val", "validation"), "test": ("test", "test")}
@@ -230,12 +217,6 @@ def predict(
         _run_user_pass(trainer, "predict") as hooks,
         contextlib.closing(run.open_source(loader, "loader", "predict")) as source,
     ):
-        if not returns and not hooks.has("on_predict_batch_end"):
-            raise ValueError(
-                "`return_predictions`=False: nothing would get the predictions; pass"
-                " `Trainer(callbacks=[...])` a callback that has"
-                " `on_predict_batch_end` (none is called for a pass within a fit)."
-            )
         if source.shuffles:
             warn(
                 "`loader` shuffles: the predictions are in the order in which it gives"
@@ -249,25 +230,31 @@ def predict(
             )
         limit = resolve_limit("limit_batches", limit, source.num_batches)
         weights = _load_weights(trainer, "predict", ckpt_path)
-        engine, after_batch = run.engine, partial(hooks.on_predict_batch_end, trainer)
-        predictions = _OutputFetcher(
-            trainer, "predict", after_batch, gather=gather, keep=returns
-        )
+        engine, predictions, numbers = run.engine, [], itertools.count()
+
+        def receive(rows: PyTree) -> None:
+            if returns:
+                predictions.append(rows)
+            hooks.on_predict_batch_end(trainer, rows, next(numbers))
+
+        fetcher = _RowFetcher(trainer, "predict", receive, gather=gather)
         hooks.on_predict_start(trainer)
         with run.interrupts:
-            weights = engine.device_state.get_weights() if weights is None else weights
+            if weights is None:
+                weights = engine.device_state.get_weights()
             ready = _iterate_prepared(trainer, "predict", source, "predict", limit)
             for number, (batch, dispatch, program) in enumerate(ready):
                 with NoteOnError(f"in batch {number}"):
                     placed, result = engine.run("predict", dispatch, program, weights)
                 if placed.nbytes:
                     engine.in_flight.add(jax.tree.leaves(result)[0], placed.nbytes)
-                predictions.add(result, batch)
-            rows = predictions.collect_rows()
-        if not predictions.num_batches:
+                fetcher.add(result, batch)
+            fetcher.flush()
+            joined = _join_rows(predictions)
+        if next(numbers) == 0:
             raise ValueError(source.explain_no_batches())
         hooks.on_predict_end(trainer)
-    return rows
+    return joined
 
 
 def compile_ahead(trainer: "Trainer", sources: Loaders) -> None:
@@ -311,34 +298,27 @@ def _iterate_prepared(
     run.processes.all_gather(f"the end of {activity}", None)
 
 
-class _OutputFetcher:
+class _RowFetcher:
     """Fetches the real rows of step outputs, a few batches late.
 
     Args:
         trainer: the trainer that runs the steps.
         kind: the kind of the steps.
-        after_batch: called with the rows of a batch and its number.
+        receive: called with NumPy arrays of the rows of each batch.
         gather: whether each process gets all rows, instead of its local rows.
-        keep: whether to keep the rows for `collect_rows`.
-
-    Attributes:
-        num_batches: the number of batches fetched.
     """
 
     def __init__(
         self,
         trainer: "Trainer",
         kind: StepKind,
-        after_batch: Callable[[PyTree, int], None] = lambda *_: None,
+        receive: Callable[[PyTree], None],
         *,
         gather: bool = True,
-        keep: bool = True,
     ):
-        self._engine, self._gather = trainer.run.engine, gather
-        self._after_batch, self._keep, self.num_batches = after_batch, keep, 0
-        self._kind: StepKind = kind
+        self._packer = trainer.run.engine.steps[kind].packer
+        self._receive, self._gather = receive, gather
         self._waiting: collections.deque[tuple[PyTree, Batch]] = collections.deque()
-        self._done: list[PyTree] = []
 
     def add(self, values: PyTree, batch: Batch) -> None:
         """Adds the outputs for `batch`, with padding rows, on the device."""
@@ -346,45 +326,22 @@ class _OutputFetcher:
         if len(self._waiting) > IN_FLIGHT:
             self._fetch()
 
-    def collect_rows(self) -> PyTree:
-        """Returns NumPy arrays of the rows since the last call; None if there are none.
-
-        Waits for the device."""
+    def flush(self) -> None:
+        """Fetches the rows that are left. Waits for the device."""
         while self._waiting:
             self._fetch()
-        done, self._done = self._done, []
-        return jax.tree.map(lambda *rows: np.concatenate(rows), *done) if done else None
-
-    @property
-    def _packer(self) -> Packer:
-        return self._engine.steps[self._kind].packer
 
     def _fetch(self) -> None:
         values, batch = self._waiting.popleft()
-
-        def real(leaf: Any) -> np.ndarray:
-            return fetch_real_rows(
-                leaf, batch, self._packer.blocks, local=not self._gather
-            )
-
+        blocks, local = self._packer.blocks, not self._gather
+        fetch = partial(fetch_real_rows, batch=batch, blocks=blocks, local=local)
         # Waits for the device, `IN_FLIGHT` batches late.
-        rows = jax.tree.map(real, values)
-        if self._keep:
-            self._done.append(rows)
-            self._check_shapes(self._done[0], rows)
-        self.num_batches += 1
-        self._after_batch(rows, self.num_batches - 1)
+        self._receive(jax.tree.map(fetch, values))
 
-    def _check_shapes(self, first: PyTree, rows: PyTree) -> None:
-        """Raises if rows differ in shape from the first batch, since one array can't
-        hold both.
-        """
-        pairs = zip(jax.tree.leaves(first), jax.tree.leaves(rows), strict=True)
-        for one, other in pairs:
-            if one.shape[1:] != other.shape[1:]:
-                raise ValueError(
-                    f"in {self._packer.kind} the model returns {one.shape[1:]} for a"
-                    f" row of batch 0 and {other.shape[1:]} for one of batch"
-                    f" {self.num_batches}. Predict batches of one shape at a time, or"
-                    " let the model return one shape for all."
-                )
+
+def _join_rows(batches: list[PyTree]) -> PyTree:
+    """Returns one array of the rows of all batches, or a tree of arrays; None if there
+    are no batches.
+    """
+    with NoteOnError("where the rows of all batches are joined, whose shapes differ"):
+        return jax.tree.map(lambda *rows: np.concatenate(rows), *batches or [None])

@@ -1,7 +1,7 @@
 """Reads the batches of an epoch, and packs them for the compiled step."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..basics.console import log_info
@@ -40,12 +40,17 @@ class Feed:
         hooks: Hooks,
         limits: Limits | None = None,
     ):
-        self._run = trainer.run
+        self._run, self._engine = trainer.run, trainer.run.engine
         self._source, self._hooks, self._limits = source, hooks, limits
-        self._remaining: Iterator[Dispatch] | None = None  # if `compile_first` read one
+        # The dispatches of the epoch that `compile_first` has begun to read.
+        self._begun: Iterator[Dispatch] | None = None
         self._waiting: list[Window] = []  # steps that are read but not launched
-        # A user's loop may decide its batches, so it reads only those that it needs.
-        self._is_fixed = limits is not None or isinstance(source.loader, list | tuple)
+
+        # Batches may be read before the step that precedes them. Not those of a user's
+        # loop, which may decide its batches; nor those of an iterator, because the next
+        # fit continues at its position.
+        is_fixed = limits is not None or isinstance(source.loader, list | tuple)
+        self._may_read_ahead = is_fixed and not source.is_iterator
 
     def compile_first(self) -> None:
         """Compiles the step for the first batch; `read_epoch` begins with this batch.
@@ -53,21 +58,25 @@ class Feed:
         There may be no batch: a killed run may have completed all batches, but not the
         epoch's end.
         """
-        run, progress = self._run, self._run.progress
-        self._set_up_engine()
+        run, engine, progress = self._run, self._engine, self._run.progress
+        engine.device_state.check_not_lost()
+        engine.in_flight.wait = run.record.stopwatch.time_function("device", wait)
+        engine.set_options(self._hooks.step_options())
 
         dispatches = self._make_dispatches()
         first = next(dispatches, None)
         if first is not None:
-            self._remaining = itertools.chain([first], dispatches)
             try:
                 self._compile(first)
             except Exception as wrong:
                 add_batch_note(run, wrong)
                 raise
+            self._begun = itertools.chain([first], dispatches)
         elif not progress.done:
             raise ValueError(self._source.explain_no_batches())
-        elif progress.epoch_ended or not self._compile_at_end():
+        elif not progress.epoch_ended and self._compile_for_end():
+            self._begun = iter(())
+        else:
             # An earlier fit stopped at the end of an epoch of unknown length, or this
             # fit has a smaller loader or limit.
             log_info(
@@ -79,73 +88,65 @@ class Feed:
 
     def read_epoch(self) -> Iterator[Dispatch]:
         """Yields the remaining dispatches of the current epoch."""
-        remaining, self._remaining = self._remaining, None
-        dispatches = self._make_dispatches() if remaining is None else remaining
-        engine = self._run.engine
-        if not engine.prefetches:
+        begun, self._begun = self._begun, None
+        dispatches = self._make_dispatches() if begun is None else begun
+        limits, engine = self._limits, self._engine
+        if engine.prefetches:
+            dispatches = map(engine.steps["train"].prefetch, dispatches)
+        elif limits is None or limits.batches_per_epoch is not None:
             return dispatches
-        return self._prefetch(map(engine.steps["train"].prefetch, dispatches))
+        return self._read_one_ahead(dispatches) if self._may_read_ahead else dispatches
 
-    def _prefetch(self, dispatches: Iterator[Dispatch]) -> Iterator[Dispatch]:
-        """Yields each dispatch after the next one was read."""
+    def _read_one_ahead(self, dispatches: Iterator[Dispatch]) -> Iterator[Dispatch]:
+        """Yields each dispatch after the next one was read; sets `progress.end`.
 
-        def may_read_ahead(dispatch: Dispatch) -> bool:
-            after = self._run.progress.global_step + len(dispatch.windows)
-            if not (self._is_fixed and self._may_read_after(after)):
-                return False
-            self._waiting = dispatch.windows
-            return True
-
-        for dispatch, _ in read_one_ahead(dispatches, may_read_ahead):
-            yield dispatch
-            self._waiting = []
-
-    def _may_read_after(self, step: int) -> bool:
-        """Returns whether batches may be read before the step that precedes them.
-
-        They may not after the last step of the fit, nor from an iterator, because the
-        next fit continues at the iterator's position.
+        So the next batches are on their way to the device while a step runs, and
+        callbacks know the last step of an epoch of unknown length. Nothing is read
+        after the last step of the fit. An error of the loader is raised after the
+        dispatches before it.
         """
-        is_last = self._limits is not None and self._limits.is_reached(step, 0)
-        return not (is_last or self._source.is_iterator)
+        limits, progress = self._limits, self._run.progress
+        following, error = take_until_error(dispatches, 1)
+        while following:
+            (current,), following = following, []
+            after = progress.global_step + len(current.windows)
+            is_last_of_fit = limits is not None and limits.is_reached(after, 0)
+            if not is_last_of_fit:
+                self._waiting = current.windows
+                following, error = take_until_error(dispatches, 1)
+                self._waiting = []
+                if not following and error is None:
+                    progress.end = progress.done + sum(map(len, current.windows))
+            yield current
+        if error is not None:
+            raise error
 
-    def _set_up_engine(self) -> None:
-        """Sets the options of this fit's callbacks in the engine."""
-        engine, stopwatch = self._run.engine, self._run.record.stopwatch
-        engine.device_state.check_not_lost()
-        engine.in_flight.wait = stopwatch.time_function("device", wait)
-        engine.set_options(self._hooks.step_options())
-
-    def _compile_at_end(self) -> bool:
-        """Compiles for an epoch that a run left between its last step and its end.
+    def _compile_for_end(self) -> bool:
+        """Compiles the step for an epoch of which only the end is missing.
 
         Returns:
-            Whether the step is compiled; False if there is no batch for it.
+            Whether the names of the step's values are known; False if there is no batch
+            to compile for.
         """
-        engine = self._run.engine
+        engine = self._engine
         if self._source.can_peek:
             window = [self._source.peek_batch()] * engine.micro_batches
             self._compile(engine.pack([window]))
-        self._remaining = iter(())
         return bool(engine.steps["train"].facts.names)
 
     def _compile(self, dispatch: Dispatch) -> None:
-        run = self._run
-        engine = run.config.decide_loss(run.engine, dispatch.windows[0][0])
-        engine.get_program("train", dispatch)
+        self._run.config.decide_loss(self._engine, dispatch.windows[0][0])
+        self._engine.get_program("train", dispatch)
 
     def _make_dispatches(self) -> Iterator[Dispatch]:
-        """Reads windows of batches and packs them; `read_epoch` prefetches them."""
-        run, source, progress = self._run, self._source, self._run.progress
+        """Reads windows of batches and packs them, for one or several steps each."""
+        run, engine, progress = self._run, self._engine, self._run.progress
+        slots = engine.micro_batches
         limit = None if self._limits is None else self._limits.train_batches
         remaining = None if limit is None else max(0, limit - progress.done)
-
-        batches = itertools.islice(source.read_epoch(progress.position()), remaining)
-        windows = make_windows(batches, run.config.accumulate_grad_batches)
+        batches = self._source.read_epoch(progress.position())
+        windows = make_windows(itertools.islice(batches, remaining), slots)
         windows = run.record.stopwatch.time_iterator("data", windows)
-        if self._limits is not None and self._limits.batches_per_epoch is None:
-            windows = self._find_end(windows)
-        engine, slots = run.engine, run.config.accumulate_grad_batches
         pack = engine.steps["train"].packer.pack
         for window in windows:
             groups, error = [[window]], None
@@ -161,22 +162,6 @@ class Feed:
             if error is not None:
                 raise error
 
-    def _find_end(self, windows: Iterator[Window]) -> Iterator[Window]:
-        """Yields each window after reading the next, so that hooks know the last."""
-        progress = self._run.progress
-        step, end = progress.global_step, progress.done
-
-        def may_read_ahead(window: Window) -> bool:
-            nonlocal step, end
-            step, end = step + 1, end + len(window)
-            return self._may_read_after(step)
-
-        for window, is_last in read_one_ahead(windows, may_read_ahead):
-            if is_last:
-                progress.end = end
-            yield window
-        progress.end = end
-
     def _group(
         self, window: Window, windows: Iterator[Window]
     ) -> tuple[list[list[Window]], Exception | None]:
@@ -186,7 +171,7 @@ class Feed:
         A dispatch ends before the step that a limit or a validation is due at. An
         error of the loader is returned with the windows before it.
         """
-        engine, progress, remaining = self._run.engine, self._run.progress, None
+        engine, progress, remaining = self._engine, self._run.progress, None
         if self._limits is not None:
             step = progress.global_step + len(self._waiting)
             done = progress.done + sum(map(len, self._waiting))
@@ -199,26 +184,6 @@ class Feed:
         if len(group) == count and have_equal_shapes(group, engine.micro_batches):
             return [group], error
         return [[each] for each in group], error
-
-
-def read_one_ahead(
-    items: Iterator[Any], may_read_ahead: Callable[[Any], bool]
-) -> Iterator[tuple[Any, bool]]:
-    """Yields pairs: an item, and whether it is known to be the last. Reads the next
-    item first if `may_read_ahead(item)`.
-
-    Raises an error of `items` only after it has yielded the items before the error.
-    """
-    following, error = take_until_error(items, 1)
-    while following:
-        (current,), following = following, []
-        if is_ahead := may_read_ahead(current):
-            following, error = take_until_error(items, 1)
-        yield current, is_ahead and not following and error is None
-        if not is_ahead:
-            following, error = take_until_error(items, 1)
-    if error is not None:
-        raise error
 
 
 def make_windows(batches: Iterable[Batch], size: int) -> Iterator[Any]:

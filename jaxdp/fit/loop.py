@@ -10,7 +10,7 @@ from ..basics.arguments import check_count
 from ..basics.console import log_info, warn
 from ..basics.tracebacks import TracebackFilter
 from ..callbacks.base import HOOKS, Hooks
-from ..data import Dispatch, ListSource, Source, Window, get_local, make_read_only
+from ..data import Dispatch, ListSource, Source, get_local, make_read_only
 from ..distributed import PeriodicVote, Preempted, is_graceful_stop, log_stop
 from ..step import Metrics
 from . import evaluation, resume
@@ -20,8 +20,6 @@ from .progress import FitArguments, Limits, resolve_limit
 
 if TYPE_CHECKING:
     from jaxdp import Trainer
-
-    from .run import Run
 
 
 def fit(
@@ -42,7 +40,7 @@ def fit(
         if not loop.has_nothing_to_do():
             loop.run()
         elif ckpt_path is not None:
-            loop.clean_up()
+            loop.run_last_hooks()
 
 
 class FitLoop:
@@ -64,7 +62,8 @@ class FitLoop:
         self.trainer, self._run = trainer, trainer.run
         self._record = trainer.record
         self.progress = trainer.run.progress
-        self._said: set[str] = set()  # keys of messages logged once per fit
+        self._has_logged_minimum = False
+        self._losses: list[str] = []  # names of those that were finite so far
         self._is_loader_exhausted = False  # no batch of the epoch remains
         self._stop_vote = PeriodicVote(trainer.run.processes, "whether to stop")
 
@@ -84,7 +83,7 @@ class FitLoop:
             check_count("fast_dev_run", int(arguments.fast_dev_run), minimum=0)
         if arguments.fast_dev_run:
             if self.progress.done:
-                self.progress.abandon_epoch()
+                self.progress.next_epoch()
             arguments = arguments.limit_to_fast_dev_run(self.progress.epoch)
         if arguments.overfit_batches:
             train, *sources = (
@@ -93,11 +92,8 @@ class FitLoop:
             )
             vals = dict(zip(vals, sources, strict=True))
 
-        self.limits = Limits(train, vals, arguments, trainer.accumulate_grad_batches)
-        if arguments.min_steps:
-            self.limits.check_minimum(self.progress)
-        if vals:
-            self.limits.check_iterators(train, vals, self.progress)
+        accumulate = trainer.accumulate_grad_batches
+        self.limits = Limits(train, vals, arguments, accumulate, self.progress)
         self.train, self.vals = train, {} if self.limits.skips_validation else vals
         self.hooks = Hooks(
             callback
@@ -109,28 +105,34 @@ class FitLoop:
 
     def run(self) -> None:
         """Trains until a limit is reached, or a callback stops the fit."""
+        limits, progress = self.limits, self.progress
         self._publish_limits()
-        with (
-            run_with_teardown(self.trainer, "a fit", self.hooks),
-            self._record.open(),
-            self._run_end_hooks(),
-        ):
+        with self._run_end_hooks():
             self._prepare()
 
-            while self._has_next_epoch():
+            # A killed run may have taken all steps of an epoch, but not ended it.
+            while not self._is_done(between_epochs=True) or self._lacks_epoch_end():
                 self.hooks.on_train_epoch_start(self.trainer)
 
                 self._train_epoch()
-                if not self.progress.done:
-                    self._warn_of_no_batches()
+                if not progress.done:
+                    if not self.trainer.should_stop and not limits.is_time_over():
+                        warn(
+                            f"`train_loader` gave no batches in epoch {progress.epoch}:"
+                            " a generator can be iterated only once. The fit ends here."
+                        )
                     break
 
                 if self._should_validate_at_end():
                     self._validate(ends_epoch=True)
                 self._end_epoch()
 
-            self._log_max_time()
-            self._warn_of_minimum()
+            step, epoch = progress.global_step, progress.epoch
+            where = f"the fit ends after step {step}, in epoch {epoch}"
+            if not limits.may_stop(step, epoch):
+                warn(f"{where}, before {limits.format_minimum()}")
+            elif limits.is_time_over() and not limits.is_reached(step, epoch):
+                log_info(f"`max_time` is over: {where}")
             if self._run.processes.count > 1:
                 self._run.engine.device_state.fetch()
 
@@ -141,7 +143,7 @@ class FitLoop:
         """
         limits, progress = self.limits, self.progress
         step, epoch = progress.global_step, progress.epoch
-        if not limits.is_reached(step, epoch) or self._has_unfinished_epoch_end():
+        if not limits.is_reached(step, epoch) or self._lacks_epoch_end():
             return False
         warn(
             f"`fit` has nothing to do: {epoch} epochs and {step} steps are done, and"
@@ -150,16 +152,11 @@ class FitLoop:
         )
         return True
 
-    def clean_up(self) -> None:
-        """Removes the files that a run left if it was killed in the last hooks of its
-        fit.
+    def run_last_hooks(self) -> None:
+        """Runs the last hooks of a fit that has nothing to do. A run that was killed in
+        them has yet to save its last step, remove files, or restore its best weights.
         """
-        self.hooks = self._run.hooks
-        with (
-            run_with_teardown(self.trainer, "a fit", self.hooks),
-            self._record.open(),
-            self._run_end_hooks(),
-        ):
+        with self._run_end_hooks():
             self.hooks.setup(self.trainer)
 
     # Start.
@@ -178,6 +175,8 @@ class FitLoop:
         )
         run.interrupts.check()
 
+        watches_loss = not run.engine.options.skip_nonfinite
+        self._losses = ["loss"] * watches_loss + [f"{name}_loss" for name in self.vals]
         names = run.engine.steps["train"].facts.names
         of_vals = [f"{prefix}_{name}" for prefix in self.vals for name in names]
         self._record.names = (*names, *of_vals)
@@ -201,20 +200,14 @@ class FitLoop:
             num_training_batches=limits.batches_per_epoch,
         )
         self._record.limits = limits
-        if run.loaded_padding is not None:
-            self._load_padding(*run.loaded_padding)
-            run.loaded_padding = None
 
-    def _load_padding(self, steps: int | None, sizes: Any, *saved: int) -> None:
-        """Restores the padded sizes of a checkpoint if its batches come from this
-        loader.
-
-        Warns if the epochs of this loader have another number of steps.
-        """
-        limits = self.limits
+        # The padded sizes of a checkpoint fit the batches of the same loader.
+        if run.loaded_padding is None:
+            return
+        (steps, sizes, *saved), run.loaded_padding = run.loaded_padding, None
         now = limits.count_steps(*saved or [limits.accumulate])
         if steps == now:
-            self._run.engine.load_padding(sizes)  # the same loader, resumed
+            run.engine.load_padding(sizes)
         elif steps and self.progress.done:
             warn(
                 f"an epoch of `train_loader` had {steps} steps when this run was"
@@ -230,8 +223,7 @@ class FitLoop:
         self._is_loader_exhausted, after_dispatch = False, None
         if self.vals and self.limits.val_interval is not None:
             after_dispatch = self._validate_if_due
-            if self._is_validation_due():  # the run stopped before it
-                self._validate()
+            if self._validate_if_due():  # the run stopped before it
                 self.hooks.on_boundary(self.trainer)
         steps = run_steps(
             self.trainer, self.feed.read_epoch(), self.hooks, after_dispatch
@@ -239,17 +231,15 @@ class FitLoop:
         with contextlib.closing(steps):  # nothing in this block waits for the device
             while not (self._is_loader_exhausted or self._is_done()):
                 self._is_loader_exhausted = next(steps, None) is None
+        if self._is_loader_exhausted:
+            self.progress.end = self.progress.done
 
-    def _validate_if_due(self) -> None:
-        if self._is_validation_due():
+    def _validate_if_due(self) -> bool:
+        """Validates if `val_check_interval` requires it now; returns True if it did."""
+        is_due = self.limits.is_interval_due(self.progress)
+        if is_due:
             self._validate()
-
-    def _is_validation_due(self) -> bool:
-        """Returns True if `val_check_interval` requires a validation now."""
-        progress = self.progress
-        return self.limits.is_interval_due(
-            progress.epoch, progress.done, progress.validated_at
-        )
+        return is_due
 
     def _should_validate_at_end(self) -> bool:
         """Returns True if the epoch ends with a validation.
@@ -283,14 +273,13 @@ class FitLoop:
         progress, record = self.progress, self._record
         with record.stopwatch.measure("device"):
             means = self._run.engine.fetch_epoch_means()
-        if not math.isfinite(means["loss"]):
-            self._warn_of_nan(means["loss"])
         means |= progress.val_metrics | progress.logged
+        for name in self._losses:
+            if not math.isfinite(means.get(name, 0.0)):
+                self._warn_of_nan(name, means[name])
         record.read_queue()  # the device has completed these steps
         record.history.append(progress.epoch, means)  # hooks may read it
 
-        if self._is_loader_exhausted and self.limits.is_short(progress.done):
-            self._warn_of_few_batches()
         is_finished = self.limits.is_finished(progress.done)
         progress.is_finished = self._is_loader_exhausted or is_finished
         progress.epoch_ended = True
@@ -317,12 +306,6 @@ class FitLoop:
 
     # End.
 
-    def _has_next_epoch(self) -> bool:
-        """Returns True if an epoch, or the end of one, remains to be run."""
-        return (
-            not self._is_done(between_epochs=True) or self._has_unfinished_epoch_end()
-        )
-
     def _is_done(self, between_epochs: bool = False) -> bool:
         """Returns True if the fit has reached a limit, or should stop.
 
@@ -347,98 +330,62 @@ class FitLoop:
         limits, step = self.limits, self.progress.global_step
         ends_epoch = limits.is_finished(self.progress.done)
         may_stop = limits.may_stop(step, self.progress.epoch + ends_epoch)
-        if not may_stop and self._is_unsaid("minimum"):
-            least = {"min_epochs": limits.min_epochs, "min_steps": limits.min_steps}
-            minima = " and ".join(f"`{k}`={n}" for k, n in least.items() if n)
+        if not may_stop and not self._has_logged_minimum:
+            self._has_logged_minimum = True
             log_info(
-                f"the fit is to end after step {step}, but goes on to reach {minima}"
+                f"the fit is to end after step {step}, but goes on to reach"
+                f" {limits.format_minimum()}"
             )
         return may_stop
 
-    def _has_unfinished_epoch_end(self) -> bool:
+    def _lacks_epoch_end(self) -> bool:
         """Returns True if a killed run took steps of an epoch, but did not end it."""
         max_epochs, progress = self.limits.max_epochs, self.progress
         is_within = max_epochs is None or progress.epoch < max_epochs
         return is_within and progress.done > 0 and not progress.epoch_ended
 
-    def _log_max_time(self) -> None:
-        step, epoch = self.progress.global_step, self.progress.epoch
-        if self.limits.is_time_over() and not self.limits.is_reached(step, epoch):
-            log_info(
-                f"`max_time` is over: the fit ends after step {step}, in epoch {epoch}"
-            )
-
-    def _warn_of_minimum(self) -> None:
-        limits, progress = self.limits, self.progress
-        counts = {"min_epochs": progress.epoch, "min_steps": progress.global_step}
-        minima = {name: getattr(limits, name) for name in counts}
-        missed = [f"`{n}`={least}" for n, least in minima.items() if counts[n] < least]
-        if missed:
-            warn(
-                f"the fit ends after step {progress.global_step}, in epoch"
-                f" {progress.epoch}, before {' and '.join(missed)}: `max_epochs`,"
-                " `max_steps` or the end of the data comes first."
-            )
-
-    def _warn_of_no_batches(self) -> None:
-        if not self.trainer.should_stop and not self.limits.is_time_over():
-            warn(
-                f"`train_loader` gave no batches in epoch {self.progress.epoch}: a"
-                " generator can be iterated only once. The fit ends here."
-            )
-
-    def _warn_of_nan(self, loss: float) -> None:
-        if not self._run.engine.options.skip_nonfinite and self._is_unsaid("NaN"):
-            warn(
-                f"the loss of epoch {self.progress.epoch} is {loss}:"
-                " jaxdp.callbacks.NanGuard() ends a fit at the first step whose loss or"
-                " gradients are not finite, and names them"
-            )
-
-    def _warn_of_few_batches(self) -> None:
-        if self._is_unsaid("few batches"):
-            warn(
-                f"`train_loader` gave {self.progress.done} batches in epoch"
-                f" {self.progress.epoch}, fewer than `limit_train_batches`"
-                f"={self.limits.train_batches}; the epoch ends there."
-            )
-
-    def _is_unsaid(self, name: str) -> bool:
-        """Returns True at the first call for a message in this fit."""
-        is_unsaid = name not in self._said
-        self._said.add(name)
-        return is_unsaid
+    def _warn_of_nan(self, name: str, loss: float) -> None:
+        """Warns of a loss that is not finite, once in a fit."""
+        self._losses = [other for other in self._losses if other != name]
+        warn(
+            f"the {name} of epoch {self.progress.epoch} is {loss}: that of at least one"
+            " row is not finite, or all weights are 0. jaxdp.callbacks.NanGuard() ends"
+            " a fit at the first step whose loss or gradients are not finite, and names"
+            " them"
+        )
 
     @contextlib.contextmanager
     def _run_end_hooks(self) -> Iterator[None]:
-        """Calls `on_fit_end` after the block, and `on_exception` first if it raised.
+        """Calls `on_fit_end` and `teardown` after the block, and `on_exception` first
+        if it raised.
 
-        Ends the passes over the loaders last.
+        Ends the passes over the loaders, too.
         """
         trainer, run, hooks = self.trainer, self._run, self.hooks
-        trainer.should_stop = False
-        try:
-            with run.interrupts:
-                yield
-                run.interrupts.check(force=True)
-        except BaseException as exception:
-            with attach_second_error(exception):
-                hooks.on_exception(trainer, exception)
-            with attach_second_error(exception):
+        with run_with_teardown(trainer, "a fit", hooks), self._record.open():
+            trainer.should_stop = False
+            try:
+                with run.interrupts:
+                    yield
+                    run.interrupts.check(force=True)
+            except BaseException as exception:
+                with attach_second_error(exception):
+                    hooks.on_exception(trainer, exception)
+                with attach_second_error(exception), self._record.write_last_row():
+                    hooks.on_fit_end(trainer)
+                log_stop(exception)
+                is_ctrl_c = isinstance(exception, KeyboardInterrupt)
+                if is_ctrl_c and is_graceful_stop(exception):
+                    exception.args = (resume.format_resume_hint(trainer),)
+                if not (isinstance(exception, Preempted) and run.interrupts.returns):
+                    raise
+            else:
                 with self._record.write_last_row():
                     hooks.on_fit_end(trainer)
-            log_stop(exception)
-            if isinstance(exception, KeyboardInterrupt) and is_graceful_stop(exception):
-                exception.args = (resume.format_resume_hint(trainer),)
-            if not (isinstance(exception, Preempted) and run.interrupts.returns):
-                raise
-        else:
-            with self._record.write_last_row():
-                hooks.on_fit_end(trainer)
-        finally:
-            self.progress.is_finished = False
-            for source in (self.train, *self.vals.values()):
-                source.close()
+            finally:
+                self.progress.is_finished = False
+                for source in (self.train, *self.vals.values()):
+                    source.close()
 
 
 def _read_overfit_batches(source: Source, limit: Any) -> Source:
@@ -500,7 +447,7 @@ def run_steps(
     trainer: "Trainer",
     dispatches: Iterable[Dispatch],
     hooks: Hooks,
-    after_dispatch: Callable[[], None] | None = None,
+    after_dispatch: Callable[[], object] | None = None,
 ) -> Generator[Metrics, None, None]:
     """Runs the steps of each dispatch and calls their hooks, without waiting for them.
 
@@ -515,13 +462,14 @@ def run_steps(
     engine, progress = run.engine, run.progress
     engine.starts_epoch = progress.done == 0
     if engine.starts_epoch:
-        progress.begin_epoch()
+        progress.examples = 0
 
     # A small step takes as long as a few Python calls, so hooks that no callback has
     # are skipped.
-    micro_batches = run.config.accumulate_grad_batches
-    shows_batches = hooks.has("on_train_batch_start")
-    has_end, has_boundary = map(hooks.has, ("on_train_batch_end", "on_boundary"))
+    micro_batches = engine.micro_batches
+    shows_batches = "on_train_batch_start" in hooks.overridden
+    has_end = "on_train_batch_end" in hooks.overridden
+    has_boundary = "on_boundary" in hooks.overridden
     for dispatch in dispatches:
         last, results = len(dispatch.windows) - 1, iter(())
         try:
@@ -529,9 +477,9 @@ def run_steps(
                 batch_idx = -(-progress.done // micro_batches)
                 if shows_batches:
                     record.begin_step()
-                    hooks.on_train_batch_start(
-                        trainer, _make_hook_batch(run, window), batch_idx
-                    )
+                    shown = [make_read_only(get_local(batch)) for batch in window]
+                    batch = shown[0] if micro_batches == 1 else shown
+                    hooks.on_train_batch_start(trainer, batch, batch_idx)
 
                 if number == 0:
                     try:
@@ -561,9 +509,3 @@ def run_steps(
                 progress.count_step(dispatch.windows[number], dispatch.rows[number])
                 progress.ahead = last - number
                 record.put_step(next(results), batch_idx, sends=False)
-
-
-def _make_hook_batch(run: "Run", window: Window) -> Any:
-    """Returns the batch for hooks: the rows of this process, read-only."""
-    batches = [make_read_only(get_local(batch)) for batch in window]
-    return batches[0] if run.config.accumulate_grad_batches == 1 else batches

@@ -30,7 +30,7 @@ class Progress:
         epoch_ended: whether the current epoch is in the history. An epoch that was cut
             short continues.
         is_finished: whether the epoch has no more batches, while its end runs.
-        end: the epoch's number of batches once the last one was read ahead, else None.
+        end: the number of the epoch's batches once its last one is known, else None.
         val_metrics: the values of the epoch's last validation.
         logged: the last values that callbacks have logged in the epoch.
         validated_at: the number of the epoch's batches before its last validation.
@@ -63,8 +63,9 @@ class Progress:
         self._val_states = {} if vals else self._val_states
 
     def start_loader(self, source: Source) -> None:
-        """Starts a pass at the first batch of `source`."""
-        self.done, self._position = 0, Position()
+        """Starts an epoch over, at the first batch of `source`."""
+        self.done = self.validated_at = 0
+        self.val_metrics, self._position = {}, Position()
         self._set_source(source)
 
     def position(self) -> Position:
@@ -72,19 +73,10 @@ class Progress:
         position, self._position, self.end = self._position, Position(), None
         return position._replace(epoch=self.epoch, batches=self.done)
 
-    def begin_epoch(self) -> None:
-        """Resets the values of the epoch, before its first step."""
-        self.examples = self.validated_at = 0
-        self.val_metrics = {}
-
     def next_epoch(self) -> None:
-        """Moves to the first batch of the next epoch."""
+        """Moves to the first batch of the next epoch, whatever is left of this one."""
         self.epoch, self.done = self.epoch + 1, 0
         self.validated_at, self.val_metrics, self.logged = 0, {}, {}
-
-    def abandon_epoch(self) -> None:
-        """Skips the remaining batches of the epoch."""
-        self.next_epoch()
         self._position = Position(num_yielded=self._position.num_yielded)
 
     def count_step(self, window: Window, rows: int) -> None:
@@ -142,22 +134,15 @@ class Progress:
             num_yielded=self.seen,
             last_batch=state["after"],
         )
-        saved = _split_by_name(state["validation"])
-        self._vals, self._val_states = (
-            {},
-            {n: partition.select_state(s) for n, s in saved.items()},
-        )
+        saved = state["validation"]  # of the only loader, or of several by name
+        is_named = isinstance(saved, dict) and all(n.startswith("val_") for n in saved)
+        saved = saved if is_named else {_ONLY: saved}
+        self._vals = {}
+        self._val_states = {n: partition.select_state(s) for n, s in saved.items()}
 
     def _set_source(self, source: Source) -> None:
         source.start_training()
         self._source = source
-
-
-def _split_by_name(saved: Any) -> dict[str, Any]:
-    """Returns the saved states of validation loaders, by name."""
-    is_named = isinstance(saved, dict) and saved
-    is_named = is_named and all(name.startswith(f"{_ONLY}_") for name in saved)
-    return saved if is_named else {_ONLY: saved}
 
 
 class FitArguments(NamedTuple):
@@ -178,12 +163,13 @@ class FitArguments(NamedTuple):
     def limit_to_fast_dev_run(self, epoch: int) -> "FitArguments":
         """Returns the arguments for one epoch of `fast_dev_run` batches."""
         batches = int(self.fast_dev_run)
-        names = "max_time", "fast_dev_run", "overfit_batches"
         return FitArguments(
             max_epochs=epoch + 1,
+            max_time=self.max_time,
             limit_train_batches=batches,
             limit_val_batches=batches,
-            **{name: getattr(self, name) for name in names},
+            fast_dev_run=self.fast_dev_run,
+            overfit_batches=self.overfit_batches,
         )
 
 
@@ -195,6 +181,7 @@ class Limits:
         vals: the validation batches, by name.
         arguments: the arguments of `Trainer.fit`.
         accumulate: micro-batches per step.
+        progress: the steps and epochs that earlier fits have done.
 
     Attributes:
         batches_per_epoch, steps_per_epoch: None if unknown.
@@ -208,6 +195,7 @@ class Limits:
         vals: Mapping[str, Source],
         arguments: FitArguments,
         accumulate: int,
+        progress: Progress,
     ):
         max_epochs, max_steps, max_time, min_epochs, min_steps = arguments[:5]
         max_steps = None if max_steps == -1 else max_steps  # Lightning's default
@@ -218,24 +206,22 @@ class Limits:
                 " `max_steps`, `max_time`, or as `limit_train_batches` the number of"
                 " steps of an epoch."
             )
-        every_n_epoch = arguments.check_val_every_n_epoch
         if max_epochs is None and max_steps is None and max_time is None:
             max_epochs = 1
-        for name, value in (("max_epochs", max_epochs), ("max_steps", max_steps)):
-            if value is not None and value != -1:
-                check_count(name, value, minimum=0, suffix=", or -1 for no limit")
         for name, least, most in (
             ("epochs", min_epochs, max_epochs),
             ("steps", min_steps, max_steps),
         ):
             if least is not None:
                 check_count(f"min_{name}", least, minimum=0)
-            if least is not None and most not in (None, -1) and least > most:
-                raise ValueError(
-                    f"`min_{name}`={least} is more than `max_{name}`={most}; pass a"
-                    f" larger `max_{name}`."
-                )
-        check_count("check_val_every_n_epoch", every_n_epoch)
+            if most is not None and most != -1:
+                no_limit = ", or -1 for no limit"
+                check_count(f"max_{name}", most, minimum=0, suffix=no_limit)
+                if least is not None and least > most:
+                    raise ValueError(
+                        f"`min_{name}`={least} is more than `max_{name}`={most}; pass"
+                        f" a larger `max_{name}`."
+                    )
 
         # Totals of a run; -1 means no limit.
         self.max_epochs = None if max_epochs == -1 else max_epochs
@@ -246,32 +232,36 @@ class Limits:
             self.seconds = parse_duration(max_time, "max_time")
         self.deadline: float | None = None
 
+        # The length of an epoch, if known.
+        self.train_batches = resolve_limit(
+            "limit_train_batches", arguments.limit_train_batches, train.num_batches
+        )
+        self.batches_per_epoch = _min_known(train.num_batches, self.train_batches)
+        self.accumulate = accumulate
+        self.steps_per_epoch = self.count_steps(accumulate)
+        if min_steps:
+            self._check_min_steps(progress)
+
         # Validation.
-        self.check_val_every_n_epoch = every_n_epoch
+        self.check_val_every_n_epoch = arguments.check_val_every_n_epoch
+        check_count("check_val_every_n_epoch", self.check_val_every_n_epoch)
+        self.val_interval = self._resolve_interval(arguments.val_check_interval)
         limit = arguments.limit_val_batches
         self.val_limits = {
             name: resolve_limit("limit_val_batches", limit, val.num_batches)
             for name, val in vals.items()
         }
         counts = [
-            _min_known(v.num_batches, self.val_limits[n]) for n, v in vals.items()
+            _min_known(val.num_batches, self.val_limits[name])
+            for name, val in vals.items()
         ]
         known = [count for count in counts if count is not None]
         self.val_batches = sum(known) if len(known) == len(vals) > 0 else None
         self.skips_validation = 0 in self.val_limits.values()
+        for name, val in vals.items():
+            self._check_iterator(train, val, self.val_limits[name], progress)
 
-        # The length of an epoch, if known.
-        self.train_batches = resolve_limit(
-            "limit_train_batches", arguments.limit_train_batches, train.num_batches
-        )
-        num_batches = train.num_batches
-        self._is_sized = num_batches is not None
-        self.batches_per_epoch = _min_known(num_batches, self.train_batches)
-        self.val_interval = self._resolve_interval(arguments.val_check_interval)
-        self.accumulate = accumulate
-        self.steps_per_epoch = self.count_steps(accumulate)
-
-    def check_minimum(self, progress: Progress) -> None:
+    def _check_min_steps(self, progress: Progress) -> None:
         """Raises for a `min_steps` that the remaining epochs can't reach."""
         batches, epochs = self.batches_per_epoch, self.max_epochs
         if epochs is None or batches is None or progress.epoch >= epochs:
@@ -286,40 +276,29 @@ class Limits:
                 " -1 for no limit."
             )
 
-    def check_iterators(
-        self, train: Source, vals: Mapping[str, Source], progress: Progress
+    def _check_iterator(
+        self, train: Source, val: Source, limit: int | None, progress: Progress
     ) -> None:
-        """Raises for validation loaders that may be exhausted before the last
-        validation."""
-        epochs = [] if self.max_epochs is None else [self.max_epochs - progress.epoch]
-        if self.max_steps is not None:
-            per_epoch = self.steps_per_epoch or max(1, self.max_steps)
-            epochs.append(-(-(self.max_steps - progress.global_step) // per_epoch))
-        is_once = min(epochs, default=2) <= self.check_val_every_n_epoch
+        """Raises if a validation loader may be exhausted before the last validation."""
+        if val.is_iterator and val.loader is train.loader:
+            raise ValueError(
+                f"`{val.argument}` is the iterator that `train_loader` is, so that"
+                " each would take batches from the other; pass two of them."
+            )
+        epochs = None if self.max_epochs is None else self.max_epochs - progress.epoch
+        is_once = epochs is not None and epochs <= self.check_val_every_n_epoch
         is_once = is_once and self.val_interval is None
-        for name, val in vals.items():
-            if val.is_iterator and val.loader is train.loader:
-                raise ValueError(
-                    f"`{val.argument}` is the iterator that `train_loader` is, so that"
-                    " each would take batches from the other; pass two of them."
-                )
-            if val.is_single_use and not is_once and self.val_limits[name] is None:
-                raise ValueError(
-                    f"`{val.argument}` is a {type(val.loader).__name__}, which can be"
-                    " iterated once, and there may be several validations; pass a"
-                    f" list of its batches, list({val.argument}), or what it iterates"
-                    " over."
-                )
+        if val.is_single_use and limit is None and not is_once:
+            raise ValueError(
+                f"`{val.argument}` is a {type(val.loader).__name__}, which can be"
+                " iterated once, and there may be several validations; pass a list of"
+                f" its batches, list({val.argument}), or what it iterates over."
+            )
 
     def count_steps(self, accumulate: int) -> int | None:
         """Returns the steps of an epoch with `accumulate` micro-batches each."""
         batches = self.batches_per_epoch
         return None if batches is None else -(-batches // accumulate)
-
-    def is_short(self, batches_done: int) -> bool:
-        """Returns True if an epoch of unknown length has ended before its limit."""
-        limit = self.train_batches
-        return not self._is_sized and limit is not None and batches_done < limit
 
     def start_clock(self) -> None:
         """Starts the time of `max_time`."""
@@ -345,6 +324,10 @@ class Limits:
         """Returns True if `min_steps` and `min_epochs` are reached."""
         return step >= self.min_steps and epoch >= self.min_epochs
 
+    def format_minimum(self) -> str:
+        """Returns `min_epochs` and `min_steps` for a message; 0 if not given."""
+        return f"`min_epochs`={self.min_epochs} and `min_steps`={self.min_steps}"
+
     def steps_until_stop(self, step: int, batches_done: int) -> int | None:
         """Returns the steps until `min_steps`, `max_steps` or a validation within the
         epoch; None if none of the three lies ahead.
@@ -356,14 +339,12 @@ class Limits:
             stops.append(-(-batches // self.accumulate))
         return min(stops, default=None)
 
-    def is_interval_due(self, epoch: int, batches_done: int, validated_at: int) -> bool:
-        """Returns True if `val_check_interval` requires a validation after
-        `batches_done` batches of the epoch, the last one having been at
-        `validated_at`."""
+    def is_interval_due(self, progress: Progress) -> bool:
+        """Returns True if `val_check_interval` requires a validation now."""
         every = self.val_interval
-        if every is None or (epoch + 1) % self.check_val_every_n_epoch:
+        if every is None or not self.is_epoch_due(progress.epoch):
             return False
-        return batches_done // every > validated_at // every
+        return progress.done // every > progress.validated_at // every
 
     def validates_before_end(self) -> bool:
         """Returns True if the fit may validate before its last epoch ends."""
@@ -378,8 +359,6 @@ class Limits:
 
     def _resolve_interval(self, interval: int | float | None) -> int | None:
         available = self.batches_per_epoch
-        if isinstance(interval, float) and available and 0 < interval * available < 1:
-            interval = 1  # a share of less than one batch validates after each batch
         every = resolve_limit("val_check_interval", interval, available)
         if every is None:
             return None  # an epoch ends with a validation anyway

@@ -161,8 +161,3 @@ def test_a_callback_gets_the_predictions_of_each_batch(strategy):
         np.testing.assert_array_equal(np.concatenate([*kept.values()]), predicted)
         with pytest.raises(ValueError, match="no batches"):
             trainer.predict([], return_predictions=returns)
-
-
-def test_predictions_that_nothing_gets_are_refused():
-    with pytest.raises(ValueError, match="`return_predictions`.*on_predict_batch_end"):
-        mlp_trainer().predict(batches(8), return_predictions=False)

@@ -159,7 +159,6 @@ SIX = batches(*[8] * 6)
     ({"max_steps": 9, "val_check_interval": 4}, [4, 6, 9]),
     ({"max_steps": 8, "val_check_interval": 2}, [2, 4, 6, 8]),
     ({"max_epochs": 2, "val_check_interval": 0.5}, [3, 6, 9, 12]),
-    ({"val_check_interval": 0.05}, [1, 2, 3, 4, 5, 6]),
     ({"max_epochs": 2, "val_check_interval": 3, "check_val_every_n_epoch": 2}, [9, 12]),
     ({"max_steps": 4}, [4]),
     ({"limit_val_batches": 0}, []),

@@ -54,10 +54,6 @@ def test_what_ends_a_fit_early_waits_for_the_minimum(
     assert trainer.global_step == steps
     told = [line for line in caplog.messages if "goes on to reach" in line]
     assert len(told) == (steps > max(2, per_execution))
-    for line in told:  # of what was asked for alone
-        assert re.findall(r"`(min_\w+)`=(\d+)", line) == [
-            (name, str(value)) for name, value in minimum.items()
-        ]
 
 
 def test_early_stopping_and_max_time_wait_for_the_minimum(caplog):
@@ -157,22 +153,6 @@ def test_overfitting_takes_the_first_batches_of_both_loaders(loader, share, coun
         assert numbers == [*range(count)]
     mean = trainer.validate([(x[numbers], y[numbers])])["val_loss"]
     np.testing.assert_allclose(trainer.history["val_loss"][-1], mean, rtol=1e-6)
-
-
-def test_an_iterator_with_fewer_batches_than_the_limit_is_told_of_once():
-    data, trainer = batches(*[8] * 5), mlp_trainer()
-    with pytest.warns(UserWarning, match="gave 1 batches in epoch 2, fewer than"):
-        trainer.fit(iter(data), max_epochs=3, limit_train_batches=2)
-
-    class Anew:
-        def __iter__(self):
-            return iter(data)
-
-    with pytest.warns(UserWarning, match="`limit_train_batches`=9") as caught:
-        mlp_trainer().fit(Anew(), max_epochs=3, limit_train_batches=9)
-    assert len(caught) == 1
-    mlp_trainer().fit(data, max_epochs=2, limit_train_batches=9)  # its length is known
-    mlp_trainer().fit(Anew(), max_epochs=2, limit_train_batches=5)
 
 
 @pytest.mark.parametrize("method, argument, value, where", [
