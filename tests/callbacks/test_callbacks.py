@@ -34,6 +34,7 @@ def stop(values, fit_options=None, **options):
 AREA = {"monitor": "val_area", "mode": "max", "patience": 2}
 
 
+@pytest.mark.filterwarnings("ignore:the val_loss of epoch . is nan")
 @pytest.mark.parametrize("values, options, epochs, best", [
     ([3, 2, 2.5, 2.2, 2.0, 1.9], {"patience": 3}, 5, 2),
     ([3, 3, 2, 2, 1, 1, 0.5], {"patience": 2}, 7, 0.5),
@@ -59,6 +60,7 @@ def test_early_stopping_counts_checks_since_the_last_improvement(
         assert stopping.reason == text and stopping.wait_count == checks
 
 
+@pytest.mark.filterwarnings("ignore:the val_loss of epoch . is nan")
 @pytest.mark.parametrize("options, values, reason", [
     ({}, [1.0, math.nan, 1.0], "val_loss is nan, which is not finite"),
     ({"stopping_threshold": 0.5}, [1, 0.4, 0.3], "0.4, better than the `stopping_"),
