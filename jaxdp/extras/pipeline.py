@@ -14,7 +14,6 @@ from ..basics.arguments import check_count, checks_arguments, format_call
 from ..basics.tree import get_node, map_nodes
 from ..step import DATA, Collectives, Group
 from ..strategies.base import Rows, replace_attributes
-from ..strategies.fsdp import split_axis
 from ..strategies.meshes import Devices, find_devices, make_topology_mesh
 from ..strategies.sharded import Sharded
 from ..strategies.stack import Stack, apply_blocks, find_stacks
@@ -40,21 +39,10 @@ class Pipeline(Sharded):
         microbatches: into how many parts each pipeline's rows are cut. If it does not
             divide them, some rows are computed twice and counted once.
         devices: how many, or which; all by default.
-        fsdp: whether the devices of a stage, one of each pipeline, also share the
-            parameters, gradients and optimizer state of its blocks, as under
-            `FSDP(gather="once")`: they are gathered once a step. (A block that was
-            gathered when it is called would be sent for each micro-batch anew.)
     """
 
     @checks_arguments
-    def __init__(
-        self,
-        stages: int,
-        microbatches: int,
-        devices: Devices = None,
-        *,
-        fsdp: bool = False,
-    ):
+    def __init__(self, stages: int, microbatches: int, devices: Devices = None):
         in_order = find_devices(devices)
         for name, value in {"stages": stages, "microbatches": microbatches}.items():
             check_count(name, value)
@@ -67,7 +55,6 @@ class Pipeline(Sharded):
         super().__init__(mesh=make_topology_mesh(in_order, shape))
         self.stages = stages
         self.microbatches = microbatches
-        self.fsdp = fsdp
         self.bubble = (stages - 1) / (microbatches + stages - 1)
         self._stacks: tuple[str, ...] = ()
 
@@ -96,40 +83,25 @@ class Pipeline(Sharded):
         return {**arguments, "strategy": replace_attributes(self, _stacks=names)}
 
     def param_spec(self, path: str, leaf: Array) -> PartitionSpec:
-        if not path.startswith(self._stacks):
-            return PartitionSpec()
-        return _make_block_spec(leaf, self._num_sharers)
-
-    @property
-    def _num_sharers(self) -> int:
-        """The number of devices that share the blocks of a stage."""
-        return self.mesh.shape[DATA] if self.fsdp else 1
+        is_in_block = path.startswith(self._stacks)
+        return PartitionSpec(_STAGE) if is_in_block else PartitionSpec()
 
     def collectives(self, groups: Sequence[Group], rows: Rows) -> Collectives:
-        return _PipelineCollectives(self.mesh, self.microbatches, self._num_sharers)
+        return _PipelineCollectives(self.mesh, self.microbatches)
 
     def __repr__(self) -> str:
         return format_call(self, 2, devices=str(self.mesh.size))
 
 
-def _make_block_spec(leaf: Any, sharers: int) -> PartitionSpec:
-    """Returns the split of an array of blocks, over stages and the devices of each."""
-    axis = split_axis(leaf, sharers, 1, PartitionSpec(_STAGE))
-    between = [None] * ((axis or 1) - 1)
-    return PartitionSpec(_STAGE, *between, *([] if axis is None else [DATA]))
-
-
 class _PipelineCollectives(Collectives):
     """Global arrays, as `Sharded` has them, and stacks that run in stages."""
 
-    def __init__(self, mesh: Mesh, microbatches: int, sharers: int):
-        self.mesh = mesh
-        self.microbatches = microbatches
-        self.sharers = sharers
+    def __init__(self, mesh: Mesh, microbatches: int):
+        self.mesh, self.microbatches = mesh, microbatches
 
     def arrange(self, model: PyTree) -> PyTree:
         def make_staged(stack: Stack) -> _PipelineStack:
-            return _PipelineStack(stack, self.mesh, self.microbatches, self.sharers)
+            return _PipelineStack(stack, self.mesh, self.microbatches)
 
         return map_nodes(Stack, make_staged, model)
 
@@ -140,8 +112,6 @@ class _PipelineStack(eqx.Module):
     stack: Stack
     mesh: Mesh = eqx.field(static=True)
     microbatches: int = eqx.field(static=True)
-    sharers: int = eqx.field(static=True)
-    """Devices that share the blocks of a stage."""
 
     def __call__(
         self,
@@ -174,17 +144,14 @@ class _PipelineStack(eqx.Module):
     ) -> PyTree:
         """Applies all blocks to the rows of `x`; keys are `(rows, blocks)`."""
         data = None if size % self.mesh.shape[DATA] else DATA
-        specs = jax.tree.map(lambda leaf: _make_block_spec(leaf, self.sharers), arrays)
-
-        def stage(arrays: PyTree, x: PyTree, keys: Any) -> PyTree:
-            with jax.named_scope("parameters"):
-                whole = jax.tree.map(_all_gather_shards, arrays, specs)
-            return self._run_stage(blocks, whole, x, keys)
-
         in_stages = jax.shard_map(
-            stage,
+            functools.partial(self._run_stage, blocks),
             mesh=self.mesh,
-            in_specs=(specs, PartitionSpec(data), PartitionSpec(data, _STAGE)),
+            in_specs=(
+                PartitionSpec(_STAGE),
+                PartitionSpec(data),
+                PartitionSpec(data, _STAGE),
+            ),
             out_specs=PartitionSpec(data),
             check_vma=False,
         )
@@ -228,10 +195,3 @@ class _PipelineStack(eqx.Module):
             return jax.lax.psum(last, _STAGE)
 
         return jax.tree.map(whole, values)
-
-
-def _all_gather_shards(leaf: Array, spec: PartitionSpec) -> Array:
-    """Gathers an array of blocks from the devices of a stage."""
-    if DATA not in spec:
-        return leaf
-    return jax.lax.all_gather(leaf, DATA, axis=spec.index(DATA), tiled=True)

@@ -14,12 +14,11 @@ from ..basics.tree import get_node
 from ..step import DATA, find_outermost_modules
 from .base import replace_attributes
 from .fsdp_units import FSDPUnits
-from .meshes import Devices, find_devices, get_axis_names, make_mesh
+from .meshes import Devices, find_devices, make_mesh
 from .shard_map_collectives import NO_UNITS
 from .sharded import Sharded
 from .stack import Stack, find_stacks
 
-_FULL: Final = PartitionSpec()
 _GROUP: Final = "group"
 _GATHER: Final = "auto", "once"
 
@@ -41,21 +40,19 @@ class _AxisShardedStrategy(Sharded):
     def _spec_without_parameter(self, leaf: Any) -> PartitionSpec:
         return self._split(leaf)
 
-    def _split(
-        self, leaf: Any, spec: PartitionSpec = _FULL, num_block_axes: int = 0
-    ) -> PartitionSpec:
-        """Returns `spec` with one more axis split over `split_axes`, if one is free.
+    def _split(self, leaf: Any, num_block_axes: int = 0) -> PartitionSpec:
+        """Returns the split of a leaf along its first axis that the devices divide.
 
-        That is no axis of blocks, if possible.
+        That is an axis of blocks only if no other one fits.
         """
-        names = {name for entry in spec for name in get_axis_names(entry)}
         parts = math.prod(self.mesh.shape[name] for name in self.split_axes)
-        axis = split_axis(leaf, parts, self.min_size, spec, num_block_axes)
-        if axis is None or names & {*self.split_axes}:
-            return spec
-        entries = [*spec, *[None] * (axis + 1 - len(spec))]
-        entries[axis] = self.split_axes
-        return PartitionSpec(*entries)
+        if parts == 1 or math.prod(leaf.shape) < self.min_size:
+            return PartitionSpec()
+        axes = range(len(leaf.shape))
+        for axis in (*axes[num_block_axes:], *axes[:num_block_axes]):
+            if leaf.shape[axis] and leaf.shape[axis] % parts == 0:
+                return PartitionSpec(*[None] * axis, self.split_axes)
+        return PartitionSpec()
 
 
 class ZeRO(_AxisShardedStrategy):
@@ -118,7 +115,8 @@ class FSDP(_AxisShardedStrategy):
 
     Args:
         devices: how many, or which; all by default.
-        mesh: instead of `devices`, as for `Sharded`.
+        mesh: instead of `devices`, as for `Sharded`. If it has axes other than
+            `"data"`, all is gathered before the step.
         min_size: leaves of fewer elements are replicated: each split leaf costs two
             collectives.
         gather: `"auto"`, as above; `"once"`, everything before the step. Or path
@@ -156,11 +154,12 @@ class FSDP(_AxisShardedStrategy):
         return {**arguments, "strategy": replace_attributes(self, units=units)}
 
     def param_spec(self, path: str, leaf: Array) -> PartitionSpec:
-        return self._split(leaf, _FULL, self.units.count_block_axes(path))
+        return self._split(leaf, self.units.count_block_axes(path))
 
     def _find_units(self, model: PyTree) -> FSDPUnits:
         """Finds the submodules that gather their own parameters."""
-        if self.gather == "once":
+        own_axes = {*self.row_axes, *self.split_axes}
+        if self.gather == "once" or own_axes != {*self.mesh.axis_names}:
             return NO_UNITS
         if isinstance(self.gather, str):
             paths = {
@@ -204,25 +203,3 @@ def _check_gather(gather: Any) -> str | tuple[str, ...]:
         f"`gather` must be one of {', '.join(map(repr, _GATHER))}, or a list of path"
         f" patterns of submodules; got {gather!r}."
     )
-
-
-def split_axis(
-    leaf: Any,
-    parts: int,
-    min_size: int,
-    spec: PartitionSpec = _FULL,
-    num_block_axes: int = 0,
-) -> int | None:
-    """Returns the first axis of `leaf` that `parts` divide, if there is one.
-
-    Skips axes that `spec` splits, and leaves under `min_size`. Uses the leading axes of
-    blocks only if no other axis fits.
-    """
-    if parts == 1 or math.prod(leaf.shape) < min_size:
-        return None
-    axes = range(len(leaf.shape))
-    for axis in (*axes[num_block_axes:], *axes[:num_block_axes]):
-        is_free = axis >= len(spec) or spec[axis] is None
-        if is_free and leaf.shape[axis] and leaf.shape[axis] % parts == 0:
-            return axis
-    return None

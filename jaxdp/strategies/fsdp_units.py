@@ -9,8 +9,7 @@ its backward pass, which sums gradients directly into shards. There are two ways
   make XLA gather and sum.
 """
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -18,12 +17,11 @@ import equinox as eqx
 import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from ..basics.tree import get_node, leaf_path
 from ..step import get_remat_call, override_call, remove_call_override
-from .meshes import get_axis_names
 
 _RECOMPUTED: Final = {
     "all_gather",
@@ -110,23 +108,16 @@ class FSDPUnits(NamedTuple):
         owner = self.owner(name)
         return 0 if owner is None else self.stacked[owner]
 
-    def gather(self, name: str, spec: PartitionSpec, axes: tuple[str, ...]) -> bool:
-        """Returns True if a unit gathers the array of that name, split like `spec`.
-
-        It gathers over `axes` of the mesh; over other axes the array stays split.
-        """
-        owner = self.owner(name)
-        if owner is None or is_split_by_both(axes, spec):
-            return False
-        splits = [*map(bool, keep_axes(axes, spec))]
-        stacked = self.stacked[owner]
-        return any(splits[stacked:]) and not any(splits[:stacked])
+    def gather(self, name: str, spec: PartitionSpec) -> bool:
+        """Returns True if a unit gathers the array of that name, split like `spec`."""
+        num_block_axes = self.count_block_axes(name)
+        is_in_block = any(spec[num_block_axes:]) and not any(spec[:num_block_axes])
+        return self.owner(name) is not None and is_in_block
 
     def wrap_modules(
         self,
         model: PyTree,
         specs: Mapping[str, PartitionSpec],
-        axes: tuple[str, ...],
         mesh: Mesh | None = None,
     ) -> PyTree:
         """Returns the model with calls of the units that gather.
@@ -134,7 +125,6 @@ class FSDPUnits(NamedTuple):
         Args:
             model: holds the shards of one device or, with a `mesh`, global arrays.
             specs: the splits of the arrays that units gather, by name.
-            axes: the axes of the mesh over which they gather.
             mesh: given if XLA gathers.
         """
         for name, path in self.paths.items():
@@ -146,7 +136,7 @@ class FSDPUnits(NamedTuple):
                 if self.owner(leaf) == name
             }
             gathered = _GatherCall(
-                tuple(of_parameters.items()), self.stacked[name] > 0, axes, mesh
+                tuple(of_parameters.items()), self.stacked[name] > 0, mesh
             )
 
             def arrange(module: Any, name: str = name, call: Any = gathered) -> Any:
@@ -176,8 +166,6 @@ class _GatherCall(NamedTuple):
     specs: tuple[tuple[str, PartitionSpec], ...]
     """Pairs of a parameter's name in the module and its split."""
     in_loop: bool
-    axes: tuple[str, ...] = ()
-    """The axes of the mesh that parameters are gathered over."""
     mesh: Mesh | None = None
     """Given for global arrays. None for the shards of one device."""
 
@@ -208,12 +196,11 @@ class _GatherCall(NamedTuple):
             spec = specs.get(leaf_path(path))
             if spec is None:
                 return leaf
-            own, others = keep_axes(self.axes, spec), drop_axes(self.axes, spec)
             if self.mesh is None:
-                leaf, is_all = _row_independent.bind(leaf), not _find_auto_axes()
-                return (_all_gather if is_all else _all_gather_parts)(own, others, leaf)
-            kept = others if any(others) else PartitionSpec()
-            split, whole = (NamedSharding(self.mesh, each) for each in (spec, kept))
+                return _all_gather(spec, _row_independent.bind(leaf))
+            split, whole = (
+                NamedSharding(self.mesh, each) for each in (spec, PartitionSpec())
+            )
             return _gather_by_constraint(leaf, split, whole)
 
         with jax.named_scope("parameters"):
@@ -247,63 +234,12 @@ batching.primitive_batchers[_row_independent] = _refuse_rows
 mlir.register_lowering(_row_independent, lambda _, shard: [shard])
 
 
-def _all_gather(spec: PartitionSpec, _: PartitionSpec, leaf: Array) -> Array:
+def _all_gather(spec: PartitionSpec, leaf: Array) -> Array:
     """Gathers an array from its shards, split like `spec`."""
     for axis, names in enumerate(spec):
         if names is not None:
             leaf = jax.lax.all_gather(leaf, names, axis=axis, tiled=True)
     return leaf
-
-
-def reduce_scatter(spec: PartitionSpec, gradient: Array) -> Array:
-    """Sums an array over the axes of `spec`, to this device's shard."""
-    for axis, names in enumerate(spec):
-        if names is not None:
-            gradient = jax.lax.psum_scatter(
-                gradient, names, scatter_dimension=axis, tiled=True
-            )
-    return gradient
-
-
-def map_local_shards(
-    function: Callable[[Array], Array], auto_spec: PartitionSpec
-) -> Callable[[Array], Array]:
-    """Returns `function`, a collective, mapped over the local part of an array.
-
-    Along the mesh axes that XLA handles, arrays stay split like `auto_spec`. Otherwise
-    XLA would first gather them over these axes. On CPUs XLA also aborts the process if
-    it reduces bfloat16 while such axes exist.
-    """
-    if not (auto_axes := _find_auto_axes()):
-        return function
-    return jax.shard_map(
-        function,
-        in_specs=auto_spec,
-        out_specs=auto_spec,
-        axis_names=auto_axes,
-        check_vma=False,
-    )
-
-
-def _find_auto_axes() -> set[str]:
-    """Returns the mesh axes over which this device's program sees global arrays."""
-    mesh = jax.sharding.get_abstract_mesh()
-    axes = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return {name for name, kind in axes if kind == AxisType.Auto}
-
-
-def _gather_parts(own: PartitionSpec, others: PartitionSpec, leaf: Array) -> Array:
-    return map_local_shards(functools.partial(_all_gather, own, others), others)(leaf)
-
-
-# JAX's own derivative would also sum over the axes left to XLA, where arrays are full.
-_all_gather_parts = jax.custom_vjp(_gather_parts, nondiff_argnums=(0, 1))
-_all_gather_parts.defvjp(
-    lambda own, others, leaf: (_gather_parts(own, others, leaf), None),
-    lambda own, others, _, gradient: (
-        map_local_shards(functools.partial(reduce_scatter, own), others)(gradient),
-    ),
-)
 
 
 def _constrain_split_then_full(
@@ -328,27 +264,6 @@ def _(
     (leaf,), (tangent,) = leaves, tangents
     tangent = jax.lax.with_sharding_constraint(tangent, split)
     return _constrain_split_then_full(leaf, split, whole), tangent
-
-
-def is_split_by_both(axes: tuple[str, ...], spec: PartitionSpec) -> bool:
-    """Returns True if `axes` and others split the same axis of an array.
-
-    After a gather over `axes`, the part would not match the shards of the other axes.
-    """
-    splits = ([name in axes for name in get_axis_names(names)] for names in spec)
-    return any(any(axis) and not all(axis) for axis in splits)
-
-
-def drop_axes(axes: tuple[str, ...], spec: PartitionSpec) -> PartitionSpec:
-    """Returns `spec` with arrays full over `axes`."""
-    others = {name for names in spec for name in get_axis_names(names)} - {*axes}
-    return keep_axes(tuple(others), spec)
-
-
-def keep_axes(axes: tuple[str, ...], spec: PartitionSpec) -> PartitionSpec:
-    """Returns `spec` with splits over `axes` only."""
-    kept = (tuple(n for n in get_axis_names(names) if n in axes) for names in spec)
-    return PartitionSpec(*(names or None for names in kept))
 
 
 def _saves_for_backward(primitive: Any, *_: Any, **__: Any) -> bool:

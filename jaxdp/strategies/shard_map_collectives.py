@@ -8,8 +8,8 @@ from typing import Any, Final
 
 import equinox as eqx
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import PyTree
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jaxtyping import Array, PyTree
 
 from ..basics.tree import find_nodes, leaf_path, map_nodes
 from ..step import (
@@ -21,14 +21,7 @@ from ..step import (
     Weights,
 )
 from .base import DataParallel
-from .fsdp_units import (
-    FSDPUnits,
-    drop_axes,
-    is_split_by_both,
-    keep_axes,
-    map_local_shards,
-    reduce_scatter,
-)
+from .fsdp_units import FSDPUnits
 from .meshes import clear_ambient_mesh, get_axis_names
 
 NO_UNITS: Final = FSDPUnits()
@@ -84,7 +77,7 @@ class ShardMapCollectives(Collectives):
         )
 
     def arrange(self, model: PyTree) -> PyTree:
-        return self.units.wrap_modules(model, self.shards, self.row_axes, self.mesh)
+        return self.units.wrap_modules(model, self.shards, self.mesh)
 
     def gather(self, params: PyTree) -> PyTree:
         # Split the arrays first; otherwise XLA would gather parameters before it casts
@@ -112,7 +105,7 @@ class ShardMapCollectives(Collectives):
         bound, bound.shards = copy.copy(self), {}
         for path, leaf in jax.tree_util.tree_leaves_with_path(model):
             spec = self.param_spec(name := leaf_path(path), leaf)
-            if self.units.gather(name, spec, self.row_axes):
+            if self.units.gather(name, spec):
                 bound.shards[name] = spec
         bound.units = self.units if bound.shards else NO_UNITS
         return bound
@@ -152,7 +145,7 @@ class ShardMapCollectives(Collectives):
         rows.
         """
         if name in self.shards:
-            return keep_axes(self.row_axes, self.shards[name])
+            return self.shards[name]
         spec = self.update_spec(name, leaf)
         is_mixed = is_split_by_both(self.row_axes, spec)
         return PartitionSpec() if is_mixed else keep_axes(self.row_axes, spec)
@@ -162,7 +155,7 @@ class ShardMapCollectives(Collectives):
         whole = PartitionSpec()
 
         def spec(path: Any, _: Any) -> PartitionSpec:
-            return keep_axes(self.row_axes, self.shards.get(leaf_path(path), whole))
+            return self.shards.get(leaf_path(path), whole)
 
         def specs(weights: Weights) -> Weights:
             params = jax.tree_util.tree_map_with_path(spec, weights.params)
@@ -200,7 +193,7 @@ class _DeviceCollectives(AxisCollectives):
 
     def arrange(self, model: PyTree) -> PyTree:
         step = self._step
-        return step.units.wrap_modules(model, step.shards, step.row_axes)
+        return step.units.wrap_modules(model, step.shards)
 
     def sum_gradients(self, gradients: PyTree) -> PyTree:
         return jax.tree_util.tree_map_with_path(self._sum_gradient, gradients)
@@ -212,15 +205,73 @@ class _DeviceCollectives(AxisCollectives):
         shards.
         """
         step, name = self._step, leaf_path(path)
-        own, is_shard = step.gradient_spec(name, leaf), name in step.shards
+        own = step.gradient_spec(name, leaf)
         split = {axis for names in own for axis in get_axis_names(names)}
         remaining = tuple(axis for axis in step.row_axes if axis not in split)
-        if is_shard and not remaining:
-            return leaf
 
         def reduce(leaf: Any) -> Any:
-            leaf = leaf if is_shard else reduce_scatter(own, leaf)
+            leaf = leaf if name in step.shards else reduce_scatter(own, leaf)
             return jax.lax.psum(leaf, remaining) if remaining else leaf
 
-        spec = step.shards[name] if is_shard else step.update_spec(name, leaf)
-        return map_local_shards(reduce, drop_axes(step.row_axes, spec))(leaf)
+        if name in step.shards:
+            return reduce(leaf)
+        spec = drop_axes(step.row_axes, step.update_spec(name, leaf))
+        return map_local_shards(reduce, spec)(leaf)
+
+
+def reduce_scatter(spec: PartitionSpec, gradient: Array) -> Array:
+    """Sums an array over the axes of `spec`, to this device's shard."""
+    for axis, names in enumerate(spec):
+        if names is not None:
+            gradient = jax.lax.psum_scatter(
+                gradient, names, scatter_dimension=axis, tiled=True
+            )
+    return gradient
+
+
+def map_local_shards(
+    function: Callable[[Array], Array], auto_spec: PartitionSpec
+) -> Callable[[Array], Array]:
+    """Returns `function`, a collective, mapped over the local part of an array.
+
+    Along the mesh axes that XLA handles, arrays stay split like `auto_spec`. Otherwise
+    XLA would first gather them over these axes. On CPUs XLA also aborts the process if
+    it reduces bfloat16 while such axes exist.
+    """
+    if not (auto_axes := _find_auto_axes()):
+        return function
+    return jax.shard_map(
+        function,
+        in_specs=auto_spec,
+        out_specs=auto_spec,
+        axis_names=auto_axes,
+        check_vma=False,
+    )
+
+
+def _find_auto_axes() -> set[str]:
+    """Returns the mesh axes over which this device's program sees global arrays."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return {name for name, kind in axes if kind == AxisType.Auto}
+
+
+def is_split_by_both(axes: tuple[str, ...], spec: PartitionSpec) -> bool:
+    """Returns True if `axes` and others split the same axis of an array.
+
+    After a gather over `axes`, the part would not match the shards of the other axes.
+    """
+    splits = ([name in axes for name in get_axis_names(names)] for names in spec)
+    return any(any(axis) and not all(axis) for axis in splits)
+
+
+def drop_axes(axes: tuple[str, ...], spec: PartitionSpec) -> PartitionSpec:
+    """Returns `spec` with arrays full over `axes`."""
+    others = {name for names in spec for name in get_axis_names(names)} - {*axes}
+    return keep_axes(tuple(others), spec)
+
+
+def keep_axes(axes: tuple[str, ...], spec: PartitionSpec) -> PartitionSpec:
+    """Returns `spec` with splits over `axes` only."""
+    kept = (tuple(n for n in get_axis_names(names) if n in axes) for names in spec)
+    return PartitionSpec(*(names or None for names in kept))

@@ -1,7 +1,7 @@
 """Tensor parallelism by rules, beside data parallelism, on a mesh of several axes."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -12,17 +12,15 @@ from ..basics.arguments import checks_arguments, format_call
 from ..basics.tree import format_paths, leaf_path, matches
 from ..step import DATA
 from .base import check_spec
-from .fsdp import FSDP
 from .meshes import Devices, check_sizes, find_devices, make_topology_mesh
+from .sharded import Sharded
 from .stack import Stack
-
-_FSDP: Final = "fsdp"
 
 Rule = tuple[str, PartitionSpec]
 """A pattern of paths, and how leaves that it matches are split."""
 
 
-class TensorParallel(FSDP):
+class TensorParallel(Sharded):
     """Splits layers over one axis of a mesh by rules, and batches over another.
 
         TensorParallel(
@@ -38,18 +36,15 @@ class TensorParallel(FSDP):
     replicated. XLA works out the communication. `tensor_rules(model)` makes rules for
     MLPs and attention.
 
-    An axis named `"fsdp"` splits rows further. It also splits every parameter, as
-    `FSDP` does, along axes that the rules leave free. Blocks of a `jaxdp.Stack` are
-    gathered over it one by one. Each device gathers the part of a block that the rules
-    assign to it. Leaves without a free axis, such as biases, are not split over it.
+    An array that a rule splits over `"data"` as well, `PartitionSpec("model", "data")`,
+    is held in shards between steps, as under `FSDP`, and gathered over `"data"` before
+    each step.
 
     Args:
         mesh_shape: sizes of the mesh's axes by name, `"data"` among them.
         rules: `(path pattern, PartitionSpec)`. A pattern must match the whole path, as
             `layers[0].weight` does, and `**.weight`, for weights anywhere.
         devices: how many, or which; all by default.
-        min_size: leaves of fewer elements are not split over `"fsdp"`.
-        gather: what is gathered over `"fsdp"` and when, as in `FSDP`.
     """
 
     @checks_arguments
@@ -58,28 +53,13 @@ class TensorParallel(FSDP):
         mesh_shape: Mapping[str, int],
         rules: Sequence[Rule] = (),
         devices: Devices = None,
-        *,
-        min_size: int = 1,
-        gather: str | Sequence[str] = "auto",
     ):
         in_order = find_devices(devices)
         _check_mesh_shape(mesh_shape, len(in_order))
         for rule in rules:
             _check_rule(rule)
-        if gather != "auto" and _FSDP not in mesh_shape:
-            raise ValueError(
-                f"`gather`: {gather!r} is about an axis {_FSDP!r}, and `mesh_shape` has"
-                f" none: {dict(mesh_shape)}. Add it, or leave `gather` out."
-            )
-        mesh = make_topology_mesh(in_order, mesh_shape)
-        super().__init__(mesh=mesh, min_size=min_size, gather=gather)
+        super().__init__(mesh=make_topology_mesh(in_order, mesh_shape))
         self.rules = [(pattern, spec) for pattern, spec in rules]
-        if _FSDP in mesh_shape:
-            self.row_axes = (DATA, _FSDP)
-
-    @property
-    def split_axes(self) -> tuple[str, ...]:
-        return (_FSDP,) if _FSDP in self.mesh.shape else ()
 
     def prepare(self, arguments: dict[str, Any]) -> dict[str, Any]:
         leaves = jax.tree_util.tree_leaves_with_path(arguments["model"])
@@ -94,14 +74,13 @@ class TensorParallel(FSDP):
                     f" used: put special rules before general ones. The paths are"
                     f" {format_paths(paths)}."
                 )
-        return super().prepare(arguments)
+        return arguments
 
     def param_spec(self, path: str, leaf: Array) -> PartitionSpec:
-        spec = PartitionSpec()
-        if (rule := self._rule(path)) is not None:
-            origin = f"`rules`: the rule for {rule[0]!r}"
-            spec = check_spec(self.mesh, origin, rule[1], path, leaf)
-        return self._split(leaf, spec, self.units.count_block_axes(path))
+        if (rule := self._rule(path)) is None:
+            return PartitionSpec()
+        origin = f"`rules`: the rule for {rule[0]!r}"
+        return check_spec(self.mesh, origin, rule[1], path, leaf)
 
     def __repr__(self) -> str:
         return format_call(self, 1, mesh_shape=repr(dict(self.mesh.shape)))
@@ -177,6 +156,12 @@ def _check_mesh_shape(mesh_shape: Mapping[str, int], count: int) -> None:
         raise (ValueError if isinstance(mesh_shape, Mapping) else TypeError)(
             '`mesh_shape` must be sizes by name, such as {"data": 4, "model": 2}, with'
             f" {DATA!r}, which rows are split over, among them; got {mesh_shape!r}."
+        )
+    if "fsdp" in mesh_shape:
+        raise ValueError(
+            '`mesh_shape`: TensorParallel has no axis "fsdp". Name "data" in the rules,'
+            ' as in PartitionSpec("model", "data"): then parameters are split over it'
+            " between steps, and gathered for each step."
         )
     check_sizes(mesh_shape, count)
 

@@ -82,23 +82,6 @@ def test_a_stage_has_its_own_blocks_only_and_sends_what_they_give():
     assert own <= sum(between) <= own + 8
 
 
-def test_devices_of_a_stage_share_its_blocks_and_gather_them_once_a_step():
-    trainer, _ = train(Pipeline(4, 6, fsdp=True), epochs=1, data=DATA[:1])
-    params, (adam, *_) = trainer.state.params, trainer.state.opt_state
-    for tree in (params, adam.mu, adam.nu):
-        weight = tree.blocks.stacked.linear.weight
-        assert {shard.data.shape for shard in weight.addressable_shards} == {(2, 4, 8)}
-    of_stage = sum(
-        leaf.nbytes // 4 for leaf in jax.tree.leaves(params.blocks) if leaf.ndim > 1
-    )
-    sent = {}
-    for each in hlo.read(trainer.compiled_train_step().as_text()).collectives:
-        if each.kind in ("all-gather", "reduce-scatter"):
-            assert each.times == 1
-            sent[each.kind] = sent.get(each.kind, 0) + each.wire_bytes
-    assert sent == dict.fromkeys(("all-gather", "reduce-scatter"), of_stage / 2)
-
-
 def test_the_plan_tells_the_bubble():
     model = eqx.filter_eval_shape(Deep)
     trainer = Trainer(model, loss="cross_entropy", strategy=Pipeline(4, 5))

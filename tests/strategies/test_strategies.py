@@ -96,10 +96,9 @@ CONFORMING = {
     "fsdp 4": lambda: (FSDP(4, min_size=100), {}),
     "fsdp 1": plain(FSDP, 1),
     "tensors": plain(TensorParallel, {"data": 4, "model": 2}, RULES),
-    "grid": plain(TensorParallel, {"data": 2, "fsdp": 2, "model": 2}, RULES),
     "fsdp of blocks": lambda: (FSDP(min_size=1), {"model": Deep()}),
-    "grid of blocks": lambda: (
-        TensorParallel({"data": 2, "fsdp": 2, "model": 2}, BLOCK_RULES, min_size=1),
+    "tensors of blocks": lambda: (
+        TensorParallel({"data": 4, "model": 2}, BLOCK_RULES),
         {"model": Deep()},
     ),
     "tokens": plain(SequenceParallel, {"data": 4, "seq": 2}),
@@ -109,7 +108,6 @@ CONFORMING = {
     ),
     "pipeline": lambda: (Pipeline(2, 3, devices=2), {"model": Deep()}),
     "stages": lambda: (Pipeline(4, 4), {"model": Deep()}),
-    "stages of fsdp": lambda: (Pipeline(2, 4, fsdp=True), {"model": Deep()}),
     "members": lambda: (Members(2), eight_models()),
     "bitwise": lambda: (Bitwise(Sharded()), {}),
     # With more devices or steps it is another algorithm.

@@ -160,10 +160,8 @@ REFUSED = {
          r" \(3, 64\): axis 0 of size 3 is not divisible by 2"),
         (lambda: by_rules("layers[0].bias", P(None, "model")), WRONG,
          r"gave .* for layers\[0\].bias of shape \(64,\): more entries"),
-        (lambda: TensorParallel({"data": 4, "model": 2}, gather="once"), ValueError,
-         "`gather`: 'once' is about an axis 'fsdp'"),
-        (lambda: TensorParallel({"data": 2, "fsdp": 4}, gather="often"), ValueError,
-         "`gather` must be one of"),
+        (lambda: TensorParallel({"data": 2, "fsdp": 4}), ValueError,
+         'has no axis "fsdp". Name "data" in the rules'),
     ],
 }  # fmt: skip
 
@@ -182,7 +180,7 @@ def test_what_can_not_be_is_refused(provoke, error, words):
     "ZeRO(devices=4, min_size=9)",
     "FSDP(8, gather=('blocks[*]',), groups=2)",
     "TensorParallel({'data': 4, 'model': 2}, rules=[('a.*', P('model', None))])",
-    "jaxdp.Pipeline(4, 2, devices=8, fsdp=True)",
+    "jaxdp.Pipeline(4, 2, devices=8)",
     "jaxdp.LocalSGD(every=4, devices=8)",
     "jaxdp.Members(8)",
     "jaxdp.SequenceParallel({'data': 2, 'seq': 4}, fsdp=True)",

@@ -216,9 +216,7 @@ class StepAnalysis:
         return frozenset(
             leaf_path(path)
             for path, leaf in named
-            if strategy.units.gather(
-                leaf_path(path), leaf.sharding.spec, self.batch_axes
-            )
+            if strategy.units.gather(leaf_path(path), leaf.sharding.spec)
         )
 
     def _gradient_bytes(self, leaf: PlanLeaf) -> float:

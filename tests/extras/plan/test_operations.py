@@ -34,10 +34,6 @@ WHOLE_WORK = {
     "FSDP": (FSDP, {}),
     "TensorParallel 4x2": (lambda: TensorParallel({"data": 4, "model": 2}, HALVES), {}),
     "TensorParallel 2x4": (lambda: TensorParallel({"data": 2, "model": 4}, HALVES), {}),
-    "TensorParallel 2x2x2": (
-        lambda: TensorParallel({"data": 2, "fsdp": 2, "model": 2}, HALVES),
-        {},
-    ),
     "accumulated": (
         lambda: TensorParallel({"data": 4, "model": 2}, HALVES),
         {"accumulate_grad_batches": 2},
@@ -45,7 +41,7 @@ WHOLE_WORK = {
 }
 
 
-@pytest.mark.slow_cases("accumulated", "TensorParallel 2x2x2")
+@pytest.mark.slow_cases("accumulated")
 @pytest.mark.parametrize("case", WHOLE_WORK)
 def test_operations_are_as_many_however_they_are_shared(case):
     strategy, options = WHOLE_WORK[case]
