@@ -4,7 +4,6 @@ import contextlib
 import datetime
 import functools
 import inspect
-import math
 import numbers
 import os
 import re
@@ -58,28 +57,24 @@ def _find_errors(
     keywords: dict[str, Any],
 ) -> Iterator[TypeError | ValueError]:
     """Yields the errors in a call of a function, which messages call `shown`."""
-    parameters = signature.parameters
-    takes_all = inspect.Parameter.VAR_KEYWORD in {p.kind for p in parameters.values()}
-    ours = _list_keywords(parameters)
-    for name in () if takes_all else keywords:
-        if name not in ours:
-            instead = _suggest(function, name)
-            yield TypeError(f"`{name}` is no argument of `{shown}`: {instead}.")
-    known = {k: v for k, v in keywords.items() if takes_all or k in ours}
+    parameters, ours = signature.parameters, _list_keywords(signature.parameters)
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    unknown = [name for name in keywords if not takes_all and name not in ours]
+    for name in unknown:
+        instead = _suggest(function, name)
+        yield TypeError(f"`{name}` is no argument of `{shown}`: {instead}.")
+    known = {name: v for name, v in keywords.items() if name not in unknown}
     try:
         known = signature.bind(*args, **known).arguments
     except TypeError as error:
         yield TypeError(f"`{shown}`: {_explain(error, parameters, args)}.")
-    variadic = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-    for name in [
-        n for n, p in parameters.items() if n in known and p.kind not in variadic
-    ]:
+    for name in filter(known.__contains__, ours):
         value, hint = known[name], INSTEAD.get(function, {}).get(name)
         words = INSTEAD.get(name, {}) if isinstance(value, str) else {}
         try:
-            if words and (instead := words.get(value.lower())):
+            if instead := words and words.get(value.lower()):
                 raise ValueError(f"`{name}`: for {value!r} write {instead}.")
-            check_kind(name, value, parameters[name].annotation)
+            _check_kind(name, value, parameters[name].annotation)
         except (TypeError, ValueError) as error:
             yield type(error)(f"{error} ({hint}.)") if hint else error
 
@@ -88,16 +83,13 @@ def _explain(
     error: TypeError, parameters: Mapping[str, inspect.Parameter], args: Any
 ) -> str:
     """Returns why arguments can't be bound, such as too many by position."""
-    by_position = [
-        name
-        for name, parameter in parameters.items()
-        if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-    ]
-    if len(args) <= len(by_position):
+    positional = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    if len(args) <= len(positional):
         return str(error)
-    others = ", ".join(n for n in _list_keywords(parameters) if n not in by_position)
-    accepted = ", ".join(name for name in by_position if name != "self")
-    extra = " and ".join(type(each).__name__ for each in args[len(by_position) :])
+    extra = " and ".join(type(each).__name__ for each in args[len(positional) :])
+    names = _list_keywords(parameters)
+    accepted = ", ".join(name for name in names if name in positional)
+    others = ", ".join(name for name in names if name not in positional)
     return (
         f"too many positional arguments. It takes {accepted or 'none'} in this"
         f" order; pass the {extra} by name, as one of {others or 'none'}"
@@ -107,64 +99,77 @@ def _explain(
 def _suggest(function: str, name: str) -> str:
     """Returns what to write instead of an argument that a function does not take."""
     pair = "Trainer", "fit"  # each takes the other's arguments for its own
-    for other in pair if function in pair else ():
+    related = {function: None, **dict.fromkeys(pair if function in pair else ())}
+    words = INSTEAD.get(function, {})
+    if function in pair:
+        words = INSTEAD["argument"] | words
+    for other in related:
         if name in _PARAMETERS[other]:
             return f"it belongs to `{other}`: {other}(..., {name}=...)"
-    specific = INSTEAD.get(function, {})
-    others = INSTEAD["argument"] if function in pair else {}
-    if instead := specific.get(name) or others.get(name):
-        return instead
-    for other in dict.fromkeys([function, *(pair if function in pair else ())]):
+    if name in words:
+        return words[name]
+    for other in related:
         if near := find_near(name, _PARAMETERS[other]):
             suffix = f" of `{other}`" if other != function else ""
             return f"it may be meant for `{near}`{suffix}"
-    if near := find_near(name, specific | others):
-        return (specific | others)[near]
+    if near := find_near(name, words):
+        return words[near]
     return f"it takes {', '.join(_list_keywords(_PARAMETERS[function]))}"
 
 
 def _list_keywords(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
     """Returns the arguments that can be passed by name."""
-    variadic = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
     return [
         name
-        for name, parameter in parameters.items()
-        if name != "self" and parameter.kind not in variadic
+        for name, p in parameters.items()
+        if name != "self" and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
 
 
+def is_bool(value: Any) -> bool:
+    return isinstance(value, bool | np.bool_)
+
+
+def is_int(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not is_bool(value)
+
+
+def is_number(value: Any) -> bool:
+    """Returns True for a number, and for an array without dimensions."""
+    is_real = isinstance(value, numbers.Real) or getattr(value, "ndim", None) == 0
+    return is_real and not is_bool(value)
+
+
+_CLASSES: Final = {
+    str: "a str",
+    os.PathLike: "a path",
+    Mapping: "a dict",
+    eqx.nn.State: "the eqx.nn.State that eqx.nn.make_with_state returns",
+    Mesh: "a jax.sharding.Mesh",
+    types.NoneType: "None",
+}
 _KINDS: Final[dict[Any, tuple[str, Callable[[Any], bool]]]] = {
-    bool: (
-        "a bool",
-        lambda x: is_bool(x) or isinstance(x, int | np.integer) and x in (0, 1),
-    ),
-    int: ("an int", lambda x: isinstance(x, int | np.integer) and not is_bool(x)),
-    float: ("a number", lambda x: is_number(x)),
-    str: ("a str", lambda x: isinstance(x, str)),
-    os.PathLike: ("a path", lambda x: isinstance(x, os.PathLike)),
-    Mapping: ("a dict", lambda x: isinstance(x, Mapping)),
+    bool: ("a bool", lambda x: is_bool(x) or is_int(x) and x in (0, 1)),
+    int: ("an int", is_int),
+    float: ("a number", is_number),
     Sequence: (
         "a list",
         lambda x: isinstance(x, Iterable) and not isinstance(x, Mapping | bytes),
     ),
-    eqx.nn.State: (
-        "the eqx.nn.State that eqx.nn.make_with_state returns",
-        lambda x: isinstance(x, eqx.nn.State),
-    ),
-    Mesh: ("a jax.sharding.Mesh", lambda x: isinstance(x, Mesh)),
-    types.NoneType: ("None", lambda x: x is None),
+    **{
+        kind: (words, lambda x, kind=kind: isinstance(x, kind))
+        for kind, words in _CLASSES.items()
+    },
 }
 """The annotations that are checked: in words, and a predicate of values."""
 
 
-def check_kind(name: str, value: Any, annotation: Any) -> None:
+def _check_kind(name: str, value: Any, annotation: Any) -> None:
     """Raises for a value of none of the annotated kinds, if all are in `_KINDS`."""
     kinds = _list_kinds(annotation)
-    choices = [c for kind in kinds for c in (kind if isinstance(kind, tuple) else ())]
+    choices = [c for kind in kinds if isinstance(kind, tuple) for c in kind]
     plain = [kind for kind in kinds if not isinstance(kind, tuple)]
-    if any(kind not in _KINDS for kind in plain):
-        return
-    if any(_KINDS[kind][1](value) for kind in plain):
+    if not {*plain} <= _KINDS.keys() or any(_KINDS[kind][1](value) for kind in plain):
         return
     if choices and (isinstance(value, str) or {*plain} <= {types.NoneType}):
         check_choice(name, value, [*choices, *[None] * len(plain)])
@@ -186,16 +191,6 @@ def _list_kinds(annotation: Any) -> list[Any]:
     if origin is Literal:
         return [typing.get_args(annotation)]
     return [types.NoneType if annotation is None else origin or annotation]
-
-
-def is_bool(value: Any) -> bool:
-    return isinstance(value, bool | np.bool_)
-
-
-def is_number(value: Any) -> bool:
-    """Returns True for a number, and for an array without dimensions."""
-    is_real = isinstance(value, numbers.Real) or getattr(value, "ndim", None) == 0
-    return is_real and not is_bool(value)
 
 
 def check_call(
@@ -230,15 +225,13 @@ def check_count(
     suffix: str = "",
 ) -> None:
     """Raises unless `value` is an int, or NumPy's, from `minimum` to `maximum`."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+    if not is_int(value):
         kind = type(value).__name__
         raise TypeError(
             f"`{name}` must be an int{suffix}; got {value!r} of type {kind}."
         )
-    if value < minimum:
-        raise ValueError(f"`{name}` must be {minimum} or more{suffix}; got {value}.")
-    if maximum is not None and value > maximum:
-        raise ValueError(f"`{name}` must be {maximum} or less{suffix}; got {value}.")
+    limits = {"minimum": minimum, "maximum": maximum}
+    check_number(name, int(value), **limits, suffix=suffix)
 
 
 def check_number(
@@ -246,24 +239,25 @@ def check_number(
     value: Any,
     *,
     minimum: float | None = None,
+    maximum: float | None = None,
     above: float | None = None,
     below: float | None = None,
     suffix: str = "",
 ) -> None:
-    """Raises unless `minimum <= value`, `above < value` and `value < below`."""
+    """Raises unless `value` is a number within these limits."""
     if not is_number(value):
+        kind = type(value).__name__
         raise TypeError(
-            f"`{name}` must be a number{suffix}; got {value!r} of type"
-            f" {type(value).__name__}."
+            f"`{name}` must be a number{suffix}; got {value!r} of type {kind}."
         )
-
-    value = float(value)
+    value = value if isinstance(value, int) else float(value)
     rules = {
         f"{minimum} or more": minimum is None or value >= minimum,
+        f"{maximum} or less": maximum is None or value <= maximum,
         f"more than {above}": above is None or value > above,
         f"less than {below}": below is None or value < below,
     }
-    if math.isnan(value) or not all(rules.values()):
+    if value != value or not all(rules.values()):
         rule = " and ".join(rule for rule in rules if "None" not in rule)
         raise ValueError(
             f"`{name}` must be {rule or 'a number'}{suffix}; got {value!r}."
@@ -314,16 +308,18 @@ def format_call(instance: Any, num_positional: int = 0, **texts: str | None) -> 
         num_positional: how many of the first arguments are shown without their names.
         texts: by name, what is shown in the place of the attributes; None hides one.
     """
-    shown = []
-    for place, (name, parameter) in enumerate(
-        inspect.signature(type(instance)).parameters.items()
-    ):
+    shown: list[str] = []
+    parameters = inspect.signature(type(instance)).parameters
+    for place, (name, parameter) in enumerate(parameters.items()):
         value = vars(instance).get(name, parameter.default)
         text = getattr(value, "__qualname__", None) or repr(value)
-        is_long = len(text) >= 200 or " at 0x" in text
-        text = texts.get(name, "..." if is_long else text)
-        is_other = name in texts or repr(value) != repr(parameter.default)
-        if is_other and text is not None:
-            is_named = place >= num_positional or len(shown) < place
-            shown.append(f"{name}={text}" if is_named else text)
+        if name in texts:
+            text = texts[name]
+        elif repr(value) == repr(parameter.default):
+            text = None
+        elif len(text) >= 200 or " at 0x" in text:
+            text = "..."
+        if text is not None:
+            is_positional = len(shown) == place < num_positional
+            shown.append(text if is_positional else f"{name}={text}")
     return f"{type(instance).__name__}({', '.join(shown)})"

@@ -6,16 +6,16 @@ import logging
 import sys
 import warnings
 from collections.abc import Container, Iterable, Sequence
-from typing import Any, Final
+from typing import Any
 
 from . import coordination
 from .tracebacks import find_user_frame, get_module_name
 
-_WARNING_REGISTRY: Final = "__warningregistry__"
-"""The name of the global in which Python keeps the shown warnings of a module."""
-
 _logger = logging.getLogger("jaxdp")
 _logger.setLevel(logging.INFO)
+
+
+_ignore_errors = contextlib.suppress(AttributeError, OSError, ValueError)
 
 
 class SafeStream:
@@ -29,18 +29,15 @@ class SafeStream:
         self.file = file  # None if started with `2>&-`, or without a console
 
     def write(self, text: str) -> None:
-        """Writes the text, or does nothing if that fails."""
-        with contextlib.suppress(AttributeError, OSError, ValueError):
+        with _ignore_errors:
             self.file.write(text)
 
     def flush(self) -> None:
-        """Flushes the file, or does nothing if that fails."""
-        with contextlib.suppress(AttributeError, OSError, ValueError):
+        with _ignore_errors:
             self.file.flush()
 
     def isatty(self) -> bool:
-        """Returns True for a terminal."""
-        with contextlib.suppress(AttributeError, OSError, ValueError):
+        with _ignore_errors:
             return bool(self.file.isatty())
         return False
 
@@ -55,12 +52,9 @@ class _Stderr(logging.Handler):
     """Writes to the current `sys.stderr`, above progress bars."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        text, out = f"jaxdp: {record.getMessage()}", SafeStream(sys.stderr)
         tqdm = sys.modules.get("tqdm.std")
-        if tqdm is not None:
-            tqdm.tqdm.write(text, file=out)
-        else:
-            print(text, file=out)  # pyright: ignore
+        write: Any = print if tqdm is None else tqdm.tqdm.write
+        write(f"jaxdp: {record.getMessage()}", file=SafeStream(sys.stderr))
 
 
 # A program that has set up logging gets the messages there. In other programs a package
@@ -76,11 +70,6 @@ def log_info(message: str, *, all_processes: bool = False) -> None:
         _logger.info(message)
 
 
-def log_debug(message: str) -> None:
-    """Logs a message at the level DEBUG, on this process."""
-    _logger.debug(message)
-
-
 @functools.cache
 def log_info_once(message: str) -> None:
     """Logs a message unless it was logged before."""
@@ -90,18 +79,17 @@ def log_info_once(message: str) -> None:
 def warn(message: str) -> None:
     """Warns, at the user's line that led here."""
     frame = find_user_frame(sys._getframe(1))
-    registry = frame.f_globals.setdefault(_WARNING_REGISTRY, {})
+    # Python keeps a module's shown warnings there.
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
     where = frame.f_code.co_filename, frame.f_lineno, get_module_name(frame)
     warnings.warn_explicit(message, UserWarning, *where, registry)
 
 
 def join_numbers(noun: str, numbers: Iterable[int]) -> str:
     """Returns "process 1", or "processes 1, 2 and 5"."""
-    *first, last = sorted(numbers)
-    if not first:
-        return f"{noun} {last}"
+    *first, last = map(str, sorted(numbers))
     plural = noun + ("es" if noun.endswith("s") else "s")
-    return f"{plural} {', '.join(map(str, first))} and {last}"
+    return f"{plural} {', '.join(first)} and {last}" if first else f"{noun} {last}"
 
 
 def join_some(names: Iterable[str], between: str = ", ") -> str:
@@ -115,13 +103,8 @@ def format_columns(
     rows: Iterable[Sequence[str]], right: Container[int] = ()
 ) -> list[str]:
     """Formats the lines of a table; the columns numbered in `right` align right."""
-    rows = list(rows)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    padded = [
-        [
-            cell.rjust(width) if place in right else cell.ljust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        for row in rows
-    ]
-    return ["  ".join(row).rstrip() for row in padded]
+    columns = []
+    for place, cells in enumerate(zip(*rows, strict=True)):
+        width, align = max(map(len, cells)), ">" if place in right else "<"
+        columns.append([f"{cell:{align}{width}}" for cell in cells])
+    return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]

@@ -20,12 +20,9 @@ from typing import Any, Final
 
 import jax
 
-from .console import log_debug
-
 _MAX_CACHE_SECONDS: Final = 30 * 24 * 3600
 """The age at which programs in the cache are deleted."""
 
-_SWITCH: Final = "JAXDP_KEEP_FREED_MEMORY"
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
 
@@ -57,27 +54,25 @@ def enable_compilation_cache() -> None:
 
 def sweep_cache(path: pathlib.Path) -> None:
     """Deletes the programs that were compiled more than 30 days ago."""
-    oldest = time.time() - _MAX_CACHE_SECONDS
-    for entry in os.scandir(path):
+    for entry in path.iterdir():
         with contextlib.suppress(OSError):  # another process has deleted it
-            if entry.stat().st_mtime < oldest:
-                os.unlink(entry)
+            if time.time() - entry.stat().st_mtime > _MAX_CACHE_SECONDS:
+                entry.unlink()
 
 
 def _describe_processor() -> str:
     """Returns an id of the processor: programs for one may not run on another."""
-    features = platform.processor()
+    text = platform.processor()
     with contextlib.suppress(OSError):
-        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
-        kinds = {line for line in lines if line.startswith(("flags", "Features"))}
-        features = "\n".join(sorted(kinds))
-    digest = hashlib.sha256(features.encode()).hexdigest()[:12]
+        text = pathlib.Path("/proc/cpuinfo").read_text()
+    kinds = {x for x in text.splitlines() if x.startswith(("flags", "Features"))}
+    digest = hashlib.sha256(repr(sorted(kinds) or text).encode()).hexdigest()[:12]
     return f"{platform.machine()}-{digest}"
 
 
 @functools.cache
 def keep_freed_memory() -> None:
-    """Lets glibc keep the memory that steps free; logs that once.
+    """Lets glibc keep the memory that steps free.
 
     By default glibc returns large blocks to the kernel, which maps and clears the same
     pages again in every step: a third of the time of LeNet's. Numbers do not depend on
@@ -86,7 +81,7 @@ def keep_freed_memory() -> None:
     """
     users = "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"
     if (
-        os.environ.get(_SWITCH) == "0"
+        os.environ.get("JAXDP_KEEP_FREED_MEMORY") == "0"
         or sys.platform != "linux"
         or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
         or any(name in os.environ for name in users)
@@ -96,10 +91,6 @@ def keep_freed_memory() -> None:
     if hasattr(libc, "gnu_get_libc_version"):  # else another allocator
         libc.mallopt(_M_MMAP_THRESHOLD, 2**30)
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
-        log_debug(
-            "memory that steps free on the CPU is kept for the next step"
-            f" ({_SWITCH}=0 switches this off)"
-        )
 
 
 @contextlib.contextmanager
@@ -128,7 +119,6 @@ def refuse_to_train_in_a_worker() -> None:
     """Raises a RuntimeError if a worker of a loader only imports this script."""
     if is_imported_by_a_worker():
         raise RuntimeError(
-            "a data loader worker runs the training script itself, because"
-            " workers import it; put the training under `if __name__ =="
-            ' "__main__":`.'
+            "a data loader worker runs the training script itself, because workers"
+            ' import it; put the training under `if __name__ == "__main__":`.'
         )

@@ -14,10 +14,7 @@ from typing import Any, Final
 import jax
 
 OURS: Final = {"jaxdp", "jax", "jaxlib", "equinox"}
-BETWEEN: Final = {
-    *("beartype", "jaxtyping", "numpy", "torch"),
-    *sys.stdlib_module_names,
-}
+BETWEEN: Final = {"beartype", "jaxtyping", "numpy", "torch", *sys.stdlib_module_names}
 """Packages through which this package may call a user's code."""
 
 
@@ -26,22 +23,16 @@ def get_module_name(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
 
 
-def get_package(frame: FrameType) -> str:
-    """Returns the package of a frame's code."""
-    return get_module_name(frame).partition(".")[0]
-
-
 def find_user_frame(frame: FrameType) -> FrameType:
     """Returns the nearest user's frame that led to `frame`, or else `frame`."""
     user_frame: FrameType | None = frame
-    while user_frame is not None and get_package(user_frame) in OURS | BETWEEN:
+    while user_frame is not None and _get_package(user_frame) in OURS | BETWEEN:
         user_frame = user_frame.f_back
     return user_frame or frame
 
 
-_NOTE: Final = (
-    "(Frames of jaxdp and JAX are left out; JAX_TRACEBACK_FILTERING=off shows them.)"
-)
+def _get_package(frame: FrameType) -> str:
+    return get_module_name(frame).partition(".")[0]
 
 
 class NoteOnError:  # noqa: N801
@@ -81,37 +72,34 @@ class TracebackFilter:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        is_on = jax.config.jax_traceback_filtering != "off"  # pyright: ignore
-        if not isinstance(error, Exception) or not is_on:
+        is_off = jax.config.jax_traceback_filtering == "off"  # pyright: ignore
+        if not isinstance(error, Exception) or is_off:
             return
         before, link = error.__traceback__, error
         while link is not None:  # Python prints its causes, too
             link.__traceback__ = _keep_user_frames(link.__traceback__)
             link = link.__cause__ or link.__context__
-        notes = getattr(error, "__notes__", [])
-        has_note = any("JAX_TRACEBACK_FILTERING" in note for note in notes)
-        if error.__traceback__ is not before and not has_note:
-            error.add_note(_NOTE)
+        notes = "".join(getattr(error, "__notes__", []))
+        if error.__traceback__ is not before and "JAX_TRACEBACK_FILTERING" not in notes:
+            error.add_note(
+                "(Frames of jaxdp and JAX are left out; JAX_TRACEBACK_FILTERING=off"
+                " shows them.)"
+            )
 
 
 def _keep_user_frames(traceback: TracebackType | None) -> TracebackType | None:
-    """Keeps the user's frames, and the frames below them that are not ours; all if
-    none.
-    """
+    """Keeps the user's frames and those below them that are not ours; all if none."""
     entries: list[TracebackType] = []
     entry = traceback
     while entry is not None:
-        frame = entry.tb_frame
-        package = get_package(frame)
+        package, name = _get_package(entry.tb_frame), get_module_name(entry.tb_frame)
         # The frames of Equinox's layers show the place in the model.
-        is_ours = package in OURS and not get_module_name(frame).startswith(
-            "equinox.nn."
-        )
+        is_ours = package in OURS and not name.startswith("equinox.nn.")
         if not is_ours and (entries or package not in BETWEEN):
             entries.append(entry)
         entry = entry.tb_next
 
-    filtered: TracebackType | None = None
-    for step in reversed(entries):
-        filtered = TracebackType(filtered, step.tb_frame, step.tb_lasti, step.tb_lineno)
-    return filtered or traceback
+    kept: TracebackType | None = None
+    for each in reversed(entries):
+        kept = TracebackType(kept, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return kept or traceback

@@ -4,7 +4,7 @@ import math
 from typing import Final
 
 _PARTS: Final = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
-_POWERS: Final = tuple((1000.0**n, prefix) for n, prefix in enumerate("kMGTPE", 1))
+_POWERS: Final = [(1000.0 ** (6 - n), prefix) for n, prefix in enumerate("EPTGMk")]
 
 
 def format_bytes(number: float) -> str:
@@ -26,12 +26,10 @@ def format_seconds(number: float) -> str:
 
 def format_short(number: float) -> str:
     """Formats `12345678` as `12.35 M`, by powers of 1000."""
-    size, prefix, least = 1.0, "", abs(number)
-    for larger, name in _POWERS:  # most numbers are small
-        if not least >= larger:
-            break
-        size, prefix = larger, name
-    return f"{number / size:.4g} {prefix}"
+    for size, prefix in _POWERS:
+        if abs(number) >= size:
+            return f"{number / size:.4g} {prefix}"
+    return f"{number:.4g} "
 
 
 def format_percent(share: float) -> str:

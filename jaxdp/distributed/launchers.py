@@ -5,7 +5,7 @@ import os
 import re
 import socket
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 _COUNTS: Final = {
     "torchrun": "WORLD_SIZE",
@@ -117,24 +117,18 @@ def _detect_torchrun() -> _Launched | None:
     """Reads the variables of torchrun, which a PyTorchJob of Kubeflow sets as well."""
     if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         return None
-    count, local_count = (
-        _read_int_variable("WORLD_SIZE", 1),
-        _read_int_variable("LOCAL_WORLD_SIZE", 1),
+    count, local_count, port = (
+        _read_int_variable(name, 1)
+        for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
     )
-    is_one_machine = count == local_count
-    host = "127.0.0.1" if is_one_machine else os.environ.get("MASTER_ADDR")
+    host = "127.0.0.1" if count == local_count else os.environ.get("MASTER_ADDR")
     # MASTER_PORT itself belongs to torchrun's store. Linux assigns no port of this
     # range by itself, and another job gets another one.
-    port = _read_int_variable("MASTER_PORT", 1)
     address = None if host is None or port is None else f"{host}:{61440 + port % 4096}"
     local = _read_int_variable("LOCAL_RANK")
     devices = None if local is None or local_count == 1 else [local]
-    return (
-        address,
-        count,
-        _read_int_variable("RANK"),
-        _choose_local_gpus("torchrun", devices),
-    )
+    gpus = _choose_local_gpus("torchrun", devices)
+    return address, count, _read_int_variable("RANK"), gpus
 
 
 def _detect_by_jax(
@@ -146,12 +140,13 @@ def _detect_by_jax(
     if in_pod and "JOB_COMPLETION_INDEX" not in os.environ:
         # JAX would take a single pod for a job.
         return address, count, index, None
-    detected = ClusterEnv.auto_detect_unset_distributed_params(
+    detect: Any = ClusterEnv.auto_detect_unset_distributed_params
+    address, count, index, devices, *_ = detect(
         address, count, index, None, None, int(timeout)
     )
-    is_mpi = "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ
-    launcher = "mpirun" if is_mpi else "srun"
-    return *detected[:3], _choose_local_gpus(launcher, list(detected[3] or ()) or None)
+    launcher = "mpirun" if "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ else "srun"
+    gpus = _choose_local_gpus(launcher, list(devices or ()) or None)
+    return address, count, index, gpus
 
 
 def _choose_local_gpus(launcher: str, by_default: list[int] | None) -> list[int] | None:
@@ -161,22 +156,20 @@ def _choose_local_gpus(launcher: str, by_default: list[int] | None) -> list[int]
         The GPUs of this process, by their indices among those that CUDA shows; None
         for all.
     """
-    local, counts = (os.environ.get(name, "") for name in _LOCAL[launcher])
-    # SLURM lists the processes of each machine, "8(x2),4": usable if all are equal.
-    each = {re.sub(r"\(x\d+\)", "", part) for part in counts.split(",")}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     shown = glob.glob("/dev/nvidia[0-9]*") if visible is None else visible.split(",")
     num_gpus = len([gpu for gpu in shown if gpu.strip() not in ("", "-1")])
     if visible is not None and num_gpus < 2:
         return None  # the launcher has chosen
+    local, counts = (os.environ.get(name, "") for name in _LOCAL[launcher])
+    # SLURM lists the processes of each machine, "8(x2),4": usable if all are equal.
+    each = {re.sub(r"\(x\d+\)", "", part) for part in counts.split(",")}
     if len(each) > 1 or not all(map(str.isdecimal, (local, *each))) or num_gpus == 0:
         return by_default
     index, count = int(local), int(each.pop())
-    if count == 1:
-        return None
     # JAX refuses the index of a GPU that does not exist.
     share = max(num_gpus // count, 1)
-    return list(range(index * share, (index + 1) * share))
+    return None if count == 1 else [*range(index * share, (index + 1) * share)]
 
 
 def _read_int_variable(name: str, least: int = 0) -> int | None:

@@ -15,7 +15,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from ..basics import coordination
@@ -76,10 +76,9 @@ class ProcessBarrier:
     """
 
     def __init__(self) -> None:
-        self.num_entered = 0
+        self.num_entered = self._steps_since_barrier = 0
         self.location, self.is_waiting = "", False
         self.timeout, self.warn_after, self.every_n_steps = 600.0, 30.0, 1
-        self._steps_since_barrier = 0
         self._entries: list[tuple[str, Mapping[str, str]]] = []
 
     def add_entry(self, location: str, facts: Mapping[str, str] | None = None) -> None:
@@ -123,12 +122,12 @@ class ProcessBarrier:
         """Publishes how this process exits; blocks for at most a second."""
         text = f"{how}; it was at {self.location or 'no fit'}"
         message = {"number": self.num_entered - self.is_waiting, "text": text}
-        args = _EXITED_DIR, message
-        thread = threading.Thread(target=coordination.put_value, args=args, daemon=True)
+        publish = functools.partial(coordination.put_value, _EXITED_DIR, message)
+        thread = threading.Thread(target=publish, daemon=True)
         try:
             thread.start()
         except RuntimeError:  # Python 3.12 starts no threads in `atexit`
-            coordination.put_value(*args)
+            publish()
         else:
             thread.join(1.0)
 
@@ -162,16 +161,15 @@ class ProcessBarrier:
             for process, how in self._read_exited().items():
                 raise _make_peer_lost(f"{_format_processes([process])} {how}")
             waited = time.monotonic() - start
-            if waited > timeout or waited > self.warn_after and not has_warned:
-                text = (
-                    f"process {coordination.process_index()} ({self.location}) has"
-                    f" waited for {waited:.0f} s for {_format_processes(missing)}"
-                )
-                if waited > timeout:
-                    raise _make_peer_lost(f"{text} (`Lockstep(timeout=...)`)")
+            text = (
+                f"process {coordination.process_index()} ({self.location}) has"
+                f" waited for {waited:.0f} s for {_format_processes(missing)}"
+            )
+            if waited > timeout:
+                raise _make_peer_lost(f"{text} (`Lockstep(timeout=...)`)")
+            if waited > self.warn_after and not has_warned:
                 log_info(text, all_processes=True)
                 has_warned = True
-
             time.sleep(pause)
             pause = min(2 * pause, 0.5)
 
@@ -195,12 +193,10 @@ def _describe_mismatch(messages: Mapping[int, Mapping[str, Any]]) -> str:
     for entries in itertools.zip_longest(*columns, fillvalue=("nothing", {})):
         by_location = _group(processes, [location for location, _ in entries])
         if len(by_location) > 1:
-            locations = "; ".join(
-                f"{who}: {where}" for where, who in by_location.items()
-            )
+            listed = "; ".join(f"{who}: {where}" for where, who in by_location.items())
             return (
                 "the processes of this job are about to do different things, and their"
-                f" numbers would be wrong: {locations}."
+                f" numbers would be wrong: {listed}."
             )
         differences = []
         for name in dict.fromkeys(name for _, facts in entries for name in facts):
@@ -226,17 +222,27 @@ def _group(processes: Iterable[int], values: Iterable[Any]) -> dict[Any, str]:
 
 
 class ProcessGroup:
-    """The processes that train together. This base class is for a single process.
+    """The processes that train together; this one alone if `count` is 1.
 
     All processes must call the same methods in the same order. If one does not, all of
     them raise an error that says where each process is.
+
+    Attributes:
+        index: the rank of this process.
+        count: the number of processes.
     """
 
-    index: int = 0  # the rank of this process
-    count: int = 1
+    def __init__(self, index: int = 0, count: int = 1) -> None:
+        self.index, self.count = index, count
+        self._previous_dir: str | None = None
+        if count > 1:
+            coordination.put_value(_HOSTS_DIR, socket.gethostname())
 
     def sync_step(self, location: str) -> None:
         """Raises on all processes unless all are at the same step of a loop."""
+        if self.count > 1:
+            get_barrier().add_entry(location)
+            get_barrier().sync_step()
 
     def all_gather(self, what: str, value: Any, min_timeout: float = 0.0) -> list[Any]:
         """Returns the JSON values of all processes, in the order of their ranks.
@@ -246,7 +252,16 @@ class ProcessGroup:
             value: that of this process.
             min_timeout: seconds to wait for the others at least.
         """
-        return [value]
+        if self.count == 1:
+            return [value]
+        barrier, previous_dir = get_barrier(), self._previous_dir
+        self._previous_dir = value_dir = f"jaxdp/all/{barrier.num_entered}"
+        coordination.put_value(value_dir, value)
+        barrier.wait_for_all(what, min_timeout)
+        values = coordination.read_values(value_dir)
+        if previous_dir is not None:  # all that arrived at this barrier have read it
+            coordination.delete_value(previous_dir)
+        return [values[index] for index in range(self.count)]
 
     def run_on_rank_zero(
         self, what: str, function: Callable[[], Any], *errors: type[Exception]
@@ -263,19 +278,24 @@ class ProcessGroup:
             except Exception as error:
                 outcome, exception = [type(error).__name__, str(error)], error
         timeout = 0.0 if self.index == 0 else _RANK_ZERO_TIMEOUT
-        error_type, result = self.all_gather(what, outcome, timeout)[0]
+        type_name, result = self.all_gather(what, outcome, timeout)[0]
         if exception is not None:
             raise exception
-        if error_type:
-            raise _make_error(error_type, f"{result} (said process 0)", errors)
-        return result
+        if not type_name:
+            return result
+        types = vars(builtins) | {error.__name__: error for error in errors}
+        text = f"{result} (said process 0)"
+        try:
+            error = types[type_name](text)
+        except (KeyError, TypeError):  # an unknown type, or one with other arguments
+            error = RuntimeError(text)
+        raise error
 
     def check_equal(self, what: str, values: Mapping[str, Any]) -> None:
         """Raises a RuntimeError on all processes unless their `values` are equal."""
         if self.count > 1:
-            barrier = get_barrier()
-            barrier.add_entry(what, {name: repr(v) for name, v in values.items()})
-            barrier.wait_for_all()
+            get_barrier().add_entry(what, {n: repr(v) for n, v in values.items()})
+            get_barrier().wait_for_all()
 
     def gather_errors(self, what: str, error: BaseException | None) -> str | None:
         """Returns the errors of all processes as one text; None if there are none."""
@@ -287,39 +307,15 @@ class ProcessGroup:
         return "; ".join(failures) or None
 
 
-class _MultiProcessGroup(ProcessGroup):
-    """The processes that `jax.distributed.initialize` has connected."""
-
-    def __init__(self) -> None:
-        self.index = coordination.process_index()
-        self.count = coordination.process_count()
-        self._previous_dir: str | None = None
-        coordination.put_value(_HOSTS_DIR, socket.gethostname())
-
-    def sync_step(self, location: str) -> None:
-        get_barrier().add_entry(location)
-        get_barrier().sync_step()
-
-    def all_gather(self, what: str, value: Any, min_timeout: float = 0.0) -> list[Any]:
-        barrier, previous_dir = get_barrier(), self._previous_dir
-        self._previous_dir = value_dir = f"jaxdp/all/{barrier.num_entered}"
-        coordination.put_value(value_dir, value)
-        barrier.wait_for_all(what, min_timeout)
-        values = coordination.read_values(value_dir)
-        if previous_dir is not None:  # all that arrived here have read it
-            coordination.delete_value(previous_dir)
-        return [values[index] for index in range(self.count)]
-
-
-_SINGLE_PROCESS: Final = ProcessGroup()
-
 # One for all trainers, because the number of a barrier counts the calls of all.
-_get_multi_process_group = functools.cache(_MultiProcessGroup)
+_get_group = functools.cache(ProcessGroup)
 
 
 def get_process_group() -> ProcessGroup:
     """Returns the processes of this job; this one alone outside of a job."""
-    return _get_multi_process_group() if coordination.has_peers() else _SINGLE_PROCESS
+    if not coordination.has_peers():
+        return _get_group()
+    return _get_group(coordination.process_index(), coordination.process_count())
 
 
 class PeriodicVote:
@@ -347,25 +343,14 @@ class PeriodicVote:
         self._calls_left -= 1
         if self._calls_left > 0 and not force:
             return []
-        num_calls = self._calls_per_exchange - max(self._calls_left, 0)
+        num_calls = max(self._calls_per_exchange - max(self._calls_left, 0), 1)
         seconds = max(time.monotonic() - self._exchange_time, 1e-6)
         # Not many more than before, as the next ones may take longer.
         next_calls = min(
-            _VOTE_SECONDS * max(num_calls, 1) / seconds, 4 * self._calls_per_exchange
+            _VOTE_SECONDS * num_calls / seconds, 4 * self._calls_per_exchange
         )
         message = [value, max(1, int(next_calls))]
         answers = self._processes.all_gather(self._what, message)
         self._exchange_time = time.monotonic()
         self._calls_left = self._calls_per_exchange = answers[0][1]
         return [value for value, _ in answers if value is not None]
-
-
-def _make_error(
-    type_name: str, message: str, errors: Sequence[type[Exception]]
-) -> Exception:
-    """Makes an exception of a type in `errors` or of Python; else a RuntimeError."""
-    types_by_name = vars(builtins) | {error.__name__: error for error in errors}
-    try:
-        return types_by_name[type_name](message)
-    except (KeyError, TypeError):  # an unknown type, or one with other arguments
-        return RuntimeError(message)

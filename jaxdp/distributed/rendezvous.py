@@ -14,7 +14,6 @@ import time
 from typing import Any, Final
 
 from ..basics.console import join_numbers, log_info
-from ..basics.environment import get_versions
 from ..basics.files import check_fields
 from .launchers import RankInfo
 
@@ -24,24 +23,14 @@ _LATE_SECONDS: Final = 3.0  # for processes that come after an error was found
 _RECEIVE_SECONDS: Final = 1.0  # in which a client must have sent its message
 _MAX_BYTES: Final = 4096  # of a message
 
-_RANK_FIELDS: Final = {"process": int, "of": int, "name": str, "facts": dict}
+_RANK_FIELDS: Final = {"process": int, "of": int, "name": str}
 _ANSWER_FIELDS: Final = {"wrong": str, "missing": str}
 
 
-def get_comparable_versions() -> dict[str, str]:
-    """Returns the versions that must be equal for processes to work together."""
-    installed = get_versions()
-    versions = {n: installed.get(n, "unknown") for n in ("jax", "jaxlib", "jaxdp")}
-    versions["Python"] = installed["python"].rpartition(".")[0]
-    return {f"the version of {name}": versions[name] for name in versions}
-
-
-def exchange_ranks(
-    rank: RankInfo, facts: dict[str, str], timeout: float, bind: str
-) -> None:
-    """Waits until all processes have connected; raises unless their `facts` agree."""
+def exchange_ranks(rank: RankInfo, timeout: float, bind: str) -> None:
+    """Waits until all processes have connected; raises unless all ranks are there."""
     name = f"{socket.gethostname()}, pid {os.getpid()}"
-    own = {"process": rank.index, "of": rank.count, "name": name, "facts": facts}
+    own = {"process": rank.index, "of": rank.count, "name": name}
     if rank.index:
         answer = _send_rank(rank, own, timeout)
     else:
@@ -131,17 +120,14 @@ def _receive(sock: socket.socket, seconds: float, types: Any) -> Any:
 
 def _find_conflict(messages: dict[int, Any], message: Any) -> str:
     """Returns why the sender of `message` can't join the others, or ""."""
-    own, sender = messages[0], f"process {message['process']} ({message['name']})"
+    sender = f"process {message['process']} ({message['name']})"
     if message["process"] in messages:
         return f"{sender} has the number of {messages[message['process']]['name']}"
-    expected = {"the number of processes": own["of"], **own["facts"]}
-    received = {"the number of processes": message["of"], **message["facts"]}
-    for name, value in expected.items():
-        if value != received.get(name):
-            return (
-                f"{name} is {value} for process 0 ({own['name']}), but"
-                f" {received.get(name)} for {sender}; all must run the same"
-            )
+    if message["of"] != messages[0]["of"]:
+        return (
+            f"the number of processes is {messages[0]['of']} for process 0"
+            f" ({messages[0]['name']}), but {message['of']} for {sender}"
+        )
     return ""
 
 

@@ -28,6 +28,11 @@ is closed. Under `nohup` the latter is ignored, here too."""
 _HANGUP: Final = getattr(signal, "SIGHUP", None)
 
 
+_AT_BOUNDARY: Final = "at_boundary"
+"""The attribute of a Ctrl-C that is raised at a boundary. It is no subclass, because
+Python exits with 130 for `KeyboardInterrupt` itself, and with 1 for subclasses."""
+
+
 class Preempted(SystemExit):
     """A signal such as SIGTERM, raised at a boundary. Exits with 143 if not caught.
 
@@ -43,11 +48,6 @@ class Preempted(SystemExit):
 def is_graceful_stop(exception: BaseException | None) -> bool:
     """Returns True for the answer to a signal at a boundary, with no state lost."""
     return isinstance(exception, Preempted) or hasattr(exception, _AT_BOUNDARY)
-
-
-# An attribute, not a class: Python exits with 130 for `KeyboardInterrupt` itself, and
-# with 1 for its subclasses.
-_AT_BOUNDARY: Final = "at_boundary"
 
 
 class SignalHandler:
@@ -129,7 +129,9 @@ class SignalHandler:
         # A signal most often causes the error after it, such as that of a worker that
         # died. But a launcher sends one, too, when another process has died.
         is_cause = kind is None or issubclass(kind, Exception)
-        if number is not None and is_cause and not _is_peer_failure(exception):
+        failures = process_group.PeerLost, jax.errors.JaxRuntimeError
+        is_of_peer = jax.process_count() > 1 and isinstance(exception, failures)
+        if number is not None and is_cause and not is_of_peer:
             raise self._make_exception(number) from exception
 
     # `_signal` has the functions of `signal` without a search for the enum of each
@@ -152,16 +154,15 @@ class SignalHandler:
             self._handled.remove(number)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._pending is None:
-            self._pending = number
-        elif _HANGUP in (number, self._pending):
-            # A terminal that is closed often sends two. The end of a login session
-            # sends one beside SIGTERM, in either order, and SIGTERM is reported.
-            self._pending = max(self._pending, number)
+        if self._pending is None or _HANGUP in (number, self._pending):
+            # A terminal that is closed often sends two, and the end of a login session
+            # sends one beside SIGTERM, in either order. SIGTERM is reported.
+            self._pending = max(self._pending or 0, number)
         elif number == signal.SIGINT:
             raise KeyboardInterrupt
         else:
-            os._exit(EXIT_CODE)
+            _signal.signal(number, _signal.SIG_DFL)
+            signal.raise_signal(number)  # which ends the process
 
     def _make_exception(self, number: int) -> BaseException:
         if number == signal.SIGINT and "SIGINT" not in self.signals:
@@ -176,23 +177,14 @@ def _get_default_handler(number: int) -> Any:
     return signal.default_int_handler if number == signal.SIGINT else _signal.SIG_DFL
 
 
-def _is_peer_failure(exception: BaseException | None) -> bool:
-    """Returns True for an error of other processes, or of their devices."""
-    failures = process_group.PeerLost, jax.errors.JaxRuntimeError
-    return jax.process_count() > 1 and isinstance(exception, failures)
-
-
 def log_stop(exception: BaseException) -> None:
     """Logs that a signal has stopped a fit, once it has."""
     if isinstance(exception, Preempted):
-        text = f"{exception.signal}: stopped between two steps; nothing is lost"
-        if exception.signal != "SIGHUP":
-            text += ", and a second one would have ended it at once"
-        log_info(text)
+        log_info(f"{exception.signal}: stopped between two steps; nothing is lost")
 
 
 def install_exit_hooks() -> None:
-    """Makes this process publish its exit to the others, however Python ends.
+    """Makes this process of a job publish its exit to the others, however Python ends.
 
     After an uncaught exception is printed, the process ends at once. Otherwise it would
     wait for the others in JAX's `atexit`, and they would wait for it, since its
@@ -211,12 +203,11 @@ def install_exit_hooks() -> None:
     ) -> None:
         print_exception(kind, exception, traceback)
         # A graceful stop ends all processes, and a fork is no process of the job.
-        if is_graceful_stop(exception) or os.getpid() != process:
-            return
-        report_exit(f"has failed: {format_error_line(exception)}")
-        for stream in (sys.stdout, sys.stderr):
-            SafeStream(stream).flush()
-        os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
+        if not is_graceful_stop(exception) and os.getpid() == process:
+            report_exit(f"has failed: {format_error_line(exception)}")
+            SafeStream(sys.stdout).flush()
+            SafeStream(sys.stderr).flush()
+            os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
     sys.excepthook = print_and_exit
     atexit.register(report_exit, "has ended its program, by sys.exit perhaps")

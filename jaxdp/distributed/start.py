@@ -20,7 +20,7 @@ from ..basics.arguments import check_number
 from ..basics.console import log_info
 from ..basics.process import is_imported_by_a_worker
 from .launchers import choose_bind_host, detect_launcher, detect_rank, join_address
-from .rendezvous import exchange_ranks, get_comparable_versions
+from .rendezvous import exchange_ranks
 from .signals import install_exit_hooks
 
 _is_alone_on_purpose = False
@@ -70,14 +70,9 @@ def initialize(
     global _is_alone_on_purpose
     if jax.distributed.is_initialized() or is_imported_by_a_worker():
         return
-    timeouts = {
-        "initialization_timeout": initialization_timeout,
-        "heartbeat_timeout": heartbeat_timeout,
-        "shutdown_timeout": shutdown_timeout,
-    }
-    for name, seconds in timeouts.items():
-        check_number(name, seconds, above=0)
-
+    check_number("initialization_timeout", initialization_timeout, above=0)
+    check_number("heartbeat_timeout", heartbeat_timeout, above=0)
+    check_number("shutdown_timeout", shutdown_timeout, above=0)
     rank = detect_rank(
         coordinator_address, num_processes, process_id, initialization_timeout
     )
@@ -97,7 +92,7 @@ def initialize(
     if is_shared:
         local_device_ids = rank.devices
     bind = coordinator_bind_address or choose_bind_host(rank.host)
-    exchange_ranks(rank, get_comparable_versions(), initialization_timeout, bind)
+    exchange_ranks(rank, initialization_timeout, bind)
     install_exit_hooks()
     jax.distributed.initialize(
         rank.address,
@@ -126,10 +121,9 @@ def find_missing_initialize() -> str | None:
     launched = detect_launcher()
     if is_started or is_imported_by_a_worker() or launched is None:
         return None
-    launcher, count = launched
     return (
-        f"{launcher} started {count} processes, and this one trains alone, as each of"
-        " them does. Call `jaxdp.distributed.initialize()` at the top of the script to"
-        " train together, or `jaxdp.distributed.initialize(num_processes=1)` if that is"
-        " meant."
+        f"{launched[0]} started {launched[1]} processes, and this one trains alone, as"
+        " each of them does. Call `jaxdp.distributed.initialize()` at the top of the"
+        " script to train together, or `jaxdp.distributed.initialize(num_processes=1)`"
+        " if that is meant."
     )

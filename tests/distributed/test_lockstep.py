@@ -39,6 +39,12 @@ def test_different_scripts_are_found_at_the_start_of_a_fit(crew):
         assert "ended 16 " in told["none"]  # they can go on together
 
 
+def test_other_versions_are_named(crew):
+    outputs = crew("fit", start={"versions": {1: {"jax": "0.1.2"}}}).finish(1)
+    for output in outputs:
+        assert re.search(r"the version of jax: \S+ \(process 0\), 0.1.2 \(proc", output)
+
+
 @pytest.mark.slow
 def test_a_process_in_another_phase_is_found(crew):
     codes, outputs = crew("be_elsewhere").join()

@@ -13,7 +13,7 @@ from crew import free_port
 from jaxdp.distributed.launchers import RankInfo
 from jaxdp.distributed.rendezvous import exchange_ranks
 
-CARD = {"process": 1, "of": 2, "name": "x", "facts": {}}
+CARD = {"process": 1, "of": 2, "name": "x"}
 
 STRANGERS = {
     "brackets": b"[" * 3000 + b"]" * 3000 + b"\n",
@@ -28,7 +28,7 @@ STRANGERS = {
             {"process": 99},
             {"process": 0},
             {"process": True},
-            {"facts": [1]},
+            {"name": [1]},
         )
     },
 }
@@ -87,14 +87,6 @@ def test_two_processes_of_one_number_are_named(crew):
         assert "has the number of " in output
 
 
-def test_other_versions_are_named(crew):
-    start = {"versions": {1: {"jax": "0.1.2"}}}
-    outputs = crew("nothing", start=start).finish(1)
-    for output in outputs:
-        assert "the version of jax is " in output
-        assert ", but 0.1.2 for process 1 (" in output
-
-
 def test_a_device_used_too_early_is_named(crew):
     outputs = crew("nothing", start={"too_early": True}).finish(1)
     assert "was called after the first use of a device" in outputs[0]
@@ -105,10 +97,9 @@ def test_processes_start_with_nothing_but_their_variables(crew):
     assert "here" in outputs[0] and "here" in outputs[1]
 
 
-def join(process, port, count=2, timeout=20.0, **facts):
+def join(process, port, count=2, timeout=20.0):
     """The roll call, as one of the processes has it."""
-    rank = RankInfo(process, count, "127.0.0.1", port)
-    exchange_ranks(rank, facts, timeout, "127.0.0.1")
+    exchange_ranks(RankInfo(process, count, "127.0.0.1", port), timeout, "127.0.0.1")
 
 
 def call(port):
@@ -129,13 +120,13 @@ def threads():
 
 def test_strangers_do_not_disturb_the_roll_call(threads):
     port = free_port()
-    host = threads.submit(join, 0, port, version="1")
+    host = threads.submit(join, 0, port)
     with contextlib.ExitStack() as strangers:
         for line in STRANGERS.values():
             stranger = strangers.enter_context(call(port))
             with contextlib.suppress(OSError):  # it may hang up before all is sent
                 stranger.sendall(line)
-        threads.submit(join, 1, port, version="1").result(60)
+        threads.submit(join, 1, port).result(60)
         host.result(60)
     with pytest.raises(ConnectionRefusedError):  # nothing listens after it
         socket.create_connection(("127.0.0.1", port), 5)

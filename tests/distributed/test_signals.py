@@ -85,22 +85,29 @@ def test_ctrl_c_while_restoring_is_raised_once_that_is_whole(trained):
 @pytest.mark.parametrize("first, second", [
     ("SIGTERM", "SIGHUP"), ("SIGHUP", "SIGTERM"), ("SIGHUP", "SIGHUP"),
 ])  # fmt: skip
-def test_a_hangup_beside_another_signal_ends_nothing_at_once(
-    monkeypatch, first, second
-):
-    ended = []
-    monkeypatch.setattr(os, "_exit", ended.append)
-    with (
-        pytest.raises(Preempted) as raised,
-        SignalHandler(ProcessGroup()) as interrupts,
-    ):
+def test_a_hangup_beside_another_signal_ends_nothing_at_once(first, second):
+    with pytest.raises(Preempted) as raised, SignalHandler(ProcessGroup()) as handler:
         signal.raise_signal(getattr(signal, first))
         signal.raise_signal(getattr(signal, second))
-        at_once = list(ended)
-        signal.raise_signal(getattr(signal, max(first, second)))  # again
-        interrupts.check()
+        handler.check()
     assert raised.value.signal == max(first, second)
-    assert not at_once and ended == ([] if first == second else [143])
+
+
+TWO = """
+import signal
+from toys import On, batches, on_one_device
+def twice(*_):
+    signal.raise_signal(signal.SIGTERM)
+    print("held back", flush=True)
+    signal.raise_signal(signal.SIGTERM)
+    print("not reached", flush=True)
+on_one_device(On(on_train_batch_end=twice)).fit(batches(8, 8))
+"""
+
+
+def test_a_second_signal_ends_the_process_at_once_as_it_does_without_us():
+    done = run_python(TWO)
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "held back\n")
 
 
 def test_an_error_without_a_text_after_ctrl_c_is_noted():

@@ -13,13 +13,12 @@ import pytest
 from toys import batches, make_small
 
 TRAIN = """
-import json, logging, resource, statistics
+import json, resource, statistics
 import jax, numpy as np, optax
 from equinox import nn
 import jaxdp
 from jaxdp.callbacks import Callback
 
-logging.getLogger("jaxdp").setLevel(logging.DEBUG)
 misses = []
 jax.monitoring.register_event_listener(
     lambda event, **_: misses.append(event) if event.endswith("cache_misses") else None
@@ -81,13 +80,12 @@ def first(tmp_path_factory):
 
 @pytest.mark.slow
 def test_a_second_process_loads_programs_from_the_cache(first):
-    home, first, said = first
+    home, first, _ = first
     second, _ = train(home)
     assert first["misses"] >= 2  # the optimizer's first state, and the step
     assert second["misses"] == 0
     assert second["loss"] == first["loss"]
     assert first["folder"].startswith(str(home / ".cache" / "jaxdp"))
-    assert "JAXDP_KEEP_FREED_MEMORY" in said
 
 
 def test_a_cache_of_the_first_lines_keeps_programs_that_make_the_model(
@@ -106,13 +104,12 @@ def test_a_cache_of_the_first_lines_keeps_programs_that_make_the_model(
 def test_freed_memory_is_reused_by_the_next_step(first, tmp_path):
     _, kept, _ = first
     switches = {"JAXDP_KEEP_FREED_MEMORY": "0", "JAX_ENABLE_COMPILATION_CACHE": "false"}
-    given_back, said = train(tmp_path, **switches)
+    given_back, _ = train(tmp_path, **switches)
     # Medians: sometimes a thread allocates another block.
     assert given_back["faults"] > 100
     assert kept["faults"] < given_back["faults"] / 5
     assert kept["loss"] == given_back["loss"]
     assert given_back["folder"] is None
-    assert "KEEP_FREED" not in said
 
 
 @pytest.mark.slow
