@@ -54,7 +54,6 @@ class Engine:
         strategy: places the state and lays out the steps.
         seed: decides all randomness inside the steps.
         micro_batches: the number of micro-batches of a train step.
-        steps_per_execution: the maximum number of train steps per dispatch.
         view: maps the state to the one that is evaluated and handed out.
         in_order: whether the real rows of several processes' batches come first, and
             all padding last.
@@ -73,7 +72,6 @@ class Engine:
             CPUs do not, or if there are shapes only.
         prefetches: whether the next dispatch is transferred before the current one is
             launched. True on accelerators; a test on CPUs may set it.
-        steps_per_execution: the current number of steps per dispatch.
         starts_epoch: whether the next step is the first of an epoch, so that the
             epoch's sums start from zero.
     """
@@ -89,7 +87,6 @@ class Engine:
         *,
         seed: int,
         micro_batches: int,
-        steps_per_execution: int = 1,
         view: Callable[[TrainState], TrainState] | None = None,
         in_order: bool = True,
         compiler_options: Mapping[str, Any] = MappingProxyType({}),
@@ -106,7 +103,6 @@ class Engine:
         self.pure, self.strategy = pure, strategy
         self._compile_log = CompileLog(quiet=abstract)
         self.log_once = self._compile_log.log_once
-        self.steps_per_execution = steps_per_execution
         several = not abstract and jax.process_count() > 1
         blocks = make_row_blocks(strategy) if several else RowBlocks()
         self.steps: dict[StepKind, Step] = {

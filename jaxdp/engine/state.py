@@ -48,7 +48,6 @@ class StateLayout:
         treedef: the structure of a state.
         totals: the index of the epoch's sums among the leaves.
         zeros: the first value of the sums over an epoch or evaluation, on the host.
-        view: that of the callback, or else that of the optimizer.
     """
 
     def __init__(self, state: TrainState, static: PyTree, shapes: PyTree, view: View):
@@ -56,8 +55,17 @@ class StateLayout:
         totals = state.totals
         self.totals = next(i for i, leaf in enumerate(leaves) if leaf is totals)
         self.zeros = np.zeros(totals.shape, totals.dtype)
-        self.view = _compose_views(view, make_weights_view(state.opt_state))
+        self._view, self._optimizers_view = view, make_weights_view(state.opt_state)
         self._static, self._shapes = static, shapes
+
+    def choose_weights(self, state: TrainState) -> TrainState:
+        """Returns `state` with the weights to evaluate: those that the callback chooses
+        or else the optimizer.
+        """
+        chosen = state if self._view is None else self._view(state)
+        if chosen is state and self._optimizers_view is not None:
+            return self._optimizers_view(state)
+        return chosen
 
     def gather_model(self, state: TrainState) -> tuple[PyTree, PyTree]:
         """Returns the model of `state` and its state, gathered from their shards."""
@@ -86,7 +94,7 @@ class DeviceState:
     def __init__(self, leaves: list[Array], layout: StateLayout):
         self.leaves, self.layout = leaves, layout
         self.made_tree: TrainState | None = None
-        self._viewed: TrainState | None = None
+        self._evaluated: TrainState | None = None
         self._fetched: _ModelParts | None = None
 
     def replace_leaves(self, changes: Mapping[int, np.ndarray]) -> "DeviceState":
@@ -109,13 +117,11 @@ class DeviceState:
     @property
     def evaluated(self) -> TrainState:
         """The state whose weights are evaluated."""
-        view = self.layout.view
-        if view is None:
-            return self.tree
-        if self._viewed is None:
+        tree = self.tree
+        if self._evaluated is None:
             with jax.ensure_compile_time_eval():
-                self._viewed = view(self.tree)
-        return self._viewed
+                self._evaluated = self.layout.choose_weights(tree)
+        return self._evaluated
 
     def get_weights(self) -> list[Array]:
         """Returns the leaves that are evaluated, without their tree."""
@@ -175,20 +181,6 @@ class DeviceState:
 def get_model_parts(state: TrainState) -> _ModelParts:
     """Returns the arrays of the model in a state: trained, others, `eqx.nn.State`."""
     return state.params, state.buffers, state.model_state
-
-
-def _compose_views(chosen: View, optimizers: View) -> View:
-    """Returns a view that applies a callback's view, or the optimizer's if the
-    callback's changes nothing.
-    """
-    if chosen is None or optimizers is None:
-        return chosen or optimizers
-
-    def view(state: TrainState) -> TrainState:
-        viewed = chosen(state)
-        return optimizers(state) if viewed is state else viewed
-
-    return view
 
 
 def make_first_state(

@@ -74,35 +74,25 @@ class Program:
     Attributes:
         compiled: a `jax.stages.Compiled`, or the jitted step if JAX debugs it.
         steps: the number of optimizer steps of a call.
-        rows: the rows of these steps, padding included.
-        micro_batches: the micro-batches of these steps, padding included.
-        is_compiled: whether it is a `jax.stages.Compiled`, which has shardings.
+        groups: the shapes of the batches of all processes, padding included.
         donates: whether it may overwrite the state that it gets.
+        is_compiled: whether it is a `jax.stages.Compiled`, which has shardings.
         products: matrix operations of all devices, as traced; None if a part can't be
             counted, or if JAX debugs the step.
         may_raise: whether it calls Python that may raise, so that each call is waited
             for before its results are used.
         checks_targets: whether the labels or weights of batches are checked.
         num_classes: the number of classes that labels may have; None for no labels.
-        compile_seconds: the time to compile it; includes the time to trace it if that
-            is not known separately.
-        trace_seconds: time to trace it.
+        compile_seconds: the time to trace and compile it.
     """
 
     products: Products | None = None
     may_raise = checks_targets = False
     num_classes: int | None = None
-    trace_seconds: float | None = None
     compile_seconds = 0.0
 
-    def __init__(
-        self, compiled: Any, dispatch: Dispatch, groups: list[Group], donate: str
-    ):
-        self.compiled = compiled
-        self.steps = len(dispatch.rows)
-        sizes = [jax.tree.leaves(group.batch)[0].shape[:2] for group in groups]
-        self.rows = sum(micros * rows for micros, rows in sizes)
-        self.micro_batches = sum(micros for micros, _ in sizes)
+    def __init__(self, compiled: Any, steps: int, groups: list[Group], donate: str):
+        self.compiled, self.steps, self.groups = compiled, steps, groups
         self.donates = donate != "none"
         self.is_compiled = isinstance(compiled, jax.stages.Compiled)
         # A step that overwrites its batches overwrites their counts, so the next step
@@ -232,9 +222,9 @@ class Step:
             ValueError: if the step calls Python that may raise, on several devices or
                 in several steps; and for convolutions in several steps on a CPU.
         """
-        groups = self._get_global_shapes(dispatch)
+        groups, num_steps = self._get_global_shapes(dispatch), len(dispatch.rows)
         make = STEP_FUNCTIONS[self.kind]
-        function = make(steps, inputs, groups, len(dispatch.rows), self._set_facts)
+        function = make(steps, inputs, groups, num_steps, self._set_facts)
         is_eager, finds_nan = get_debug_settings()
         leaf = jax.tree.leaves(inputs)[0]
         is_debugged = isinstance(leaf, jax.Array) and (is_eager or finds_nan)
@@ -252,18 +242,21 @@ class Step:
                 jitted.trace(*function.arguments)  # tracing finds the names of metrics
             # The functions of users get JAX's arrays, also where jit is disabled.
             run = lambda *args: jitted(*jax.tree.map(jnp.asarray, args))  # noqa: E731
-            program = Program(run, dispatch, groups, donate)
+            program = Program(run, num_steps, groups, donate)
         else:
             with pause_gc():
                 traced = jitted.trace(*function.arguments)
-            trace_seconds = time.perf_counter() - started
-            may_raise = self._check_traced(traced.jaxpr, steps, dispatch, leaf)
+            may_raise = self._check_traced(traced.jaxpr, steps, num_steps, leaf)
             if may_raise and donate != "none":
                 # The state before a step must survive the step's error.
                 self.facts = before
                 return self.compile(steps, dispatch, inputs, "none", options)
-            program = self._compile_traced(traced, function, dispatch, donate, options)
-            program.trace_seconds, program.may_raise = trace_seconds, may_raise
+            compiled = self._compile_traced(traced, function, donate, options)
+            program = Program(compiled, num_steps, groups, donate)
+            program.may_raise = may_raise
+            program.compile_seconds = time.perf_counter() - started
+            with contextlib.suppress(KeyError):  # JAX has renamed a primitive
+                program.products = products(traced.jaxpr)
             if before.names and self.programs:
                 before.merge(self.facts)  # raises for metrics of other names
         if isinstance(steps.objective, CriterionObjective):
@@ -273,7 +266,7 @@ class Step:
         return program
 
     def _check_traced(
-        self, jaxpr: Any, steps: Steps, dispatch: Dispatch, leaf: Any
+        self, jaxpr: Any, steps: Steps, num_steps: int, leaf: Any
     ) -> bool:
         """Returns True if a traced step calls Python that may raise.
 
@@ -281,7 +274,7 @@ class Step:
         """
         if gathers_in_branches(jaxpr):
             raise ValueError(GATHERED_IN_BRANCH)
-        is_looped = len(dispatch.rows) > 1
+        is_looped = num_steps > 1
         if is_looped and steps.unroll_convolutions and has_convolutions(jaxpr):
             raise ValueError(
                 "`steps_per_execution` must be 1 for a model with convolutions on CPUs:"
@@ -312,16 +305,11 @@ class Step:
         self,
         traced: Any,
         function: StepFunction,
-        dispatch: Dispatch,
         donate: str,
         options: Mapping[str, Any],
-    ) -> Program:
-        """Returns the program of a traced step."""
-        started = time.perf_counter()
-        noted = contextlib.nullcontext()
-        if options:
-            noted = NoteOnError(f"`compiler_options` was {dict(options)}")
-        options = options_for(traced.jaxpr, function.arguments, options)
+    ) -> jax.stages.Compiled:
+        note = NoteOnError(f"`compiler_options` was {dict(options)}")
+        all_options = options_for(traced.jaxpr, function.arguments, options)
         with warnings.catch_warnings():
             if donate == "all":
                 # No result has the shape of a batch. DonateBuffers reports the cases
@@ -330,17 +318,12 @@ class Step:
                 warnings.filterwarnings("ignore", unused)
             with pause_gc():
                 lowered = traced.lower()
-            with noted:
-                compiled = lowered.compile(dict(options))
+            with note if options else contextlib.nullcontext():
+                compiled = lowered.compile(all_options)
         if jax.process_count() > 1:
             text = lowered.as_text().encode()
             self.digests += (hashlib.blake2b(text, digest_size=6).hexdigest(),)
-
-        program = Program(compiled, dispatch, function.arguments[-1], donate)
-        program.compile_seconds = time.perf_counter() - started
-        with contextlib.suppress(KeyError):  # JAX has renamed a primitive
-            program.products = products(traced.jaxpr)
-        return program
+        return compiled
 
     def _set_facts(self, facts: Facts) -> None:
         self.facts = facts

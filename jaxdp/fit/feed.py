@@ -150,7 +150,7 @@ class Feed:
         pack = engine.steps["train"].packer.pack
         for window in windows:
             groups, error = [[window]], None
-            if engine.steps_per_execution > 1:
+            if run.config.steps_per_execution > 1:
                 groups, error = self._group(window, windows)
             for group in groups:
                 try:
@@ -176,7 +176,7 @@ class Feed:
             step = progress.global_step + len(self._waiting)
             done = progress.done + sum(map(len, self._waiting))
             remaining = self._limits.steps_until_stop(step, done)
-        count = engine.steps_per_execution
+        count = self._run.config.steps_per_execution
         if remaining is not None and remaining < count:
             return [[window]], None
         more, error = take_until_error(windows, count - 1)

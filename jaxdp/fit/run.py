@@ -132,7 +132,6 @@ class TrainerConfig:
             strategy,
             seed=self.seed,
             micro_batches=self.accumulate_grad_batches,
-            steps_per_execution=1 if abstract else self.steps_per_execution,
             view=hooks.evaluated_state(),
             in_order=self.data == "global",
             compiler_options=self.compiler_options,

@@ -56,8 +56,7 @@ class Plan:
         bounds: lower bounds, each with the value that was found.
         not_overwritten: paths of leaves that were donated but are copied anyway.
         estimate: the time of a step in seconds, if the hardware is known.
-        trace_seconds: time to trace the step; None if `compile_seconds` includes it.
-        compile_seconds: time to compile it.
+        compile_seconds: time to trace and compile the step.
         notes: what is exact, what is an estimate and what is unknown.
         limit: bytes per device that JAX gives programs, if they are known.
         remedies: up to three changes that need less memory, where the peak exceeds it.
@@ -82,7 +81,6 @@ class Plan:
     bounds: tuple[Bound, ...]
     not_overwritten: tuple[str, ...]
     estimate: Estimate | None
-    trace_seconds: float | None
     compile_seconds: float
     notes: dict[str, list[str]]
     limit: int | None = None
@@ -327,9 +325,7 @@ def format_sections(plan: Any) -> Iterator[tuple[str, list[str]]]:
     yield "Operations", _format_operations(plan)
     if (estimate := plan.estimate) is not None:
         yield f"Time on {estimate.hardware} at its peaks", _format_estimate(plan)
-    traced, took = plan.trace_seconds, f"compiled in {plan.compile_seconds:.1f} s."
-    begin = "Traced and " if traced is None else f"Traced in {traced:.1f} s, "
-    yield "Compilation", [begin + took]
+    yield "Compilation", [f"Traced and compiled in {plan.compile_seconds:.1f} s."]
     for kind, notes in plan.notes.items():
         if notes:
             yield _NOTES[kind], [f"- {note}" for note in notes]

@@ -218,7 +218,6 @@ def _make_plan(
         bounds=reading.bounds(),
         not_overwritten=reading.not_overwritten,
         estimate=profile and estimate_time(profile, reading),
-        trace_seconds=runs.trace_seconds,
         compile_seconds=runs.compile_seconds,
         notes=list_notes(reading, devices.platform, devices.are_here, profile),
     )

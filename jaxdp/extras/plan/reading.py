@@ -48,8 +48,9 @@ class StepAnalysis:
 
         # Its inputs.
         self.steps: int = runs.steps
-        self.rows = runs.rows // runs.steps
-        self.micro_batches = runs.micro_batches // runs.steps
+        sizes = [jax.tree.leaves(group.batch)[0].shape[:2] for group in runs.groups]
+        self.rows = sum(micros * rows for micros, rows in sizes) // runs.steps
+        self.micro_batches = sum(micros for micros, _ in sizes) // runs.steps
         self.donated: bool = runs.donates
         counted = runs.products
         self.products: dict[str, float] | None = None

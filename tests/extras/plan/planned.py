@@ -56,7 +56,7 @@ def whole_plan():
 
 def comparable(plan):
     """Without what may differ: times, and the words for what is not here."""
-    left_out = ("device", "trace_seconds", "compile_seconds", "notes")
+    left_out = ("device", "compile_seconds", "notes")
     found = {key: value for key, value in plan.items() if key not in left_out}
     # A program from JAX's cache has the names that it had when it was compiled.
     for each in found["traffic"]:
