@@ -153,10 +153,7 @@ def test_validation_and_prediction_accept_other_shapes():
 
 def test_predictions_of_several_shapes_are_refused():
     trainer = make(model=Text(per_token=True))
-    message = (
-        r"returns \(9, 3\) for a row of batch 0 and \(6, 3\) for .*Predict batches"
-    )
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="whose shapes differ"):
         trainer.predict([bucket(5, 9), bucket(7, 6)])
 
 
