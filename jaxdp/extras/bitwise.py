@@ -349,7 +349,7 @@ def _map_row_results(
 
 
 class _DeduplicatedStep(NamedTuple):
-    """A jitted step whose equal operations are merged before XLA compiles it.
+    """A step whose equal operations are merged before XLA compiles it, in each stage.
 
     Shardy, which partitions programs for several devices, begins with that, and no
     option prevents it. It changes later passes: XLA inverts a number that two arrays
@@ -357,41 +357,32 @@ class _DeduplicatedStep(NamedTuple):
     device gets the same merge.
     """
 
-    step: Any
+    stage: Any
+    """The step as JAX has it: jitted, then traced, then lowered."""
     platform: str
 
     def __call__(self, *arguments: Any) -> Any:
-        return self.step(*arguments)
+        return self.stage(*arguments)
 
-    def trace(self, *arguments: Any) -> "_DeduplicatedTrace":
-        return _DeduplicatedTrace(self.step.trace(*arguments), self.platform)
-
-
-class _DeduplicatedTrace(NamedTuple):
-    traced: jax.stages.Traced
-    platform: str
+    def trace(self, *arguments: Any) -> "_DeduplicatedStep":
+        return self._replace(stage=self.stage.trace(*arguments))
 
     @property
     def jaxpr(self) -> Any:
-        return self.traced.jaxpr
+        return self.stage.jaxpr
 
-    def lower(self) -> "_DeduplicatedProgram":
-        lowered = self.traced.lower()
+    def lower(self) -> "_DeduplicatedStep":
+        lowered = self.stage.lower()
         module: Any = lowered.compiler_ir()
         with module.context:
             PassManager.parse("builtin.module(cse)").run(module.operation)
-        return _DeduplicatedProgram(lowered, self.platform)
-
-
-class _DeduplicatedProgram(NamedTuple):
-    lowered: jax.stages.Lowered
-    platform: str
+        return self._replace(stage=lowered)
 
     def as_text(self) -> str:
-        return self.lowered.as_text()
+        return self.stage.as_text()
 
     def compile(self, options: Mapping[str, Any]) -> jax.stages.Compiled:
-        return self.lowered.compile(_add_options(options, self.platform))
+        return self.stage.compile(_add_options(options, self.platform))
 
 
 def _add_options(options: Mapping[str, Any], platform: str) -> dict[str, Any]:

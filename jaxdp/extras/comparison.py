@@ -17,7 +17,7 @@ from ..basics.tree import leaf_path
 from ..checkpoint import key_to_data
 from ..data import get_local
 from ..engine import Engine
-from ..fit import checks
+from ..fit import TrainerConfig, checks
 from ..fit.feed import make_windows
 from ..step import Batch
 from ..strategies import DataParallel, SingleDevice
@@ -175,6 +175,15 @@ def compare_strategies(
         )
     for strategy in strategies:
         checks.check_strategy_argument(strategy)
+    configs = [
+        config.replace(strategy=other) for other in strategies or (SingleDevice(),)
+    ]
+    for each in (config, *configs):
+        if each.adds_state:
+            raise ValueError(
+                f"`compare`: {each.strategy!r} trains by another algorithm, and keeps"
+                " a state of its own. Compare the losses of two fits instead."
+            )
 
     with TracebackFilter():
         source = run.open_source(loader, "loader", "train")
@@ -189,14 +198,13 @@ def compare_strategies(
         engine_here = run.engine
         start = gather_arrays(engine_here.state)
 
-        def trace_under(strategy: DataParallel) -> Trace:
-            engine = config.replace(strategy=strategy).make_engine(run.hooks)
+        def trace_under(config: TrainerConfig) -> Trace:
+            engine = config.make_engine(run.hooks)
             engine.pure = engine_here.pure._replace(inside=())
             engine.state = engine.place(start)
-            return trace(engine, strategy, first)
+            return trace(engine, config.strategy, first)
 
-        traces = [trace_under(other) for other in strategies or (SingleDevice(),)]
-        return compare(trace_under(config.strategy), traces)
+        return compare(trace_under(config), [*map(trace_under, configs)])
 
 
 Trace = tuple[Run, list[dict[str, np.ndarray]]]

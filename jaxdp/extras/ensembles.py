@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import PartitionSpec
+from jax.tree_util import DictKey, GetAttrKey
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from ..basics.arguments import check_count, checks_arguments
@@ -75,8 +76,28 @@ class Ensemble:
     def init_optimizer(
         self, optimizer: optax.GradientTransformation, params: PyTree
     ) -> PyTree:
-        """Returns the states of all members' optimizers."""
-        return self._set_member_values(jax.vmap(optimizer.init)(params))
+        """Returns the states of all members' optimizers, with their own values."""
+        held = set[str]()
+
+        def set_own(path: Any, leaf: Any) -> Any:
+            match path:
+                case (*_, GetAttrKey("hyperparams"), DictKey(name)):
+                    held.add(name)
+                    if name in self.values:
+                        return jnp.asarray(self.values[name], leaf.dtype)
+            return leaf
+
+        states = jax.vmap(optimizer.init)(params)
+        states = jax.tree_util.tree_map_with_path(set_own, states)
+        if missing := {*self.values} - held:
+            raise ValueError(
+                f"`ensemble`: members were to have their own {sorted(missing)}, which"
+                " the optimizer's state does not hold; it holds"
+                f" {', '.join(sorted(held)) or 'none'}. Make the optimizer by"
+                " optax.inject_hyperparams, as in"
+                " optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)."
+            )
+        return states
 
     def wrap(self, steps: Steps, strategy: DataParallel) -> tuple[Steps, DataParallel]:
         """Returns the steps of one model and the strategy, for all members."""
@@ -114,35 +135,6 @@ class Ensemble:
 
     def _make_member_names(self, names: Sequence[str]) -> list[str]:
         return [f"{name}[{member}]" for name in names for member in range(self.size)]
-
-    def _set_member_values(self, state: PyTree) -> PyTree:
-        """Sets the hyperparameters of each member in the state of an optimizer."""
-        missing, held = set(self.values), set[str]()
-
-        def is_injected(node: Any) -> bool:
-            return isinstance(node, tuple) and hasattr(node, "hyperparams")
-
-        def set_own(node: Any) -> Any:
-            if not is_injected(node):
-                return node
-            hyperparams = dict(node.hyperparams)
-            held.update(hyperparams)
-            for name in hyperparams.keys() & self.values.keys():
-                dtype = jnp.asarray(hyperparams[name]).dtype
-                hyperparams[name] = jnp.asarray(self.values[name], dtype)
-                missing.discard(name)
-            return node._replace(hyperparams=hyperparams)
-
-        state = jax.tree.map(set_own, state, is_leaf=is_injected)
-        if missing:
-            raise ValueError(
-                f"`ensemble`: members were to have their own {sorted(missing)}, which"
-                " the optimizer's state does not hold; it holds"
-                f" {', '.join(sorted(held)) or 'none'}. Make the optimizer by"
-                " optax.inject_hyperparams, as in"
-                " optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)."
-            )
-        return state
 
 
 def find_ensemble(arguments: Mapping[str, Any]) -> Ensemble:
@@ -184,7 +176,8 @@ class EnsembleSteps(Steps):
         return np.stack([super().new_totals()] * self.extra.size)
 
     def new_loss_scale(self) -> Any:
-        return self._repeat(super().new_loss_scale())
+        repeat = lambda leaf: jnp.stack([leaf] * self.extra.size)  # noqa: E731
+        return jax.tree.map(repeat, super().new_loss_scale())
 
     def train(
         self, collectives: Collectives, state: TrainState, groups: Sequence[Group]
@@ -243,9 +236,6 @@ class EnsembleSteps(Steps):
         key, members = jax.random.wrap_key_data(key_data), self.extra.size
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(members))
         return jax.random.key_data(keys)
-
-    def _repeat(self, tree: PyTree) -> PyTree:
-        return jax.tree.map(lambda leaf: jnp.stack([leaf] * self.extra.size), tree)
 
     def _name_metrics(self, metrics: Metrics) -> Metrics:
         """Returns means over members, then each one's values, with their names."""

@@ -163,10 +163,6 @@ class LocalSGD(Sharded):
         def update(
             updates: PyTree, state: Any, params: PyTree = None, **extra: Any
         ) -> tuple[PyTree, LocalSGDState]:
-            if _get_ndims(updates) == _get_ndims(
-                params
-            ):  # of all rows: for each replica
-                updates = _broadcast_to_replicas(updates, state.replicas)
             value = extra.get("value", jnp.zeros(()))
             updates, inner_state = _make_replica_update(inner, state.inner, value)(
                 updates, state.inner, state.replicas
@@ -229,14 +225,8 @@ class _ReplicaCollectives(ShardMapCollectives):
         self.every, self._is_split = strategy.every, rows != "whole"
 
     def weights(self, state: TrainState) -> Weights:
-        states = find_nodes(LocalSGDState, state.opt_state)
-        if not states:  # `Trainer.compare` takes that of the trainer's own strategy
-            raise ValueError(
-                "`strategy`: LocalSGD needs a state with its replicas, and this one was"
-                " made under another strategy. Compare its losses with those of a fit"
-                " under the other strategy instead."
-            )
-        return state.weights._replace(params=states[0].replicas)
+        local, *_ = find_nodes(LocalSGDState, state.opt_state)
+        return state.weights._replace(params=local.replicas)
 
     def mean_gradients(self, gradients: PyTree) -> PyTree:
         return jax.tree.map(lambda leaf: leaf.mean(0), gradients)
@@ -358,15 +348,6 @@ def _compute_outer_gradient(outer: Array, replicas: Array) -> Array:
 def _mean(replicas: Array) -> Array:
     """Returns the mean over replicas, computed in float32 or wider."""
     return replicas.mean(0, dtype=jnp.promote_types(replicas.dtype, jnp.float32))
-
-
-def _broadcast_to_replicas(tree: PyTree, like: PyTree) -> PyTree:
-    """Broadcasts a tree to each replica, in the shapes of `like`."""
-    return jax.tree.map(lambda x, stack: jnp.broadcast_to(x, stack.shape), tree, like)
-
-
-def _get_ndims(tree: PyTree) -> list[int]:
-    return [leaf.ndim for leaf in jax.tree.leaves(tree)]
 
 
 def _split_params(inputs: Any) -> Any:

@@ -14,6 +14,7 @@ from ..step import DATA, Collectives, Group, OnRows, Results
 from ..strategies import FSDP
 from ..strategies.base import Rows, drop_micro_batch_axis, replace_attributes
 from ..strategies.meshes import Devices, check_sizes, find_devices, make_topology_mesh
+from ..strategies.shard_map_collectives import ShardMapCollectives
 from .attention_in_blocks import SEQ
 
 
@@ -24,9 +25,10 @@ class SequenceParallel(FSDP):
 
     For rows that are too long for one device, or fewer rows than devices. The leaves of
     a batch are shaped `(rows, tokens, ...)`; a leaf of another length, or without
-    tokens, is split by rows only. `batch_layouts` shows which is which. Each device
-    computes its share of the tokens; XLA gathers the keys and values of attention, and
-    works out masks, positions and shifts, as they are written for whole rows.
+    tokens, is split by rows only; a plan shows the part of each leaf that a device has.
+    Each device computes its share of the tokens; XLA gathers the keys and values of
+    attention, and works out masks, positions and shifts, as they are written for whole
+    rows.
 
     Args:
         mesh_shape: how many devices share the rows, `"data"`, and the tokens of each,
@@ -55,8 +57,6 @@ class SequenceParallel(FSDP):
         if mesh_shape is None:
             mesh_shape = {DATA: 1, SEQ: len(in_order)}
         _check_mesh_shape(mesh_shape, len(in_order))
-        if not isinstance(fsdp, bool):
-            raise TypeError(f"`fsdp` must be True or False; got {fsdp!r}.")
         self.fsdp = fsdp
         mesh = make_topology_mesh(
             in_order, {name: mesh_shape[name] for name in (DATA, SEQ)}
@@ -68,31 +68,6 @@ class SequenceParallel(FSDP):
     def split_axes(self) -> tuple[str, ...]:
         return (DATA, SEQ) if self.fsdp else ()
 
-    def batch_spec(self, leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
-        """Returns the split of a leaf; axis 1, if there is one, counts tokens.
-
-        In a batch with longer rows it is split by rows only: see `batch_layouts`.
-        """
-        if len(leaf.shape) < 2:
-            return PartitionSpec(DATA)
-        self._find_num_tokens([leaf])  # raises if they can't be split
-        return PartitionSpec(DATA, SEQ)
-
-    def batch_layouts(self, batch: PyTree) -> dict[str, PartitionSpec]:
-        """Returns the split of each leaf of a batch over the devices.
-
-        Args:
-            batch: arrays, or their shapes and dtypes, `(rows, ...)`.
-
-        Returns:
-            By name, `batch[0]`.
-
-        Raises:
-            ValueError: if `"seq"` does not divide the tokens, or there are none.
-        """
-        tokens = self._find_num_tokens(batch)
-        return {name: _split(leaf, tokens) for name, leaf in _name_leaves(batch)}
-
     def _group_shardings(self, group: Group, split: bool) -> Group:
         if not split:
             return super()._group_shardings(group, split)
@@ -100,8 +75,8 @@ class SequenceParallel(FSDP):
         tokens = self._find_num_tokens(batch)
 
         def shard(leaf: Any) -> NamedSharding:
-            spec = PartitionSpec(None, *_split(leaf, tokens))
-            return NamedSharding(self.mesh, spec)
+            names = [SEQ] if leaf.shape[1:2] == (tokens,) else []
+            return NamedSharding(self.mesh, PartitionSpec(None, DATA, *names))
 
         return Group(jax.tree.map(shard, batch), self._replicated, self._replicated)
 
@@ -114,7 +89,7 @@ class SequenceParallel(FSDP):
         inner = Collectives()
         if self.fsdp:
             over_all = replace_attributes(self, row_axes=(DATA, SEQ))
-            inner = super(SequenceParallel, over_all).collectives(groups, rows)
+            inner = ShardMapCollectives(over_all, self.units, is_apart=False)
         by_rows = None if rows == "whole" else DATA
         split = functools.partial(self._split_tokens, by_rows)
         return _SequenceCollectives(inner, split, self.mesh.abstract_mesh)
@@ -140,13 +115,15 @@ class SequenceParallel(FSDP):
 
     def _find_num_tokens(self, batch: PyTree) -> int:
         """Returns the number of tokens per row of a batch: its longest axis 1."""
-        leaves = _name_leaves(batch)
-        lengths = {name: leaf.shape[1] for name, leaf in leaves if len(leaf.shape) > 1}
+        shapes = {
+            f"batch{stored_path(path)}": leaf.shape
+            for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
+        }
+        lengths = {name: shape[1] for name, shape in shapes.items() if len(shape) > 1}
         if not lengths:
-            shapes = ", ".join(f"{name} {leaf.shape}" for name, leaf in leaves)
             raise ValueError(
                 f"`strategy`: {self!r} splits axis 1 of a batch's leaves, its tokens,"
-                f" and none has one: {shapes}. Use Sharded()."
+                f" and none has one; they are {shapes}. Use Sharded()."
             )
         tokens, parts = max(lengths.values()), self.mesh.shape[SEQ]
         if tokens % parts:
@@ -191,19 +168,6 @@ class _SequenceCollectives(Collectives):
 
     def like_gradients(self, params: PyTree) -> PyTree:
         return self._inner.like_gradients(params)
-
-
-def _split(leaf: Any, tokens: int) -> PartitionSpec:
-    """Returns the split of a leaf `(rows, ...)` of a batch with so many tokens."""
-    if len(leaf.shape) < 2:
-        return PartitionSpec(DATA)
-    return PartitionSpec(DATA, SEQ if leaf.shape[1] == tokens else None)
-
-
-def _name_leaves(batch: PyTree) -> list[tuple[str, Any]]:
-    """Returns the leaves of a batch by names such as `batch[0]`."""
-    leaves = jax.tree_util.tree_leaves_with_path(batch)
-    return [(f"batch{stored_path(path)}", leaf) for path, leaf in leaves]
 
 
 def _check_mesh_shape(mesh_shape: Any, count: int) -> None:

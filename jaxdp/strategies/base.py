@@ -245,21 +245,19 @@ def check_spec(
 ) -> PartitionSpec:
     """Returns `spec`, from `origin`; raises if it does not fit the mesh or the leaf."""
     what = f"{origin} gave {spec} for {path} of shape {leaf.shape}"
-    if not isinstance(spec, PartitionSpec):
-        raise TypeError(f"{what}: it must be a PartitionSpec.")
-    if len(spec) > leaf.ndim:
-        raise ValueError(f"{what}: more entries than the array has axes.")
-    for axis, entry in enumerate(spec):
-        for name in get_axis_names(entry):
-            if name not in mesh.shape:
-                raise ValueError(
-                    f"{what}: the mesh has no axis {name!r}, only {mesh.axis_names}."
-                )
-        parts = math.prod(mesh.shape[name] for name in get_axis_names(entry))
-        if leaf.shape[axis] % parts:
+    if not isinstance(spec, PartitionSpec) or len(spec) > leaf.ndim:
+        raise ValueError(
+            f"{what}: it must be a PartitionSpec, with one entry for each axis of the"
+            " array at most."
+        )
+    for axis, (size, entry) in enumerate(zip(leaf.shape, spec, strict=False)):
+        names = get_axis_names(entry)
+        if not {*names} <= {*mesh.axis_names}:
+            raise ValueError(f"{what}: the mesh has the axes {mesh.axis_names} only.")
+        if size % (parts := math.prod(mesh.shape[name] for name in names)):
             raise ValueError(
-                f"{what}: axis {axis} of size {leaf.shape[axis]} is not divisible"
-                f" by {parts}. Give PartitionSpec() for leaves that do not divide."
+                f"{what}: axis {axis} of size {size} is not divisible by {parts}. Give"
+                " PartitionSpec() for leaves that do not divide."
             )
     return spec
 

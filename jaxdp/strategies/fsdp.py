@@ -1,7 +1,7 @@
 """Strategies that shard the optimizer state (`ZeRO`), and parameters too (`FSDP`)."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import equinox as eqx
@@ -20,7 +20,6 @@ from .sharded import Sharded
 from .stack import Stack, find_stacks
 
 _GROUP: Final = "group"
-_GATHER: Final = "auto", "once"
 
 
 class _AxisShardedStrategy(Sharded):
@@ -143,7 +142,14 @@ class FSDP(_AxisShardedStrategy):
             self.row_axes = (_GROUP, DATA)
         super().__init__(devices, mesh, min_size)
         self.groups = groups
-        self.gather = _check_gather(gather)
+        patterns = () if isinstance(gather, str) else tuple(gather)
+        are_texts = patterns and all(isinstance(each, str) for each in patterns)
+        if gather not in ("auto", "once") and not are_texts:
+            raise ValueError(
+                "`gather` must be 'auto', 'once', or a list of path patterns of"
+                f" submodules; got {gather!r}."
+            )
+        self.gather = patterns or gather
 
     @property
     def split_axes(self) -> tuple[str, ...]:
@@ -189,17 +195,3 @@ def _make_group_mesh(devices: Devices, mesh: Mesh | None, groups: int) -> Mesh:
             " groups of equal size; take a number that divides them."
         )
     return make_mesh(in_order, {_GROUP: groups, DATA: len(in_order) // groups})
-
-
-def _check_gather(gather: Any) -> str | tuple[str, ...]:
-    if isinstance(gather, str):
-        if gather in _GATHER:
-            return gather
-    elif isinstance(gather, Iterable):
-        patterns = tuple(gather)
-        if patterns and all(isinstance(pattern, str) for pattern in patterns):
-            return patterns
-    raise ValueError(
-        f"`gather` must be one of {', '.join(map(repr, _GATHER))}, or a list of path"
-        f" patterns of submodules; got {gather!r}."
-    )

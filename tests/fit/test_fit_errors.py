@@ -164,7 +164,7 @@ INJECTED = optax.inject_hyperparams(optax.adam)(1e-3)
         ({"ensemble": Ensemble(4, lr=[1, 2, 3, 4]), "optimizer": INJECTED},
          r"\['lr'\].* holds b1, .*, learning_rate"),
         ({"strategy": Members()}, "4 members can't be split over the 8 devices"),
-        ({"strategy": LocalSGD(2)}, "LocalSGD keeps weights of its own"),
+        ({"strategy": LocalSGD(2)}, "LocalSGD keeps its replicas in"),
     ]),
 ])  # fmt: skip
 def test_constructor_refuses(arguments, error, message):

@@ -243,7 +243,7 @@ REFUSED = {
         (lambda: gan(one(), strategy=Bitwise(Sharded())), WRONG,
          "does not work with a list of parts"),
         (lambda: gan(one(), strategy=LocalSGD(every=2)), WRONG,
-         "LocalSGD keeps its state inside"),
+         "LocalSGD keeps its replicas in"),
         (over_a_pass, ValueError, "no part has a `loss_fn` that returns"),
         (lambda: over_a_pass("predictions", "targets", rows=3), ValueError,
          r"the predictions have .* for a batch of 16 rows; it must have the rows"),
