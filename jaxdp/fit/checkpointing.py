@@ -14,6 +14,7 @@ import jax
 from .. import checkpoint
 from ..basics.console import join_some, log_info, warn
 from ..basics.fingerprints import compute_fingerprints
+from ..basics.tracebacks import NoteOnError
 from ..basics.tree import leaf_path
 from ..callbacks import Callback
 from ..callbacks.base import overrides
@@ -171,16 +172,12 @@ def _load_callbacks(
     """Restores the states of callbacks in a checkpoint, and returns them by name."""
     saved = match_states(trainer, meta)
     for name, callback in name_callbacks(trainer.callbacks):
-        if name not in saved:
-            continue
-        try:
-            callback.load_state_dict(saved[name])
-        except Exception as error:
-            error.add_note(
-                f"while the callback {name} took up what the checkpoint"
-                f" {os.path.abspath(path)} has of it; the state is as it was"
-            )
-            raise
+        if name in saved:
+            with NoteOnError(
+                f"in `load_state_dict` of the callback {name}, with what the checkpoint"
+                f" {os.path.abspath(path)} has of it; the trainer's state is as it was"
+            ):
+                callback.load_state_dict(saved[name])
     return saved
 
 

@@ -9,7 +9,7 @@ from ..basics.arguments import check_is_local
 from ..basics.console import log_info, warn
 from ..basics.files import expand_path
 from ..callbacks import ModelCheckpoint
-from ..callbacks.state_matching import find_name, match_state
+from ..callbacks.state_matching import match_state
 from ..checkpoint import CheckpointCorrupt
 
 if TYPE_CHECKING:
@@ -30,10 +30,7 @@ def resume(trainer: "Trainer", where: str | os.PathLike[str]) -> None:
     path, _ = loaded
     step, epoch = trainer.global_step, trainer.current_epoch
     if where in CHECKPOINT_NAMES and os.path.basename(path) != str(step):
-        warn(
-            f"`ckpt_path`={where!r}: {path} is the checkpoint of step {step}, under"
-            " another name."
-        )
+        warn(f"`ckpt_path`={where!r}: {path} has step {step}, and not that of its name")
     log_info(f"resumed step {step} (epoch {epoch}) from {path}")
 
 
@@ -64,7 +61,7 @@ def load_by_name(
             f"`ckpt_path` must be the path of a checkpoint or one of {words}; got"
             f" {where!r}."
         )
-    if where not in words or not isinstance(where, str):
+    if where not in words:
         check_is_local("ckpt_path", where)
         path = expand_path(where)
         if not os.path.lexists(path):
@@ -90,29 +87,45 @@ def load_by_name(
             )
 
     # One process looks for checkpoints, so that all processes try the same ones.
-    paths, faults = trainer.run.processes.run_on_rank_zero(
-        "which checkpoint is meant",
-        lambda: _find_paths(trainer, where, savers),
-        CheckpointCorrupt,
+    paths = trainer.run.processes.run_on_rank_zero(
+        "which checkpoint is meant", lambda: _find_paths(trainer, where, savers)
     )
-    if not paths and not faults:
-        return None
-    return _load_first_valid(where, load, paths, faults)
+    faults: list[str] = []
+    for path in paths:
+        try:
+            if os.path.islink(path) or os.path.isfile(path):
+                raise CheckpointCorrupt(
+                    f"{path} is a symbolic link or a file, but a checkpoint is a"
+                    " folder."
+                )
+            return path, load(path)
+        except (CheckpointCorrupt, FileNotFoundError) as error:
+            faults.append(str(error).removeprefix("`path`: "))
+            warn(f"`ckpt_path`={where!r}: {faults[-1]} Skipped.")
+    if not paths:
+        return None  # of "auto"
+    raise CheckpointCorrupt(
+        f"`ckpt_path`={where!r}: there are checkpoints, and none is whole:\n  "
+        + "\n  ".join(faults)
+        + "\nNothing was changed. Restore them from a copy; or move them away, to start"
+        " over with 'auto'."
+    )
 
 
 def format_resume_hint(trainer: "Trainer") -> str:
     """Returns how to resume a fit that Ctrl-C has stopped between two steps."""
     step = trainer.global_step
-    text = f"stopped after step {step}"
     paths = [saver.last_model_path for saver in find_savers(trainer)]
     saved = [path for path in paths if os.path.basename(path) == str(step)]
     if saved:
         return (
-            f"{text}, and saved in {saved[0]}: `fit(..., ckpt_path='last')` resumes it"
+            f"stopped after step {step}, and saved in {saved[0]}: `fit(...,"
+            " ckpt_path='last')` resumes it"
         )
     return (
-        f"{text}, and not saved, which a `ModelCheckpoint` would have done; while this"
-        " process lives, `fit` resumes it and `trainer.save(path)` saves it"
+        f"stopped after step {step}, and not saved, which a `ModelCheckpoint` would"
+        " have done: in this process `fit` resumes it, and `trainer.save(path)` saves"
+        " it"
     )
 
 
@@ -127,60 +140,34 @@ def find_savers(trainer: "Trainer") -> list[ModelCheckpoint]:
 
 def _find_paths(
     trainer: "Trainer", where: str, savers: list[ModelCheckpoint]
-) -> list[list[str]]:
-    """Returns the checkpoints that a word names, in the order to try them, and faults.
+) -> list[str]:
+    """Returns the checkpoints that a word names, in the order to try them.
 
-    Faults name the items among the checkpoints that are no checkpoints.
+    Links and files are among them: a run whose folder has nothing else does not start
+    over.
     """
     folders = [saver.find_folder(trainer) for saver in savers]
 
     # If savers have the same step, the last saver's checkpoint comes first: it was
     # saved last.
-    steps = sorted(
-        ((step, folder) for folder in reversed(folders) for step in folder.steps()),
-        key=lambda pair: -pair[0],
-    )
-
-    looked = " and ".join(folder.path for folder in folders)
-    faults = [
-        f"{folder.get_path(step)} is a symbolic link or a file, but a checkpoint is"
-        " a folder."
-        for folder in folders
-        for step in folder.find_non_folders()
+    steps = [
+        (step, folder)
+        for folder in reversed(folders)
+        for step in (*folder.steps(), *folder.find_non_folders())
     ]
-
-    if not steps and not faults:
+    steps.sort(key=lambda pair: -pair[0])
+    if not steps:
+        looked = " and ".join(folder.path for folder in folders)
         if where == "auto":
             log_info(f"nothing to resume in {looked}: starting afresh")
-            return [[], []]
+            return []
         raise FileNotFoundError(
             f"`ckpt_path`={where!r}: there are no checkpoints in {looked}. Use 'auto'"
             " to start afresh then."
         )
-
     if where == "best":
         steps = _sort_best_first(trainer, savers[0], steps)
-    for fault in faults:
-        warn(f"`ckpt_path`={where!r}: {fault} Skipped.")
-    return [[folder.get_path(step) for step, folder in steps], faults]
-
-
-def _load_first_valid(
-    where: str, load: Callable[[str], Any], paths: list[str], faults: list[str]
-) -> tuple[str, Any]:
-    for path in paths:
-        try:
-            return path, load(path)
-        except (CheckpointCorrupt, FileNotFoundError) as error:
-            text = str(error).removeprefix("`path`: ")
-            faults.append(text)
-            warn(f"`ckpt_path`={where!r}: {text} Skipped.")
-    raise CheckpointCorrupt(
-        f"`ckpt_path`={where!r}: there are checkpoints, and none is whole:\n  "
-        + "\n  ".join(faults)
-        + "\nNothing was changed. Restore them from a copy; or move them away, to start"
-        " over with 'auto'."
-    )
+    return [folder.get_path(step) for step, folder in steps]
 
 
 def _sort_best_first(
@@ -191,30 +178,24 @@ def _sort_best_first(
     The link `best` comes first, because the newest checkpoint may have been measured
     after it was saved. The order of the others comes from the newest valid checkpoint.
     """
-    who, ranked = f"the callback {find_name(trainer, saver)}", None
+    state = None
     for step, folder in newest_first:
-        path = folder.get_path(step)
         try:
-            state = match_state(trainer, checkpoint.read_meta(path), saver)
-            if state is None:
-                raise ValueError(
-                    f"`ckpt_path`='best': the checkpoint has no state of {who}, so it"
-                    " is not known which is best; use 'last' or a path."
-                )
-            ranked = saver.rank_saved(state)
-            break
+            meta = checkpoint.read_meta(folder.get_path(step))
         except (CheckpointCorrupt, FileNotFoundError) as error:
             warn(f"`ckpt_path`='best': {error} Skipped.")
-    if ranked is None:
-        return newest_first
-    folders = dict(newest_first)
-    linked = saver.find_folder(trainer).read_link("best")
-    ranked = [linked, *(step for step in ranked if step != linked)]
-    best_first = [(step, folders[step]) for step in ranked if step in folders]
+            continue
+        state = match_state(trainer, meta, saver)
+        break
+    else:
+        return newest_first  # all are damaged, as their errors will say
+    folder, folders = saver.find_folder(trainer), dict(newest_first)
+    # No state: the checkpoints are of another `monitor`, and so is the link.
+    ranked = state and [folder.read_link("best"), *saver.rank_saved(state)]
+    best_first = [(n, folders[n]) for n in dict.fromkeys(ranked or ()) if n in folders]
     if not best_first:
         raise ValueError(
-            f"`ckpt_path`='best': of no checkpoint in"
-            f" {saver.find_folder(trainer).path} was {saver.monitor!r} measured; use"
-            " 'last' or a path."
+            f"`ckpt_path`='best': of no checkpoint in {folder.path} was"
+            f" {saver.monitor!r} measured; use 'last' or a path."
         )
     return best_first

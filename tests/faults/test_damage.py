@@ -174,7 +174,7 @@ MISCHIEF = {
     ),
     "steps change names": (
         lambda run: swap(run / "4", run / "2"),
-        "4 is the checkpoint of step 2, under another name",
+        "4 has step 2, and not that of its name",
     ),
     "metadata of another step": (
         lambda run: swap(run / "4" / "meta", run / "2" / "meta"),
