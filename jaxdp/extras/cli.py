@@ -8,14 +8,14 @@ import runpy
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, cast
+from unittest import mock
 
 import numpy as np
 
 from ..basics.console import format_columns
 from ..basics.environment import get_versions
 from ..basics.files import write_atomically
-from ..fit import replace_training
 from ..trainer import Trainer
 from .doctor import examine
 from .model_files import read_weights, write_arrays
@@ -131,7 +131,7 @@ def _plan(options: argparse.Namespace) -> None:
     if not os.path.isfile(script):
         raise FileNotFoundError(f"`{script}`: there is no such file.")
 
-    def plan(trainer: Trainer, train_loader: Any) -> NoReturn:
+    def plan(trainer: Trainer, train_loader: Any = None, *_: Any, **__: Any) -> Any:
         names = "devices", "topology", "hardware", "hosts"
         chosen = {name: getattr(options, name) for name in names}
         plans.append(trainer.plan(train_loader, **chosen))
@@ -142,7 +142,7 @@ def _plan(options: argparse.Namespace) -> None:
     sys.argv = [script, *options.arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     try:
-        with replace_training(plan):
+        with mock.patch.multiple(Trainer, fit=plan, steps=plan):
             runpy.run_path(script, run_name="__main__")
     except _PlanDone:
         print(plans[0])

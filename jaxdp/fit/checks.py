@@ -160,12 +160,10 @@ def check_model(model: Any, *, must_be_callable: bool) -> None:
 
 def check_optimizer(optimizer: Any) -> None:
     if not isinstance(optimizer, optax.GradientTransformation):
-        is_short = isinstance(optimizer, str) or callable(optimizer)
-        came = optimizer if is_short else type(optimizer)
         raise TypeError(
             "`optimizer` must be an optax.GradientTransformation, as optax.adam(1e-3)"
             " returns (and `gradient_transformation()` of optax.MultiSteps), or a list"
-            f" of jaxdp.Part; got {'' if is_short else 'an instance of '}{came!r}."
+            f" of jaxdp.Part; got {optimizer!r:.80} of type {type(optimizer)}."
         )
 
 
@@ -343,16 +341,11 @@ def choose_objective(arguments: Mapping[str, Any]) -> Objective | None:
         )
 
     objective = LossFnObjective(loss_fn, keeps_outputs=keeps)
-    if state is not None and objective.is_per_example:
-        raise ValueError(
-            "`state` was given, and `loss_fn` is per_example: a model with state, as"
-            " with BatchNorm, sees the whole batch. Pass a plain `loss_fn(model,"
-            " *batch, state)` that returns (loss, state)."
-        )
     if state is not None and not objective.takes_state:
         raise ValueError(
-            "`state` was given, but `loss_fn` has no parameter named `state`; add one,"
-            " and return the new state last: (loss, state)."
+            "`state` was given, but `loss_fn` has no parameter named `state`: pass a"
+            " `loss_fn(model, *batch, state)`, not per_example, that returns (loss,"
+            " state)."
         )
     if callable(model := arguments["model"]) and "training" in find_keywords(model):
         if "training" not in objective.names:

@@ -88,7 +88,7 @@ def load_by_name(
 
     # One process looks for checkpoints, so that all processes try the same ones.
     paths = trainer.run.processes.run_on_rank_zero(
-        "which checkpoint is meant", lambda: _find_paths(trainer, where, savers)
+        "which checkpoint is meant", lambda: _find_paths(trainer, str(where), savers)
     )
     faults: list[str] = []
     for path in paths:
