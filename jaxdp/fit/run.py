@@ -2,10 +2,12 @@
 
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import jax
 import optax
+from jax.core import Tracer
 from jaxtyping import PyTree
 
 from .. import losses
@@ -250,7 +252,13 @@ class Run:
             checks.check_has_arrays(config.model)
             if jax.default_backend() == "cpu":
                 keep_freed_memory()
-            self._engine = config.make_engine(self.hooks)
+            # If a function of the user is being traced, compute values anyway. Only
+            # then: otherwise the initial state of an optimizer, zeros as large as the
+            # model, would be computed outside of the compiled `init`.
+            is_traced = isinstance(jax.device_put(0), Tracer)
+            eagerly = jax.ensure_compile_time_eval() if is_traced else nullcontext()
+            with eagerly:
+                self._engine = config.make_engine(self.hooks)
         return self._engine
 
     def check_between_dispatches(self, what: str) -> None:
