@@ -1,11 +1,11 @@
 """Saves a trainer to a checkpoint, and restores it."""
 
-import functools
 import inspect
 import json
 import os
 import re
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import equinox as eqx
@@ -49,10 +49,6 @@ def start_saving(
 ) -> checkpoint.PendingSave:
     """Starts to write the current state, which the next step may then overwrite."""
     run = trainer.run
-
-    def run_save_hooks(path: str) -> None:
-        run.hooks.on_save_checkpoint(trainer, path)
-
     with run.interrupts.defer_signals():
         run.renew_hooks(trainer.callbacks, to_train=True)
         run.check_between_dispatches("`save`")
@@ -60,13 +56,13 @@ def start_saving(
         state = held.tree
         run.record.flush()
         meta = make_metadata(trainer)
-        time_save = functools.partial(run.record.stopwatch.measure, "checkpoints")
+        time_save = partial(run.record.stopwatch.measure, "checkpoints")
         with time_save():
             return checkpoint.start_saving(
                 path,
                 state,
                 meta,
-                run_save_hooks,
+                partial(run.hooks.on_save_checkpoint, trainer),
                 time_save,
                 held.evaluated,
                 _fingerprint_frozen(run, state),

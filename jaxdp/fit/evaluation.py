@@ -219,9 +219,8 @@ def predict(
     ):
         if source.shuffles:
             warn(
-                "`loader` shuffles: the predictions are in the order in which it gives"
-                " the rows, not in that of its dataset. Pass a loader with"
-                " shuffle=False."
+                "`loader` shuffles: the predictions are in the order of its rows, not"
+                " in that of its dataset. Pass a loader with shuffle=False."
             )
         if source.num_dropped:
             warn(

@@ -70,16 +70,13 @@ def check_attribute(trainer: "Trainer", name: str) -> None:
         ours = [each for each in dir(type(trainer)) if not each.startswith("_")]
         ours += [*vars(trainer), *trainer.run.arguments]
         near = find_near(name, ours, cutoff=0.9)
-        if near is None:  # matches a long first word alone, such as "acumulate"
+        if near is None:  # a long first word alone, such as "acumulate"
             first = {each.partition("_")[0]: each for each in ours}
-            near = first.get(find_near(name, filter(_is_long, first), 0.9) or "")
+            long = [word for word in first if len(word) > 9]
+            near = first.get(find_near(name, long, 0.9) or "")
         instead = near and f"trainer.{near}"
     if instead is not None:
         raise AttributeError(f"`trainer` has no attribute {name!r}; use {instead}.")
-
-
-def _is_long(word: str) -> bool:
-    return len(word) > 9
 
 
 def gather_model(run: "Run") -> tuple[Any, Any]:

@@ -38,11 +38,6 @@ def test_arrays_in_the_place_of_loaders_are_told_how_to_be_batches():
     assert trainer.global_step == 0
 
 
-def loss_of_dicts(model, b):
-    criterion = optax.softmax_cross_entropy_with_integer_labels
-    return criterion(jax.vmap(model)(b["x"]), b["y"])
-
-
 @pytest.mark.parametrize("criterion, reduces", [
     (lambda p, t: (p - t) ** 2, False),
     (lambda p, t: ((p - t) ** 2).mean(), True),
@@ -150,12 +145,6 @@ def test_names_of_values_from_two_callbacks_must_differ():
     make(callbacks=[inside("norm"), inside("skipped")]).fit(batches(8))
 
 
-def test_a_share_of_less_than_a_batch_is_refused():
-    with pytest.raises(ValueError, match="`limit_val_batches`=0.1 of 2 batches is les"):
-        make().fit(batches(8), batches(8, 8), limit_val_batches=0.1)
-    assert make().fit(batches(8), batches(8), limit_val_batches=0.0).epochs == [0]
-
-
 def test_an_epoch_that_was_cut_and_has_no_more_batches_is_said(caplog):
     trainer = make()
     trainer.fit(batches(*[8] * 6), max_steps=4)
@@ -171,13 +160,6 @@ def test_an_epoch_that_was_cut_and_has_no_more_batches_is_said(caplog):
 def test_a_fit_of_no_steps_reads_nothing(loader):
     with pytest.warns(UserWarning, match="`fit` has nothing to do: 0 epochs"):
         assert not [*make().fit(loader, max_steps=0)]
-
-
-def test_nothing_to_do_is_said():
-    trainer = make()
-    trainer.fit(batches(8))
-    with pytest.warns(UserWarning, match="`fit` has nothing to do: 1 epochs"):
-        trainer.fit(batches(8))
 
 
 def test_an_epoch_that_a_hook_stops_before_its_first_batch_is_no_empty_loader(recwarn):

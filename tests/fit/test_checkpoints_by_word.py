@@ -73,7 +73,7 @@ def test_it_tests_the_weights_of_a_checkpoint_and_keeps_its_own(tmp_path, strate
     steps = sorted(weights.models)
     assert best < 3 and steps == [3, 6, 9, 12]
 
-    now = trainer.test(TEST)
+    now, last = trainer.test(TEST), trainer.predict(TEST)
     program = trainer.run.engine.steps["evaluate"].programs
     programs = dict(program)
     before, progress = arrays(trainer.model), trainer.run.progress.state_dict
@@ -89,6 +89,8 @@ def test_it_tests_the_weights_of_a_checkpoint_and_keeps_its_own(tmp_path, strate
             found[word], by_hand(weights.models[step]), rtol=1e-5, err_msg=word
         )
     assert found["best"] != found["last"] == list(now.values())
+    np.testing.assert_array_equal(trainer.predict(TEST, "last"), last)
+    assert (trainer.predict(TEST, "best") != last).any()
 
     # Nothing else has changed, and nothing was compiled again.
     assert dict(program) == programs and trainer.global_step == 12
@@ -172,8 +174,6 @@ def test_a_damaged_checkpoint_is_passed_over_and_there_must_be_some(tmp_path):
 
     with pytest.raises(FileNotFoundError, match="'auto' is none of"):
         trainer.test(TEST, "auto")
-    with pytest.raises(ValueError, match="this trainer has none; add one, or pass"):
-        quiet(Mlp(jax.random.key(0))).test(TEST, "best")
 
 
 def test_load_model_takes_the_best_of_a_folder_by_its_record(tmp_path, caplog):

@@ -247,6 +247,7 @@ WRONG = ValueError, TypeError
     ({"max_steps": 1.5}, WRONG, "`max_steps` must be an int"),
     ({"limit_train_batches": 1.5}, WRONG, "as a share must be from 0.0 to 1.0"),
     ({"limit_train_batches": -1}, WRONG, "must be 0 or more .* batches; got -1"),
+    ({"limit_val_batches": 0.1}, WRONG, "`limit_val_batches`=0.1 of 1 batches is les"),
     ({"val_check_interval": 0.4}, WRONG, "of 2 batches is less than one batch"),
     ({"val_check_interval": 9}, WRONG, "more than the 2 batches"),
     ({"check_val_every_n_epoch": 0}, WRONG, "must be 1 or more"),

@@ -102,19 +102,6 @@ def test_what_watches_training_is_left_alone_by_a_pass(tmp_path):
     assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == kept
 
 
-def test_a_pass_may_use_the_weights_of_a_checkpoint(tmp_path):
-    data, val = batches(16, 16, seed=1), batches(16, 5, seed=2)
-    trainer = mlp_trainer()
-    trainer.fit(data)
-    path, then = trainer.save(tmp_path / "saved"), trainer.validate(val)
-    predicted = trainer.predict(val)
-    trainer.fit(data, max_epochs=2)
-    own = trainer.validate(val)
-    assert trainer.validate(val, path) == then != own
-    np.testing.assert_array_equal(trainer.predict(val, path), predicted)
-    assert trainer.validate(val) == own  # the trainer keeps its own
-
-
 @pytest.mark.parametrize(
     "limit, rows", [(1, 16), (2, 32), (0.5, 32), (9, 53), (1.0, 53)]
 )
