@@ -54,9 +54,7 @@ def _log_inference_layers(model: Any) -> None:
     layers: Counter[str] = Counter()
 
     def count(node: Any) -> bool:
-        is_layer = isinstance(node, eqx.Module)
-        does_nothing = getattr(node, "p", None) == 0  # a dropout of rate 0
-        if is_layer and getattr(node, "inference", None) is True and not does_nothing:
+        if isinstance(node, eqx.Module) and getattr(node, "inference", None) is True:
             layers[type(node).__name__] += 1
         return False
 

@@ -62,8 +62,8 @@ class TrainerConfig:
 
     Attributes:
         arguments: as passed.
-        strategy: that of the arguments, once it knows them.
-        adds_state: whether the strategy adds a state to the optimizer's.
+        strategy: the strategy, as its `prepare` returned it.
+        adds_state: whether the strategy wraps the optimizer, and so adds to its state.
         parts: the initial model as (trained leaves, other arrays, the rest).
         optimizer_parts: the resolved `Part`s; empty for a single optimizer.
         pass_metrics: the `PassMetric`s, by name.
@@ -71,7 +71,8 @@ class TrainerConfig:
 
     def __init__(self, arguments: Mapping[str, Any]):
         self.arguments = arguments
-        # What the strategy makes of them trains; they are described as passed.
+        # Steps use what the strategy makes of the arguments; checkpoints and logs have
+        # them as passed.
         arguments = arguments["strategy"].prepare(dict(arguments))
         self.strategy: DataParallel = arguments["strategy"]
         self.adds_state = arguments["optimizer"] is not self.arguments["optimizer"]

@@ -27,7 +27,6 @@ def frozen_part():
     (frozen_part, "1 BatchNorm"),
     (lambda: (make_small(Mlp(KEY)).inference_model(), None), "1 Dropout"),
     (lambda: (Mlp(KEY), None), None),
-    (lambda: (eqx.nn.inference_mode(Mlp(KEY, rate=0)), None), None),
     (norm_net, None),
 ])  # fmt: skip
 def test_layers_in_inference_mode_are_named_at_the_first_fit(make, listed, caplog):
