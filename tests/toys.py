@@ -50,6 +50,23 @@ class Mlp(eqx.Module):
         return self.last(x) + jnp.where(self.flags[0], shift, -shift)
 
 
+class Net(eqx.Module):
+    """4 -> `width` -> 2 with dropout."""
+
+    first: eqx.nn.Linear
+    dropout: eqx.nn.Dropout
+    last: eqx.nn.Linear
+
+    def __init__(self, width=8, key=0):
+        keys = jax.random.split(jax.random.key(key))
+        self.first = eqx.nn.Linear(4, width, key=keys[0])
+        self.dropout = eqx.nn.Dropout(0.2)
+        self.last = eqx.nn.Linear(width, 2, key=keys[1])
+
+    def __call__(self, x, *, key=None):
+        return self.last(self.dropout(jax.nn.relu(self.first(x)), key=key))
+
+
 class NormNet(eqx.Module):
     """4 -> 8 -> BatchNorm -> 3."""
 

@@ -1,7 +1,7 @@
 """Changes to the process that jaxdp runs in; docs/inside.md lists them for users.
 
-None happens at import. The first `Trainer` enables the compilation cache, its first use
-of a CPU keeps freed memory, and tracing a step pauses the garbage collector.
+None happens at import. The first `Trainer` enables the compilation cache. The first one
+on a CPU lets glibc keep freed memory. Tracing a step pauses the garbage collector.
 """
 
 import contextlib
@@ -100,23 +100,22 @@ def pause_gc() -> Iterator[None]:
     Tracing makes many objects that stay. Searching all of them for cycles again and
     again takes a fifth to a third of the time (300 layers: 1.5 s instead of 1.0).
     """
-    if not gc.isenabled():  # the user or a trainer in another thread disabled it
-        yield
-        return
+    was_enabled = gc.isenabled()  # not if the user or another thread disabled it
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if was_enabled:
+            gc.enable()
 
 
 def is_imported_by_a_worker() -> bool:
-    """Returns True in a spawned worker of a loader, which imports the script again."""
+    """Returns True if a spawned worker of a loader is importing the script."""
     return getattr(multiprocessing.current_process(), "_inheriting", False)
 
 
 def refuse_to_train_in_a_worker() -> None:
-    """Raises a RuntimeError if a worker of a loader only imports this script."""
+    """Raises a RuntimeError if a worker of a loader is importing this script."""
     if is_imported_by_a_worker():
         raise RuntimeError(
             "a data loader worker runs the training script itself, because workers"

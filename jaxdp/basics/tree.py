@@ -167,7 +167,7 @@ def nbytes(leaf: Any, shape: Sequence[int] | None = None) -> int:
 
 
 def describe_difference(old: PyTree, new: PyTree) -> str:
-    """Returns how the structure of `new` differs from that of `old`, in a clause."""
+    """Returns a clause about how the structure of `new` differs from that of `old`."""
     names, others = (
         [leaf_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
         for tree in (old, new)

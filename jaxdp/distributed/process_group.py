@@ -1,10 +1,10 @@
 """The processes of a job: barriers that compare what they do, and exchanges of values.
 
-A barrier is one of JAX's coordination service, whose name contains a digest of what
-this process is about to do: processes that differ wait at different barriers. A process
-that waits longer than 2 s publishes a message, and reads those of the others to find
-out which one is missing or differs. Values are exchanged between hosts in the same way:
-no device waits for them.
+Each barrier is a named barrier of JAX's coordination service. Its name contains a digest
+of what this process is about to do, so processes that differ wait at different ones. A
+process that waits longer than 2 s publishes a message, and reads the messages of the
+others to find out which process is missing or differs. Values are exchanged through the
+key-value store of the same service: no device waits for them.
 """
 
 import builtins
@@ -25,22 +25,22 @@ _FAST_BARRIER_SECONDS: Final = 2.0
 """Seconds at a barrier after which a process looks for the missing ones."""
 
 _MISMATCH_READ_SECONDS: Final = 1.0
-"""Seconds that process 0, which hosts the service, waits before it raises a mismatch:
-the messages disappear with it, and the others must read them first."""
+"""Seconds that process 0 waits before it raises a mismatch. It hosts the service: when
+it ends, the messages are gone, and the others must read them first."""
 
 _ARRIVED_DIR: Final = "jaxdp.meet/come"
 _EXITED_DIR: Final = "jaxdp.meet/departed"
 _HOSTS_DIR: Final = "jaxdp.meet/hosts"
-"""Directories of the key-value store: messages of processes that wait at a barrier, or
-exit; and their host names."""
+"""Directories of the key-value store: messages of processes that wait at a barrier,
+messages of processes that exit, and the host name of each process."""
 
 _EXIT_SECONDS: Final = 10.0
-"""Seconds until a process that has lost a peer exits. Its last log may wait for a step
-in flight, and that for the lost process."""
+"""Seconds until a process that has lost a peer exits. The last row of its log may wait
+for a step in flight, and the step for the lost process."""
 
 _RANK_ZERO_TIMEOUT: Final = 3600.0
 """Seconds to wait for work that process 0 does alone, such as reading a checkpoint. If
-it dies, the launcher or JAX ends the others long before."""
+process 0 dies, the launcher or JAX ends the others long before."""
 
 _VOTE_SECONDS: Final = 1.0
 """The approximate time between two exchanges of a `PeriodicVote`, of milliseconds."""
@@ -51,7 +51,7 @@ class PeerLost(RuntimeError):
 
 
 def _make_peer_lost(text: str) -> PeerLost:
-    """Returns the error; ends this process some seconds later, even if it waits."""
+    """Returns the error; a timer then ends this process, even if it hangs."""
 
     def exit_process() -> None:
         log_info(f"{text}. This process ends.", all_processes=True)
@@ -82,7 +82,7 @@ class ProcessBarrier:
         self._entries: list[tuple[str, Mapping[str, str]]] = []
 
     def add_entry(self, location: str, facts: Mapping[str, str] | None = None) -> None:
-        """Adds what this process is about to do, which the next barrier compares."""
+        """Adds an entry, what this process is about to do, to the next comparison."""
         self.location = location
         self._entries.append((location, facts or {}))
 
@@ -96,7 +96,7 @@ class ProcessBarrier:
         """Blocks until all processes have arrived with the same entries.
 
         Args:
-            what: a last entry; "" adds none.
+            what: an entry to add first; "" adds none.
             min_timeout: seconds to wait at least, even if `timeout` is shorter.
 
         Raises:

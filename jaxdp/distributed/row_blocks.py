@@ -18,22 +18,25 @@ class RowBlocks(NamedTuple):
     local: tuple[int, ...] = (0,)
 
     def count_rows(self, rows: int, each: int) -> tuple[int, ...]:
-        """Returns the number of real rows in each block, if `rows` fill blocks of
-        `each` in turn.
+        """Returns the number of real rows in each block.
+
+        Args:
+            rows: the real rows of the batch, which fill the blocks in turn.
+            each: the rows that a block has room for.
         """
         return tuple(
             min(max(rows - block * each, 0), each) for block in range(self.count)
         )
 
     def get_local_rows(self, rows: int, each: int) -> list[range]:
-        """Returns the rows of such a batch that this process loads."""
+        """Returns the rows that this process loads, a range for each local block."""
         return [
             range(min(block * each, rows), min((block + 1) * each, rows))
             for block in self.local
         ]
 
     def make_global_shapes(self, group: Any) -> Any:
-        """Returns the shapes of a group on all processes, from its local arrays."""
+        """Returns a group of micro-batches with the shapes of its global arrays."""
         return group._replace(batch=jax.tree.map(self._make_global_shape, group.batch))
 
     def _make_global_shape(self, leaf: Any) -> jax.ShapeDtypeStruct:

@@ -1,4 +1,4 @@
-"""Holds signals back until no state can be lost, and reports the exits of processes."""
+"""Holds signals back while state could be lost, and reports the exits of processes."""
 
 import _signal  # pyright: ignore
 import atexit
@@ -76,7 +76,7 @@ class SignalHandler:
         self._depth = 0
 
     def check(self, *, force: bool = False) -> None:
-        """Raises a signal that is held back; with `force` it asks all processes now."""
+        """Raises a signal that is held back; `force` asks all processes at this call."""
         if self._vote is not None:
             signals = self._vote.poll(self._pending, force=force)
             if signals:

@@ -32,7 +32,7 @@ def crews(folder, compiled):
     """A function that starts crews, which are ended when this is left."""
     pytest.importorskip("torch")
     before = os.environ.get("PYTHONPATH", "")
-    paths = [str(HERE), str(HERE.parents[1]), before]
+    paths = [str(HERE), *map(str, HERE.parents[:2]), before]
     started = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))

@@ -17,6 +17,7 @@ import numpy as np  # noqa: E402
 import optax  # noqa: E402
 import orbax.checkpoint  # noqa: E402, F401
 import torch  # noqa: E402
+from toys import Net  # noqa: E402
 
 import jaxdp  # noqa: E402
 from jaxdp import callbacks  # noqa: E402
@@ -68,21 +69,6 @@ def in_turn(scenes):
 
 def say(*text):
     print(*text, flush=True)
-
-
-class Net(eqx.Module):
-    first: eqx.nn.Linear
-    dropout: eqx.nn.Dropout
-    last: eqx.nn.Linear
-
-    def __init__(self, width=8, key=0):
-        keys = jax.random.split(jax.random.key(key))
-        self.first = eqx.nn.Linear(4, width, key=keys[0])
-        self.dropout = eqx.nn.Dropout(0.2)
-        self.last = eqx.nn.Linear(width, 2, key=keys[1])
-
-    def __call__(self, x, *, key=None):
-        return self.last(self.dropout(jax.nn.relu(self.first(x)), key=key))
 
 
 cross_entropy = optax.softmax_cross_entropy_with_integer_labels
@@ -221,23 +207,6 @@ def skip(trainer):
 
 def linger(trainer):
     time.sleep(6)
-
-
-class Slow(torch.utils.data.Dataset):
-    """Takes its time at every row, in one process."""
-
-    def __len__(self):
-        return 64
-
-    def __getitem__(self, index):
-        time.sleep(mine(0.0, 0.02))
-        return rows()[index]
-
-
-def measure():
-    monitor = callbacks.ThroughputMonitor()
-    make(callbacks=[monitor]).fit(load(Slow()), max_epochs=2)
-    say("waited", monitor.summary["callbacks"])
 
 
 class Failing(torch.utils.data.Dataset):

@@ -132,10 +132,12 @@ def test_kills_while_several_processes_write_a_checkpoint(crew, tmp_path):
 
 
 def whole(folder):
-    names = os.listdir(folder) if folder.exists() else []
-    return {int(name) for name in names if name.isdecimal()}
+    return {name for name in listed(folder) if name.isdecimal()}
 
 
 def being_written(folder):
-    names = os.listdir(folder) if folder.exists() else []
-    return [name for name in names if "tmp" in name]
+    return [name for name in listed(folder) if "tmp" in name]
+
+
+def listed(folder):
+    return os.listdir(folder) if folder.exists() else []

@@ -81,25 +81,24 @@ def test_launchers_say_which_process_this_is(
 
 EIGHT = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
 UUIDS = ",".join(f"MIG-{number}aa-77/3/0" for number in range(4))
+PER_NODE = "SLURM_STEP_TASKS_PER_NODE"
 
 
-@pytest.mark.parametrize("environ, devices", [
-    (TORCHRUN | EIGHT, [4, 5, 6, 7]),
-    (TORCHRUN | EIGHT | {"LOCAL_RANK": "0"}, [0, 1, 2, 3]),
-    (TORCHRUN | EIGHT | {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}, None),
-    (TORCHRUN | {"CUDA_VISIBLE_DEVICES": "5,6,7"}, [1]),
-    (TORCHRUN | {"CUDA_VISIBLE_DEVICES": ""}, None),
-    (TORCHRUN | {"CUDA_VISIBLE_DEVICES": "-1"}, None),
-    (TORCHRUN | {"CUDA_VISIBLE_DEVICES": UUIDS}, [2, 3]),
-    (TORCHRUN | {"CUDA_VISIBLE_DEVICES": "GPU-8f6b-1"}, None),
-    (SLURM | EIGHT | {"SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, [2, 3]),
-    (SLURM | EIGHT | {"SLURM_STEP_TASKS_PER_NODE": "4(x2),2"}, [1]),
-    (SLURM | EIGHT, [1]),
-    (OPEN_MPI_4 | EIGHT | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, [0, 1, 2, 3]),
-    (KUBERNETES | EIGHT, None),
+@pytest.mark.parametrize("environ, others, devices", [
+    (TORCHRUN, EIGHT, [4, 5, 6, 7]),
+    (TORCHRUN, EIGHT | {"LOCAL_RANK": "0"}, [0, 1, 2, 3]),
+    (TORCHRUN, EIGHT | {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}, None),
+    *((TORCHRUN, {"CUDA_VISIBLE_DEVICES": visible}, devices) for visible, devices in (
+        ("5,6,7", [1]), ("", None), ("-1", None), (UUIDS, [2, 3]), ("GPU-8f6b-1", None),
+    )),
+    (SLURM, EIGHT | {PER_NODE: "4(x2)"}, [2, 3]),
+    (SLURM, EIGHT | {PER_NODE: "4(x2),2"}, [1]),
+    (SLURM, EIGHT, [1]),
+    (OPEN_MPI_4, EIGHT | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, [0, 1, 2, 3]),
+    (KUBERNETES, EIGHT, None),
 ])  # fmt: skip
-def test_processes_share_the_gpus_of_their_machine(variables, environ, devices):
-    variables(environ)
+def test_processes_share_the_gpus_of_their_machine(variables, environ, others, devices):
+    variables(environ | others)
     assert detect_rank().devices == devices
 
 
@@ -136,18 +135,15 @@ def test_a_wrong_variable_is_named(variables, environ, text):
         detect_rank()
 
 
-def test_wrong_arguments_are_named():
-    initialize = jaxdp.distributed.initialize
-    with pytest.raises(
-        ValueError, match="`coordinator_address`, `process_id` is not known"
-    ):
-        initialize(num_processes=2)
-    with pytest.raises(ValueError, match="`coordinator_address`.* must be 'host:port'"):
-        initialize("here", 2, 0)
-    with pytest.raises(ValueError, match="`process_id` must be from 0 to 1.*got 2"):
-        initialize("here:77", 2, 2)
-    with pytest.raises(ValueError, match="`heartbeat_timeout` must be more than 0"):
-        initialize(heartbeat_timeout=0)
+@pytest.mark.parametrize("arguments, options, match", [
+    ((), {"num_processes": 2}, "`coordinator_address`, `process_id` is not known"),
+    (("here", 2, 0), {}, "`coordinator_address`.* must be 'host:port'"),
+    (("here:77", 2, 2), {}, "`process_id` must be from 0 to 1.*got 2"),
+    ((), {"heartbeat_timeout": 0}, "`heartbeat_timeout` must be more than 0"),
+])  # fmt: skip
+def test_wrong_arguments_are_named(arguments, options, match):
+    with pytest.raises(ValueError, match=match):
+        jaxdp.distributed.initialize(*arguments, **options)
 
 
 def test_where_all_are_on_one_machine_others_are_not_listened_to():
@@ -156,13 +152,8 @@ def test_where_all_are_on_one_machine_others_are_not_listened_to():
     assert RankInfo(0, 2, "fd00::2", 77).address == "[fd00::2]:77"
 
 
-def test_alone_it_does_nothing():
-    jaxdp.distributed.initialize()
-    jaxdp.distributed.initialize(num_processes=1)
-    assert not jax.distributed.is_initialized()
-
-
 def test_a_spawned_worker_that_imports_the_script_joins_nobody(variables, monkeypatch):
+    jaxdp.distributed.initialize(num_processes=1)
     variables(TORCHRUN)
     worker = multiprocessing.current_process()
     monkeypatch.setattr(worker, "_inheriting", True, raising=False)

@@ -86,13 +86,6 @@ def test_who_waits_for_whom_is_said(crew):
 
 
 @pytest.mark.slow
-def test_waits_for_other_processes_are_measured(crew):
-    outputs = crew("measure").finish()
-    waited = [float(re.findall("waited (.*)", output)[0]) for output in outputs]
-    assert waited[0] > waited[1]
-
-
-@pytest.mark.slow
 def test_meeting_rarely_is_enough_to_find_it(crew):
     outputs = crew("fit", at=(1, 5, tasks.skip), lockstep={"every_n_steps": 4}).finish(
         1

@@ -27,30 +27,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from toys import At, Deep, Mlp, NormNet, On, Recorder, linear, mlp, rows, scores
 
-from jaxdp import (
-    Arrays,
-    Bitwise,
-    LocalSGD,
-    PassMetric,
-    Pipeline,
-    Pmap,
-    SequenceParallel,
-    Sharded,
-    SingleDevice,
-    TensorParallel,
-    Trainer,
-    Whole,
-)
-from jaxdp.callbacks import (
-    CSVLogger,
-    EarlyStopping,
-    ModelCheckpoint,
-    NanGuard,
-    OptunaPruning,
-    ProgressBar,
-    ReduceLROnPlateau,
-)
-from jaxdp.strategies import FSDP, ZeRO
+import jaxdp
+from jaxdp import callbacks
 
 faulthandler.register(signal.SIGUSR2, all_threads=True)
 
@@ -62,34 +40,38 @@ def strategies():
     halves = [("first.weight", PartitionSpec("model", None))]
     devices = jax.device_count()
     return {
-        "Sharded": Sharded,
-        "Pmap": Pmap,
-        "ZeRO": ZeRO,
-        "FSDP": FSDP,
-        "FSDP in groups": lambda: FSDP(groups=jax.process_count()),
-        "TensorParallel": lambda: TensorParallel(
+        "Sharded": jaxdp.Sharded,
+        "Pmap": jaxdp.Pmap,
+        "ZeRO": jaxdp.ZeRO,
+        "FSDP": jaxdp.FSDP,
+        "FSDP in groups": lambda: jaxdp.FSDP(groups=jax.process_count()),
+        "TensorParallel": lambda: jaxdp.TensorParallel(
             {"data": devices // 2, "model": 2}, halves
         ),
-        "across": lambda: TensorParallel({"data": 1, "model": devices}, halves),
-        "sequence": lambda: SequenceParallel({"data": 1, "seq": devices}, fsdp=True),
-        "rows and sequence": lambda: SequenceParallel({"data": devices // 2, "seq": 2}),
-        "Pipeline": lambda: Pipeline(devices, 3),
-        "LocalSGD": lambda: LocalSGD(every=3, devices=4),
-        "SingleDevice": SingleDevice,
-        "Bitwise": lambda: Bitwise(Sharded()),
-        "Bitwise Pmap": lambda: Bitwise(Pmap()),
+        "across": lambda: jaxdp.TensorParallel({"data": 1, "model": devices}, halves),
+        "sequence": lambda: jaxdp.SequenceParallel(
+            {"data": 1, "seq": devices}, fsdp=True
+        ),
+        "rows and sequence": lambda: jaxdp.SequenceParallel(
+            {"data": devices // 2, "seq": 2}
+        ),
+        "Pipeline": lambda: jaxdp.Pipeline(devices, 3),
+        "LocalSGD": lambda: jaxdp.LocalSGD(every=3, devices=4),
+        "SingleDevice": jaxdp.SingleDevice,
+        "Bitwise": lambda: jaxdp.Bitwise(jaxdp.Sharded()),
+        "Bitwise Pmap": lambda: jaxdp.Bitwise(jaxdp.Pmap()),
     }
 
 
-def trainer(strategy="Sharded", callbacks=(), model=None, deep=False, **options):
+def trainer(strategy="Sharded", hooks=(), model=None, deep=False, **options):
     options = {"loss": "cross_entropy", "metrics": ["accuracy"]} | options
     if model is None:
         model = Deep() if deep else Mlp(jax.random.key(0))
-    return Trainer(
+    return jaxdp.Trainer(
         model,
         optax.adam(1e-2),
         strategy=strategies()[strategy](),
-        callbacks=callbacks,
+        callbacks=hooks,
         enable_progress_bar=False,
         **options,
     )
@@ -131,10 +113,10 @@ def of_process(batches, local):
     own = slice(jax.process_index(), None, jax.process_count())
 
     def select(node):
-        return node if isinstance(node, Whole) else node[own]
+        return node if isinstance(node, jaxdp.Whole) else node[own]
 
     def is_array(node):
-        return isinstance(node, Whole | np.ndarray)
+        return isinstance(node, jaxdp.Whole | np.ndarray)
 
     found = [jax.tree.map(select, each, is_leaf=is_array) for each in batches]
     return [each for each in found if len(each[1])] if local else batches
@@ -171,12 +153,12 @@ def all_numbers(cases):
 def plateaus():
     """The rate that processes come to together, and what one of them sets alone."""
     optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=1.0)
-    callbacks = [ReduceLROnPlateau(factor=0.5, patience=1, min_delta=1e9)]
-    run = Trainer(
+    plateau = callbacks.ReduceLROnPlateau(factor=0.5, patience=1, min_delta=1e9)
+    run = jaxdp.Trainer(
         Mlp(jax.random.key(0)),
         optimizer,
         loss="cross_entropy",
-        callbacks=callbacks,
+        callbacks=[plateau],
         enable_progress_bar=False,
     )
     run.fit(DataLoader(data(), 16), DataLoader(data(), 16), max_epochs=3)
@@ -274,9 +256,9 @@ def loaders():
     model, state = eqx.nn.make_with_state(NormNet)(jax.random.key(0))
     found = {
         "list": losses(arrays()),
-        "Arrays": losses(Arrays(*rows(ROWS), batch_size=16)),
+        "Arrays": losses(jaxdp.Arrays(*rows(ROWS), batch_size=16)),
         "Arrays on a device": losses(
-            Arrays(*jax.device_put(rows(ROWS)), batch_size=16)
+            jaxdp.Arrays(*jax.device_put(rows(ROWS)), batch_size=16)
         ),
         "iterator": losses(iter(arrays()), epochs=1),
         "by index": losses(DataLoader(logged, 16, shuffle=True)),
@@ -328,7 +310,7 @@ def buckets(local=False):
 
     data = [batch(2, 16), batch(3, 8), batch(2, 16), batch(3, 1)]
     recorder = Recorder()
-    run = trainer(callbacks=[recorder], model=model, data=kind_of(local))
+    run = trainer(hooks=[recorder], model=model, data=kind_of(local))
     run.fit(of_process(data, local), max_epochs=2)
     other = [batch(2 + jax.process_index(), 8)]
     wrong = refusal(run.fit, other, max_epochs=3) if local else ""
@@ -353,13 +335,13 @@ def wholes(local=False):
 
     def batch(count, times):
         x, y = rows(count, seed=count)
-        return (x, Whole(np.asarray(times, np.float32))), y
+        return (x, jaxdp.Whole(np.asarray(times, np.float32))), y
 
     # One that has no batch left goes on with the times that it had.
     last = [1.0, 2.0] if local else [0.5, 1.5, 0.5]
     mine = of_process([batch(16, [1.0, 2.0]), batch(1, last)], local)
     recorder = Recorder()
-    run = trainer(callbacks=[recorder], model=Timed(linear()), data=kind_of(local))
+    run = trainer(hooks=[recorder], model=Timed(linear()), data=kind_of(local))
     run.fit(mine, max_epochs=2)
     predicted = run.predict(mine).sum(axis=0).tolist()
     losses, other = [*recorder.losses], [batch(8, [jax.process_index(), 1.0])]
@@ -405,9 +387,9 @@ def values(local=False):
         on_train_batch_end=lambda trainer, *_: trainer.log("process", index),
     )
     run = trainer(
-        callbacks=[logs, EarlyStopping("val_own", patience=1)],
+        hooks=[logs, callbacks.EarlyStopping("val_own", patience=1)],
         model=mlp(),  # without dropout
-        metrics={"accuracy": "accuracy", "kept": PassMetric(keep)},
+        metrics={"accuracy": "accuracy", "kept": jaxdp.PassMetric(keep)},
         data=kind_of(local),
     )
     history = run.fit(data, data, max_epochs=4)
@@ -431,7 +413,7 @@ class Trial:
 def prune():
     """A fit that ends by what one process is told."""
     trial = None if jax.process_index() else Trial()
-    run = trainer(callbacks=[OptunaPruning(trial, "val_loss")])
+    run = trainer(hooks=[callbacks.OptunaPruning(trial, "val_loss")])
     data = [rows(16)]
     error = refusal(run.fit, data, data, max_epochs=4).partition(":")[0]
     tell(error=error, epoch=run.current_epoch, step=run.global_step)
@@ -446,7 +428,7 @@ def local(sizes):
     mine = TensorDataset(torch.tensor(x[own]), torch.tensor(y[own], dtype=torch.int64))
     recorder, batches = Recorder(), []
     keeps = On(on_predict_batch_end=lambda trainer, each, _: batches.append(each))
-    run = trainer(callbacks=[recorder, keeps], data="local")
+    run = trainer(hooks=[recorder, keeps], data="local")
     before = run.validate(DataLoader(mine, 8))
     predictions = run.predict(DataLoader(mine, 8), gather=False)
     by_batch = sum(map(len, batches)), sum(float(each.sum()) for each in batches)
@@ -470,7 +452,9 @@ def local(sizes):
 
 
 def saver(into, **options):
-    return ModelCheckpoint(into, every_n_train_steps=3, save_top_k=2, **options)
+    return callbacks.ModelCheckpoint(
+        into, every_n_train_steps=3, save_top_k=2, **options
+    )
 
 
 def fit(run, max_epochs=3, **options):
@@ -482,7 +466,7 @@ def fit(run, max_epochs=3, **options):
 def straight(strategy, into):
     """A run without a break; what another one does that was interrupted."""
     recorder = Recorder()
-    run = trainer(strategy, [recorder, saver(into), CSVLogger(into)])
+    run = trainer(strategy, [recorder, saver(into), callbacks.CSVLogger(into)])
     fit(run)
     tell(losses=recorder.losses, weights=weights_of(run))
 
@@ -524,13 +508,15 @@ def decisions():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         stop = here(1, 3, lambda run: setattr(run, "should_stop", True))
-        run = trainer(callbacks=[slow(), stop])
+        run = trainer(hooks=[slow(), stop])
         fit(run, max_epochs=10_000)
         tell(one_wants_to_stop=run.global_step)
-        run = trainer(callbacks=[slow()])
+        run = trainer(hooks=[slow()])
         fit(run, max_epochs=10_000, max_time=0.3)
         tell(max_time=run.global_step)
-        run = trainer(callbacks=[EarlyStopping("val_loss", patience=0, min_delta=9.0)])
+        run = trainer(
+            hooks=[callbacks.EarlyStopping("val_loss", patience=0, min_delta=9.0)]
+        )
         fit(run, max_epochs=100)
         tell(early_stopping=run.global_step)
         tell(run_id=run.record.run_id)
@@ -540,15 +526,17 @@ def bad_batches(into):
     """NaN in a batch is seen by all."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        guard = NanGuard("skip")
-        trainer(callbacks=[guard]).fit(spoilt(5), max_epochs=1)
+        guard = callbacks.NanGuard("skip")
+        trainer(hooks=[guard]).fit(spoilt(5), max_epochs=1)
         tell(skipped=guard.skipped_steps)
-        timed = ModelCheckpoint(
+        timed = callbacks.ModelCheckpoint(
             f"{into}/timed", train_time_interval=datetime.timedelta(seconds=0.1)
         )
-        trainer(callbacks=[slow(), timed]).fit(arrays() * 4, max_epochs=1)
+        trainer(hooks=[slow(), timed]).fit(arrays() * 4, max_epochs=1)
         tell(timed=timed.last_model_path)
-        error = refusal(trainer(callbacks=[NanGuard()]).fit, spoilt(5), max_epochs=1)
+        error = refusal(
+            trainer(hooks=[callbacks.NanGuard()]).fit, spoilt(5), max_epochs=1
+        )
         tell(stopped=error)
 
 
@@ -557,8 +545,10 @@ def best(into):
     weights = []
     for name, fits in {"whole": [9], "resumed": [3, 9]}.items():
         for max_epochs in fits:
-            stopping = EarlyStopping(patience=2, restore_best=True)
-            saver = ModelCheckpoint(f"{into}/{name}", "val_loss", save_last=True)
+            stopping = callbacks.EarlyStopping(patience=2, restore_best=True)
+            saver = callbacks.ModelCheckpoint(
+                f"{into}/{name}", "val_loss", save_last=True
+            )
             run = trainer("FSDP", [stopping, saver, scores([3.0, 1.0, 2.0, 4.0])])
             fit(run, max_epochs, ckpt_path="auto")
         assert (run.global_step, stopping.stopped_epoch) == (16, 3)
@@ -604,7 +594,7 @@ def files(into):
     found["damaged"] = refusal(other.load, path)
     both = [f"{into}/a", f"{into}/b"]
     often = {"every_n_train_steps": 1, "save_top_k": -1}
-    run = trainer(callbacks=[ModelCheckpoint(folder, **often) for folder in both])
+    run = trainer(hooks=[callbacks.ModelCheckpoint(folder, **often) for folder in both])
     fit(run, max_epochs=2)
     found["two folders at once"] = [
         sum(name.isdecimal() for name in os.listdir(folder)) for folder in both
@@ -612,12 +602,12 @@ def files(into):
     if jax.process_index() == 0:  # as if they had died before the second one's save
         shutil.rmtree(f"{into}/b/8")
     run.run.processes.all_gather("the removal", None)
-    run = trainer(callbacks=[ModelCheckpoint(folder, **often) for folder in both])
+    run = trainer(hooks=[callbacks.ModelCheckpoint(folder, **often) for folder in both])
     found["nothing to do"] = refusal(fit, run, max_epochs=2, ckpt_path="auto")
     found["due"] = sorted(os.listdir(f"{into}/b"))
     found["SingleDevice"] = refusal(trainer, "SingleDevice")
     found["one process's devices"] = refusal(
-        Trainer, Mlp(jax.random.key(0)), strategy=Sharded(1)
+        jaxdp.Trainer, Mlp(jax.random.key(0)), strategy=jaxdp.Sharded(1)
     )
     found["local, bitwise"] = refusal(trainer, "Bitwise", data="local")
     found["local, across"] = refusal(trainer, "across", data="local")
@@ -627,7 +617,7 @@ def files(into):
 
 def quiet(into):
     """One process writes and says things."""
-    bar = [ProgressBar(file=sys.stdout)]
-    run = trainer(loss=None, callbacks=[CSVLogger(into), *bar])
+    bar = [callbacks.ProgressBar(file=sys.stdout)]
+    run = trainer(loss=None, hooks=[callbacks.CSVLogger(into), *bar])
     fit(run, max_epochs=1)
     run.report(into)

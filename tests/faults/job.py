@@ -18,7 +18,6 @@ import time
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 # Imported in the fork server, once for all jobs.
-import equinox as eqx  # noqa: E402
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
@@ -26,6 +25,7 @@ import orbax.checkpoint  # noqa: E402, F401
 import tensorboard.summary.writer.event_file_writer  # noqa: E402, F401
 import torch  # noqa: E402
 from shown_events import events  # noqa: E402
+from toys import Net  # noqa: E402
 
 import jaxdp  # noqa: E402
 from jaxdp import callbacks  # noqa: E402
@@ -45,21 +45,6 @@ class Noisy(torch.utils.data.Dataset):
     def __getitem__(self, index):
         noise = torch.rand(()).item() + np.random.rand() + random.random()
         return self.x[index] + np.float32(0.1 * noise), self.y[index]
-
-
-class Net(eqx.Module):
-    first: eqx.nn.Linear
-    dropout: eqx.nn.Dropout
-    last: eqx.nn.Linear
-
-    def __init__(self, width):
-        keys = jax.random.split(jax.random.key(0))
-        self.first = eqx.nn.Linear(4, width, key=keys[0])
-        self.dropout = eqx.nn.Dropout(0.2)
-        self.last = eqx.nn.Linear(width, 2, key=keys[1])
-
-    def __call__(self, x, *, key=None):
-        return self.last(self.dropout(jax.nn.relu(self.first(x)), key=key))
 
 
 class Progress(jaxdp.Callback):
