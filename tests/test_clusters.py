@@ -5,12 +5,12 @@ import os
 import pathlib
 import re
 import shlex
-import socket
 import stat
 import subprocess
 import sys
 
 import pytest
+from toys import free_port
 
 ROOT = pathlib.Path(__file__).parents[1]
 CLUSTER = ROOT / "examples" / "cluster"
@@ -39,12 +39,6 @@ sys.exit(max(abs(task.wait()) for task in tasks))
 def yaml_of(name):
     yaml = pytest.importorskip("yaml")
     return yaml.safe_load((CLUSTER / name).read_text())
-
-
-def free_port():
-    with socket.socket() as server:
-        server.bind(("localhost", 0))
-        return server.getsockname()[1]
 
 
 def environment(**others):

@@ -3,6 +3,7 @@
 import csv
 import os
 import pathlib
+import socket
 import subprocess
 import sys
 
@@ -264,6 +265,11 @@ def read_table(path):
 def steps_in(folder):
     """The steps of the checkpoints in a folder, in order."""
     return sorted(int(name) for name in os.listdir(folder) if name.isdecimal())
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
 
 
 def run_python(code, *arguments, **environment):

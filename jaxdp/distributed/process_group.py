@@ -1,7 +1,7 @@
 """The processes of a job: barriers that compare what they do, and exchanges of values.
 
-Each barrier is a named barrier of JAX's coordination service. Its name contains a digest
-of what this process is about to do, so processes that differ wait at different ones. A
+Each barrier is a barrier of JAX's coordination service. Its name contains a digest of
+what this process is about to do, so processes that differ wait at different ones. A
 process that waits longer than 2 s publishes a message, and reads the messages of the
 others to find out which process is missing or differs. Values are exchanged through the
 key-value store of the same service: no device waits for them.

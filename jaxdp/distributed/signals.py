@@ -76,7 +76,7 @@ class SignalHandler:
         self._depth = 0
 
     def check(self, *, force: bool = False) -> None:
-        """Raises a signal that is held back; `force` asks all processes at this call."""
+        """Raises a signal that is held back; `force` asks all processes for one now."""
         if self._vote is not None:
             signals = self._vote.poll(self._pending, force=force)
             if signals:

@@ -6,8 +6,9 @@ import os
 import pathlib
 import re
 import signal
-import socket
 import time
+
+from toys import free_port
 
 LIMIT = 300
 
@@ -85,9 +86,3 @@ class Crew:
     def all_outputs(self):
         outputs = map(self.output, range(len(self.processes)))
         return "\n".join(f"--- {i}\n{text}" for i, text in enumerate(outputs))
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]

@@ -228,12 +228,6 @@ def fit_with_a_broken_row():
     make().fit(load(Failing(mine(False, True))), max_epochs=1)
 
 
-def be_elsewhere():
-    trainer, loader = make(), load()
-    trainer.fit(loader, max_epochs=1)
-    trainer.validate(loader) if jax.process_index() else trainer.fit(loader)
-
-
 class Stream(torch.utils.data.IterableDataset):
     """Has no length that could be compared."""
 
@@ -257,14 +251,6 @@ def evaluate_apart():
         except RuntimeError as error:
             say("found", error)
     say("test_loss", trainer.test(loader)["test_loss"])
-
-
-def test_late():
-    """One comes too late to a test, and there was no fit before."""
-    trainer = make(callbacks=[callbacks.Lockstep(timeout=2.0, warn_after=1.0)])
-    trainer.test(load())
-    time.sleep(mine(0, 8))
-    trainer.test(load())
 
 
 def nothing():

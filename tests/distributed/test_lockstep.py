@@ -46,13 +46,6 @@ def test_other_versions_are_named(crew):
 
 
 @pytest.mark.slow
-def test_a_process_in_another_phase_is_found(crew):
-    codes, outputs = crew("be_elsewhere").join()
-    assert 0 not in codes and 1 in codes
-    assert any("different" in output for output in outputs)
-
-
-@pytest.mark.slow
 def test_evaluations_that_differ_are_found(crew):
     outputs = crew("evaluate_apart").finish()
     for output in outputs:
@@ -65,13 +58,6 @@ def test_evaluations_that_differ_are_found(crew):
     # And they can go on together.
     ends = [re.findall("test_loss .*", output) for output in outputs]
     assert ends[0] == ends[1] != []
-
-
-@pytest.mark.slow
-def test_the_limits_hold_for_tests_too(crew):
-    codes, outputs = crew("test_late").join()
-    assert codes[0] == 1 and codes[1] != 0
-    assert re.search("has waited for [2-6] s for process 1", outputs[0])
 
 
 @pytest.mark.slow

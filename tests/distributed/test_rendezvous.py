@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from crew import free_port
+from toys import free_port
 
 from jaxdp.distributed.launchers import RankInfo
 from jaxdp.distributed.rendezvous import exchange_ranks
@@ -90,11 +90,6 @@ def test_two_processes_of_one_number_are_named(crew):
 def test_a_device_used_too_early_is_named(crew):
     outputs = crew("nothing", start={"too_early": True}).finish(1)
     assert "was called after the first use of a device" in outputs[0]
-
-
-def test_processes_start_with_nothing_but_their_variables(crew):
-    outputs = crew("nothing", start={"devices": 2}).finish()
-    assert "here" in outputs[0] and "here" in outputs[1]
 
 
 def join(process, port, count=2, timeout=20.0):

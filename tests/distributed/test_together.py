@@ -1,5 +1,6 @@
 """Real processes that train as one: the numbers, the rows, the files, the ends."""
 
+import functools
 import json
 import re
 import shutil
@@ -92,10 +93,7 @@ def slow_scenes(shared_crew, folder):
     return play(shared_crew, scenes)
 
 
-@pytest.fixture(scope="module")
-def alone():
-    """The numbers of one device."""
-    return together.numbers("SingleDevice")
+numbers_of_one = functools.cache(together.numbers)
 
 
 def assert_same(found, expected, rtol=1e-5):
@@ -108,48 +106,34 @@ def assert_same(found, expected, rtol=1e-5):
         )
 
 
-@pytest.mark.parametrize("processes, devices, names", [
-    (2, 2, ["Sharded", "Pmap", "ZeRO", "FSDP", "TensorParallel", "across"]),
-    pytest.param(4, 1, ["Sharded", "FSDP"], marks=pytest.mark.slow),
-    pytest.param(2, 2, ["sequence", "rows and sequence"], marks=pytest.mark.slow),
+SIX = ["Sharded", "Pmap", "ZeRO", "FSDP", "TensorParallel", "across"]
+BLOCKS = ["Pipeline", "FSDP", "FSDP in groups"]
+ONE = "SingleDevice"
+
+
+@pytest.mark.parametrize("processes, devices, names, expected, options", [
+    (2, 2, SIX, ONE, {}),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        (4, 1, ["Sharded", "FSDP"], ONE, {}),
+        (2, 2, ["sequence", "rows and sequence"], ONE, {}),
+        (2, 2, BLOCKS, ONE, {"deep": True, "epochs": 1}),
+        (2, 2, ["LocalSGD"], "LocalSGD", {}),
+    )),
 ])  # fmt: skip
-def test_the_numbers_are_those_of_one_device(crew, alone, processes, devices, names):
+def test_the_numbers_are_those_of_one_process(
+    crew, processes, devices, names, expected, options
+):
     outputs = crew(
         "together.all_numbers",
         processes=processes,
         start={"devices": devices},
-        cases={name: {"strategy": name} for name in names},
+        cases={name: {"strategy": name, **options} for name in names},
     ).finish()
     first, *others = told(outputs)
     assert [each["name"] for each in first] == names
     for each in first:
-        assert_same(each["found"], alone)
+        assert_same(each["found"], numbers_of_one(expected, **options))
     assert all(other == first for other in others)  # to the bit
-
-
-@pytest.mark.slow
-def test_blocks_of_a_stack_may_be_split_between_processes(crew):
-    names = ["Pipeline", "FSDP", "FSDP in groups"]
-    outputs = crew(
-        "together.all_numbers",
-        processes=2,
-        start={"devices": 2},
-        cases={n: {"strategy": n, "deep": True, "epochs": 1} for n in names},
-    ).finish()
-    first, other = told(outputs)
-    expected = together.numbers("SingleDevice", deep=True, epochs=1)
-    for each in first:
-        assert_same(each["found"], expected)
-    assert len(first) == 3 and other == first
-
-
-@pytest.mark.slow
-def test_replicas_may_be_in_several_processes(crew):
-    cases = {"replicas": {"strategy": "LocalSGD"}}
-    outputs = crew("together.all_numbers", start={"devices": 2}, cases=cases).finish()
-    first, other = told(outputs)
-    assert_same(first[0]["found"], together.numbers("LocalSGD"))
-    assert other == first
 
 
 @pytest.mark.slow
