@@ -106,6 +106,7 @@ def test_arguments_come_first(variables):
     variables(TORCHRUN)
     rank = detect_rank("here:77", process_id=2)
     assert rank is not None and rank[:4] == (2, 4, "here", 77)
+    variables({"WORLD_SIZE": "x"})
     assert detect_rank(num_processes=1) is None
 
 

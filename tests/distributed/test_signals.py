@@ -169,6 +169,12 @@ def test_in_the_callers_code_a_signal_ends_the_process():
     assert run_python(ENDED).returncode == -signal.SIGTERM
 
 
+def test_a_handler_that_a_callback_sets_stays():
+    mine = lambda *_: None  # noqa: E731
+    make(At(1, lambda _: signal.signal(signal.SIGTERM, mine))).fit(batches(8, 8))
+    assert signal.signal(signal.SIGTERM, signal.SIG_DFL) is mine
+
+
 def presses():
     return At(2, lambda trainer: signal.raise_signal(signal.SIGINT))
 
