@@ -164,9 +164,8 @@ class LocalSGD(Sharded):
             updates: PyTree, state: Any, params: PyTree = None, **extra: Any
         ) -> tuple[PyTree, LocalSGDState]:
             value = extra.get("value", jnp.zeros(()))
-            updates, inner_state = _make_replica_update(inner, state.inner, value)(
-                updates, state.inner, state.replicas
-            )
+            update_replicas = _make_replica_update(inner, state.inner, value)
+            updates, inner_state = update_replicas(updates, state.inner, state.replicas)
             replicas = eqx.apply_updates(state.replicas, updates)
 
             def sync_replicas(outer_state: PyTree) -> tuple[PyTree, PyTree]:
@@ -193,19 +192,18 @@ class LocalSGD(Sharded):
         return optax.GradientTransformationExtraArgs(init, update)
 
     def _lay_out(self, state: TrainState) -> TrainState:
-        specs = super()._lay_out(state)
+        whole = lambda _: PartitionSpec()  # noqa: E731
+        split = lambda leaf: _SPLIT if leaf.ndim else PartitionSpec()  # noqa: E731
 
-        def split_replicas(specs: Any, node: Any) -> Any:
-            if not isinstance(node, LocalSGDState):
-                return specs
-            split = lambda leaf: _SPLIT if leaf.ndim else PartitionSpec()  # noqa: E731
-            replicas, inner = jax.tree.map(split, (node.replicas, node.inner))
-            return specs._replace(replicas=replicas, inner=inner)
+        def split_replicas(local: LocalSGDState) -> Any:
+            replicas, inner = jax.tree.map(split, (local.replicas, local.inner))
+            others = jax.tree.map(whole, local)
+            return others._replace(replicas=replicas, inner=inner)
 
-        is_local = lambda node: isinstance(node, LocalSGDState)  # noqa: E731
-        states = specs.opt_state, state.opt_state
-        opt_state = jax.tree.map(split_replicas, *states, is_leaf=is_local)
-        return specs._replace(opt_state=opt_state)
+        opt_state = map_nodes(
+            LocalSGDState, split_replicas, state.opt_state, others=whole
+        )
+        return jax.tree.map(whole, state)._replace(opt_state=opt_state)
 
     def collectives(self, groups: Sequence[Group], rows: Rows) -> Collectives:
         return _ReplicaCollectives(self, rows)
@@ -222,7 +220,7 @@ class _ReplicaCollectives(ShardMapCollectives):
 
     def __init__(self, strategy: "LocalSGD", rows: Rows):
         super().__init__(strategy, NO_UNITS, is_apart=rows == "apart")
-        self.every, self._is_split = strategy.every, rows != "whole"
+        self._is_split = rows != "whole"
 
     def weights(self, state: TrainState) -> Weights:
         local, *_ = find_nodes(LocalSGDState, state.opt_state)
@@ -236,15 +234,11 @@ class _ReplicaCollectives(ShardMapCollectives):
     ) -> Any:
         if "gradients" not in results:
             return super().over_rows(function, inputs, groups, results)
-        num_shards = self.mesh.shape[DATA]
         whole, rows = PartitionSpec(), PartitionSpec(None, DATA)
 
-        # If rows are not split, each replica gets all of them, and nothing is summed.
-        collectives = (
-            _ReplicaAxisCollectives(DATA, num_shards)
-            if self._is_split
-            else Collectives()
-        )
+        collectives = Collectives()  # each replica gets all rows: nothing is summed
+        if self._is_split:
+            collectives = _ReplicaAxisCollectives(DATA, self.mesh.shape[DATA])
 
         def on_one_device(inputs: Any, groups: Sequence[Group]) -> tuple[Any, ...]:
             values = function(collectives, _select_replica(inputs), groups)
@@ -351,8 +345,7 @@ def _mean(replicas: Array) -> Array:
 
 
 def _split_params(inputs: Any) -> Any:
-    """Returns the specs of the inputs of a step's gradients: weights by replicas."""
-
+    """Returns the specs of a step's inputs: parameters are split by replicas."""
     whole = PartitionSpec()
     by_replica = Weights(_SPLIT, whole, whole, whole, whole)
     return map_nodes(Weights, lambda _: by_replica, inputs, others=lambda _: whole)

@@ -25,7 +25,7 @@ from ..step import get_remat_call, override_call, remove_call_override
 
 _RECOMPUTED: Final = {
     "all_gather",
-    "of_no_row",
+    "row_independent",
     "sharding_constraint",
     "name",
     "convert_element_type",
@@ -217,14 +217,15 @@ GATHERED_IN_BRANCH: Final = (
 
 
 def _refuse_rows(*_: Any) -> Any:
-    """Raises where JAX would make a shard for each row: it selects among shards in a
-    branch of a `lax.cond` that depends on the row. Devices would add the gradients of
-    different rows' shards.
+    """Raises under a `vmap` over rows that would make one shard for each row.
+
+    JAX does that for a `lax.cond` whose predicate depends on the row. Devices would
+    then add up gradients of different rows.
     """
     raise ValueError(GATHERED_IN_BRANCH)
 
 
-_row_independent: Final = Primitive("of_no_row")
+_row_independent: Final = Primitive("row_independent")
 """The identity of a shard; raises under a `vmap` in which it would differ by row."""
 
 _row_independent.def_impl(lambda shard: shard)

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import equinox as eqx
 import jax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from ..basics.tree import find_nodes, leaf_path, map_nodes
@@ -52,6 +52,8 @@ class ShardMapCollectives(Collectives):
 
     def __init__(self, strategy: DataParallel, units: FSDPUnits, *, is_apart: bool):
         self.mesh, self.row_axes = strategy.mesh, strategy.row_axes
+        # Over these axes, XLA splits arrays and communicates.
+        self.other_axes = {*self.mesh.axis_names} - {*self.row_axes}
         self.param_spec, self.update_spec = strategy.param_spec, strategy.update_spec
         self.units, self.is_apart = units, is_apart
         self.shards: dict[str, PartitionSpec] = {}  # of one step, set by `_bind_step`
@@ -126,10 +128,8 @@ class ShardMapCollectives(Collectives):
         specs = {"gradients": gradients, "rows": rows, "replicated": whole}
         is_many = isinstance(results, tuple)
         run = functools.partial(function, _DeviceCollectives(self))
-        # XLA splits arrays over the other axes.
-        is_alone = {*self.mesh.axis_names} == {*self.row_axes}
         return jax.shard_map(
-            clear_ambient_mesh(run) if is_alone else run,
+            run if self.other_axes else clear_ambient_mesh(run),
             mesh=self.mesh,
             in_specs=(
                 self._make_input_specs(inputs),
@@ -146,9 +146,13 @@ class ShardMapCollectives(Collectives):
         """
         if name in self.shards:
             return self.shards[name]
+        # Shards over both kinds of axes would not match the parts over `other_axes`.
         spec = self.update_spec(name, leaf)
-        is_mixed = is_split_by_both(self.row_axes, spec)
-        return PartitionSpec() if is_mixed else keep_axes(self.row_axes, spec)
+        entries = [{*get_axis_names(entry)} for entry in spec]
+        is_mixed = any(
+            each & self.other_axes and each - self.other_axes for each in entries
+        )
+        return PartitionSpec() if is_mixed else keep_axes({*self.row_axes}, spec)
 
     def _make_input_specs(self, inputs: Any) -> Any:
         """Returns the specs of inputs: only the `shards` of weights are split."""
@@ -177,7 +181,7 @@ class ShardMapCollectives(Collectives):
     def _get_used_spec(self, path: str, leaf: Any) -> PartitionSpec:
         """Returns the spec within a step: only shards are split over the rows' axes."""
         spec = self.param_spec(path, leaf)
-        return spec if path in self.shards else drop_axes(self.row_axes, spec)
+        return spec if path in self.shards else keep_axes(self.other_axes, spec)
 
 
 class _DeviceCollectives(AxisCollectives):
@@ -213,10 +217,19 @@ class _DeviceCollectives(AxisCollectives):
             leaf = leaf if name in step.shards else reduce_scatter(own, leaf)
             return jax.lax.psum(leaf, remaining) if remaining else leaf
 
-        if name in step.shards:
+        if name in step.shards or not step.other_axes:
             return reduce(leaf)
-        spec = drop_axes(step.row_axes, step.update_spec(name, leaf))
-        return map_local_shards(reduce, spec)(leaf)
+        # Otherwise XLA would first gather over the other axes. On CPUs it also aborts
+        # the process if it reduces bfloat16 while such axes exist.
+        spec = keep_axes(step.other_axes, step.update_spec(name, leaf))
+        in_parts = jax.shard_map(
+            reduce,
+            in_specs=spec,
+            out_specs=spec,
+            axis_names=step.other_axes,
+            check_vma=False,
+        )
+        return in_parts(leaf)
 
 
 def reduce_scatter(spec: PartitionSpec, gradient: Array) -> Array:
@@ -229,49 +242,7 @@ def reduce_scatter(spec: PartitionSpec, gradient: Array) -> Array:
     return gradient
 
 
-def map_local_shards(
-    function: Callable[[Array], Array], auto_spec: PartitionSpec
-) -> Callable[[Array], Array]:
-    """Returns `function`, a collective, mapped over the local part of an array.
-
-    Along the mesh axes that XLA handles, arrays stay split like `auto_spec`. Otherwise
-    XLA would first gather them over these axes. On CPUs XLA also aborts the process if
-    it reduces bfloat16 while such axes exist.
-    """
-    if not (auto_axes := _find_auto_axes()):
-        return function
-    return jax.shard_map(
-        function,
-        in_specs=auto_spec,
-        out_specs=auto_spec,
-        axis_names=auto_axes,
-        check_vma=False,
-    )
-
-
-def _find_auto_axes() -> set[str]:
-    """Returns the mesh axes over which this device's program sees global arrays."""
-    mesh = jax.sharding.get_abstract_mesh()
-    axes = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return {name for name, kind in axes if kind == AxisType.Auto}
-
-
-def is_split_by_both(axes: tuple[str, ...], spec: PartitionSpec) -> bool:
-    """Returns True if `axes` and others split the same axis of an array.
-
-    After a gather over `axes`, the part would not match the shards of the other axes.
-    """
-    splits = ([name in axes for name in get_axis_names(names)] for names in spec)
-    return any(any(axis) and not all(axis) for axis in splits)
-
-
-def drop_axes(axes: tuple[str, ...], spec: PartitionSpec) -> PartitionSpec:
-    """Returns `spec` with arrays full over `axes`."""
-    others = {name for names in spec for name in get_axis_names(names)} - {*axes}
-    return keep_axes(tuple(others), spec)
-
-
-def keep_axes(axes: tuple[str, ...], spec: PartitionSpec) -> PartitionSpec:
+def keep_axes(axes: set[str], spec: PartitionSpec) -> PartitionSpec:
     """Returns `spec` with splits over `axes` only."""
     kept = (tuple(n for n in get_axis_names(names) if n in axes) for names in spec)
     return PartitionSpec(*(names or None for names in kept))

@@ -8,15 +8,9 @@ from jax.sharding import AxisType, Mesh
 
 from ..basics.arguments import checks_arguments, format_call
 from ..step import DATA, Collectives, Group
-from .base import (
-    DataParallel,
-    Rows,
-    count_shards,
-    drop_micro_batch_axis,
-    replace_attributes,
-)
+from .base import DataParallel, Rows, count_shards, replace_attributes
 from .fsdp_units import FSDPUnits
-from .meshes import Devices, find_devices, get_axis_names, make_mesh
+from .meshes import Devices, find_devices, make_mesh
 from .shard_map_collectives import NO_UNITS, ShardMapCollectives
 
 
@@ -112,20 +106,7 @@ class Sharded(DataParallel):
         """
         if count_shards(self) == 1:
             return Collectives()
-        is_apart = rows == "apart" and all(
-            self._is_by_rows(drop_micro_batch_axis(leaf))
-            for group in groups
-            for leaf in jax.tree.leaves(group.batch)
-        )
-        return ShardMapCollectives(self, self.units, is_apart=is_apart)
-
-    def _is_by_rows(self, leaf: jax.ShapeDtypeStruct) -> bool:
-        """Returns True if the axes of rows split a leaf of a batch by rows only."""
-        first, *rest = self.batch_spec(leaf) or [None]
-        others = {name for names in rest for name in get_axis_names(names)}
-        return get_axis_names(first) == self.row_axes and not others & set(
-            self.row_axes
-        )
+        return ShardMapCollectives(self, self.units, is_apart=rows == "apart")
 
     def __repr__(self) -> str:
         if self.mesh.devices.ndim == 1 or self.mesh.axis_names == self.row_axes:

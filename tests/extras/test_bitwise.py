@@ -10,7 +10,7 @@ import optax
 import pytest
 from toys import Mlp, NormNet, Recorder, batches, make_small, quiet
 
-from jaxdp import Bitwise, Pmap, Sharded, SingleDevice, Stack, per_example
+from jaxdp import Bitwise, Pmap, Sharded, SingleDevice, Stack
 from jaxdp.extras.bitwise import _add_options
 
 pytestmark = pytest.mark.bits
@@ -212,19 +212,6 @@ def test_what_is_written_for_a_batch_is_computed_by_every_device(caplog):
     assert all(found == norms[0] for found in norms)
     assert "so every device computes the whole batch" in caplog.text
 
-    def loss(prediction, target):
-        values = optax.softmax_cross_entropy_with_integer_labels(prediction, target)
-        return values.mean()
-
-    scalars = []
-    for strategy in EVERYWHERE[::3]:
-        trainer, recorder = make(
-            eqx.nn.MLP(4, 3, 32, 1, key=jax.random.key(0)), strategy(), loss=loss
-        )
-        trainer.fit(batches(16, 16, 5))
-        scalars.append((digest(trainer.state), recorder.losses))
-    assert all(found == scalars[0] for found in scalars)
-
 
 def test_batch_norm_that_keeps_constants_in_its_state_is_computed_too():
     """Its mode "ema" notes that the first batch has been."""
@@ -232,20 +219,6 @@ def test_batch_norm_that_keeps_constants_in_its_state_is_computed_too():
     trainer, recorder = make(model, Sharded(2), state=state)
     trainer.fit(batches(16))
     assert np.isfinite(recorder.losses).all()
-
-
-def test_the_step_is_traced_once():
-    traces = []
-
-    @per_example
-    def loss_fn(model, x, y, key):
-        traces.append(1)
-        logits = model(x, key=key)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, y)
-
-    trainer, _ = make(Mlp(jax.random.key(0)), Sharded(), loss_fn=loss_fn)
-    trainer.fit(batches(16, 16, 5), max_epochs=2)
-    assert len(traces) == 1
 
 
 def test_gradients_are_summed_by_shares_of_them():

@@ -213,19 +213,6 @@ def test_the_history_has_each_member_and_shows_the_means():
     assert "[0]" not in repr(history)
 
 
-@pytest.mark.slow
-def test_more_values_than_other_trainers_may_have():
-    size = 40
-    models = eqx.filter_vmap(make)(jax.random.split(jax.random.key(0), size))
-    trainer = make_small(
-        models, loss="cross_entropy", metrics=["accuracy"], ensemble=size
-    )
-    history = trainer.fit(DATA[:1])
-    losses = [history[f"loss[{member}]"][0] for member in range(size)]
-    assert len({*losses}) == size
-    assert history["loss"][0] == pytest.approx(np.mean(losses), rel=1e-6)
-
-
 @pytest.mark.parametrize("strategy", [Sharded(8), Members(2)])
 def test_a_metric_over_a_pass_is_of_each_member(strategy):
     def counts(logits, labels):

@@ -71,11 +71,11 @@ class Block(eqx.Module):
     attention: eqx.nn.MultiheadAttention
     mlp: eqx.nn.MLP
 
-    def __init__(self, key):
+    def __init__(self, key, width=16):
         keys = jax.random.split(key)
-        self.norms = [eqx.nn.LayerNorm(16), eqx.nn.LayerNorm(16)]
-        self.attention = eqx.nn.MultiheadAttention(2, 16, key=keys[0])
-        self.mlp = eqx.nn.MLP(16, 16, 32, 1, jax.nn.gelu, key=keys[1])
+        self.norms = [eqx.nn.LayerNorm(width), eqx.nn.LayerNorm(width)]
+        self.attention = eqx.nn.MultiheadAttention(2, width, key=keys[0])
+        self.mlp = eqx.nn.MLP(width, width, 2 * width, 1, jax.nn.gelu, key=keys[1])
 
     def __call__(self, x, *, key=None):
         h = jax.vmap(self.norms[0])(x)
@@ -151,30 +151,6 @@ class Gru(eqx.Module):
         return self.last(jax.lax.scan(step, start, x.reshape(-1, 8))[0])
 
 
-class Autoencoder(eqx.Module):
-    encoder: eqx.nn.MLP
-    decoder: eqx.nn.MLP
-
-    def __init__(self, key):
-        keys = jax.random.split(key)
-        self.encoder = eqx.nn.MLP(64, 8, 32, 1, key=keys[0])
-        self.decoder = eqx.nn.MLP(8, 64, 32, 1, key=keys[1])
-
-    def __call__(self, x):
-        return self.decoder(self.encoder(x))
-
-
-def variational(model, x, y, *, key):
-    """A row's bound, with noise in the code: one key for all, so rows interact."""
-
-    def of_row(x, key):
-        code = model.encoder(x)
-        code = code + 0.1 * jax.random.normal(key, code.shape)
-        return ((model.decoder(code) - x) ** 2).mean() + 1e-3 * (code**2).sum()
-
-    return jax.vmap(of_row)(x, jax.random.split(key, len(x)))
-
-
 class Reads(eqx.Module):
     """Embeddings, of which the largest of each word is taken."""
 
@@ -205,12 +181,6 @@ CASES = {
     "GPT": Case(Gpt, words(16, 8), {"loss_fn": next_word}, has_stack=True),
     "ResNet with BatchNorm": Case(eqx.nn.make_with_state(ResNet), noise(24, 8)),
     "GRU": Case(Gru, noise(24, 8), split=(("last.weight", P(None, "model")),)),
-    "variational autoencoder": Case(
-        Autoencoder,
-        noise(24, 8),
-        {"loss_fn": variational},
-        split=(("encoder.layers[0].weight", ROWS),),
-    ),
     "embeddings": Case(Reads, words(24, 8)),
     "contrastive loss": Case(wide, noise(24, 8), {"loss_fn": contrastive}),
 }

@@ -6,30 +6,11 @@ import equinox as eqx
 import jax
 import numpy as np
 import optax
-from kinds_of_models import Gru
+from kinds_of_models import Block, Gru
 from toys import Recorder, quiet
 
 from jaxdp import SingleDevice
 from jaxdp.extras.plan import hlo
-
-
-class Block(eqx.Module):
-    norms: list[eqx.nn.LayerNorm]
-    attention: eqx.nn.MultiheadAttention
-    mlp: eqx.nn.MLP
-    dropout: eqx.nn.Dropout
-
-    def __init__(self, width, key):
-        keys = jax.random.split(key)
-        self.norms = [eqx.nn.LayerNorm(width), eqx.nn.LayerNorm(width)]
-        self.attention = eqx.nn.MultiheadAttention(4, width, key=keys[0])
-        self.mlp = eqx.nn.MLP(width, width, 4 * width, 1, jax.nn.gelu, key=keys[1])
-        self.dropout = eqx.nn.Dropout(0.1)
-
-    def __call__(self, x, key=None):
-        y = jax.vmap(self.norms[0])(x)
-        x = x + self.dropout(self.attention(y, y, y), key=key)
-        return x + jax.vmap(self.mlp)(jax.vmap(self.norms[1])(x))
 
 
 class Transformer(eqx.Module):
@@ -41,17 +22,15 @@ class Transformer(eqx.Module):
     head: eqx.nn.Linear
 
     def __init__(self, key, width=32):
-        keys = jax.random.split(key, 5)
+        keys = jax.random.split(key, 4)
         self.embedding = eqx.nn.Embedding(40, width, key=keys[0])
         self.places = 0.02 * jax.random.normal(keys[1], (8, width))
-        self.blocks = [Block(width, keys[2])]
-        self.head = eqx.nn.Linear(width, 40, key=keys[4])
+        self.blocks = [Block(keys[2], width)]
+        self.head = eqx.nn.Linear(width, 40, key=keys[3])
 
-    def __call__(self, tokens, key=None):
+    def __call__(self, tokens):
         x = jax.vmap(self.embedding)(tokens) + self.places
-        for index, block in enumerate(self.blocks):
-            x = block(x, None if key is None else jax.random.fold_in(key, index))
-        return jax.vmap(self.head)(x)
+        return jax.vmap(self.head)(self.blocks[0](x))
 
 
 def make(name):

@@ -43,11 +43,6 @@ def test_they_come_before_our_own_and_leave_those_that_keep_bits(compiled_with):
     assert train["xla_disable_hlo_passes"] == "algsimp,while-loop-invariant-code-motion"
 
 
-@pytest.mark.parametrize("options", [None, {}])
-def test_no_options_are_none_of_ours(options):
-    assert make_small(compiler_options=options).run.config.compiler_options == {}
-
-
 @pytest.mark.parametrize("options, error, text", [
     ({FLAG + "s": True}, jax.errors.JaxRuntimeError, f"{FLAG}s"),
     ({FLAG: "perhaps"}, jax.errors.JaxRuntimeError, f"{FLAG}.*perhaps"),

@@ -93,7 +93,7 @@ def test_what_rbg_draws_is_that_of_one_device(strategy, drawn):
 
 def test_layouts_say_how_each_leaf_is_split():
     model = eqx.nn.MLP(4, 3, 64, 1, key=jax.random.key(0))
-    trainer, _ = train(model, batches(16), FSDP(min_size=100))
+    trainer, _ = train(model, batches(16), FSDP(min_size=192))
     found = find_layouts(trainer.strategy, trainer.state)
     assert found["params: layers[0].weight"] == PartitionSpec("data")
     assert found["params: layers[0].bias"] == PartitionSpec()  # below min_size

@@ -28,7 +28,6 @@ from jaxdp import (
     ZeRO,
 )
 from jaxdp.step import Collectives
-from jaxdp.strategies.base import count_shards
 from jaxdp.strategies.placement import place_copy
 from jaxdp.testing import check_strategy
 
@@ -133,6 +132,21 @@ def test_conformance_is_checked_of_every_class_there_is():
     assert classes - checked == {DataParallel}
 
 
+def test_prepare_may_refuse_and_replace_arguments():
+    class Calm(Sharded):
+        def prepare(self, arguments):
+            if arguments["after_update"] is not None:
+                raise ValueError("Calm trains as it is")
+            return {**arguments, "optimizer": optax.sgd(0.0)}
+
+    options = {"loss": "mse", "strategy": Calm()}
+    with pytest.raises(ValueError, match="Calm trains as it is"):
+        quiet(linear(), optax.sgd(1.0), after_update=lambda model: model, **options)
+    trainer = quiet(linear(), optax.sgd(1.0), **options)
+    trainer.fit([(np.ones((8, 4)), np.ones((8, 3)))])
+    np.testing.assert_array_equal(trainer.model.weight, linear().weight)
+
+
 class Stale(SingleDevice):
     def place(self, state):
         return jax.device_put(state, self.mesh.devices.flat[0])
@@ -186,43 +200,10 @@ def test_batch_spec_lays_out_batches():
     np.testing.assert_allclose(*runs, rtol=1e-5)
 
 
-def test_pmap_equals_jax_pmap():
-    """The textbook pmap loop: stacked batch, replicated state, pmean of gradients."""
-    model, data = Mlp(jax.random.key(0), rate=0.0), batches(16, 16, 16)
-    params, static = eqx.partition(model, eqx.is_inexact_array)
-    optimizer = optax.adam(1e-2)
-
-    def step(params, state, x, y):
-        def loss(params):
-            logits = jax.vmap(eqx.combine(params, static))(x)
-            return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
-
-        value, grads = jax.value_and_grad(loss)(params)
-        value, grads = jax.lax.pmean((value, grads), "data")
-        updates, state = optimizer.update(grads, state, params)
-        return eqx.apply_updates(params, updates), state, value
-
-    step = jax.pmap(step, "data", in_axes=(None, None, 0, 0), out_axes=None)
-    state, expected = optimizer.init(params), []
-    for x, y in data * 3:
-        split = x.reshape(8, 2, 4), y.reshape(8, 2)
-        params, state, value = step(params, state, *split)
-        expected.append(float(value))
-    options = {"strategy": Pmap(), "callbacks": [recorder := Recorder()]}
-    quiet(model, optimizer, loss="cross_entropy", **options).fit(data, max_epochs=3)
-    np.testing.assert_allclose(recorder.losses, expected, rtol=1e-5)
-
-
-def test_an_explicit_mesh_is_taken_as_auto():
-    mesh = jax.make_mesh((4, 2), ("data", "model"), (AxisType.Explicit,) * 2)
-    strategy = Sharded(mesh=mesh)
-    assert count_shards(strategy) == 4
-    assert set(strategy.mesh.axis_types) == {AxisType.Auto}
-
-
 @pytest.mark.parametrize("strategy", [SingleDevice, Sharded, Pmap])
 def test_a_model_on_an_explicit_mesh_and_an_ambient_mesh_are_taken(strategy):
     mesh = jax.make_mesh((8,), ("data",), (AxisType.Explicit,))
+    assert {*Sharded(mesh=mesh).mesh.axis_types} == {AxisType.Auto}
     model = linear()
     model = jax.device_put(model, NamedSharding(mesh, PartitionSpec()))
     with jax.set_mesh(mesh):
