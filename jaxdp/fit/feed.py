@@ -149,9 +149,9 @@ class Feed:
         windows = run.record.stopwatch.time_iterator("data", windows)
         pack = engine.steps["train"].packer.pack
         for window in windows:
-            groups, error = [[window]], None
+            groups = [[window]]
             if run.config.steps_per_execution > 1:
-                groups, error = self._group(window, windows)
+                groups = self._group(window, windows)
             for group in groups:
                 try:
                     dispatch = pack(group, slots)
@@ -159,17 +159,12 @@ class Feed:
                     add_batch_note(run, pack_error, waiting=self._waiting)
                     raise
                 yield dispatch
-            if error is not None:
-                raise error
 
-    def _group(
-        self, window: Window, windows: Iterator[Window]
-    ) -> tuple[list[list[Window]], Exception | None]:
-        """Returns the next windows, grouped into one dispatch, or with one dispatch per
-        window.
+    def _group(self, window: Window, windows: Iterator[Window]) -> list[list[Window]]:
+        """Returns this window and the next ones as one group, for one dispatch; or as a
+        group each, where they are fewer or differ in shape.
 
-        A dispatch ends before the step that a limit or a validation is due at. An
-        error of the loader is returned with the windows before it.
+        A dispatch ends before the step that a limit or a validation is due at.
         """
         engine, progress, remaining = self._engine, self._run.progress, None
         if self._limits is not None:
@@ -178,12 +173,11 @@ class Feed:
             remaining = self._limits.steps_until_stop(step, done)
         count = self._run.config.steps_per_execution
         if remaining is not None and remaining < count:
-            return [[window]], None
-        more, error = take_until_error(windows, count - 1)
-        group = [window, *more]
+            return [[window]]
+        group = [window, *itertools.islice(windows, count - 1)]
         if len(group) == count and have_equal_shapes(group, engine.micro_batches):
-            return [group], error
-        return [[each] for each in group], error
+            return [group]
+        return [[each] for each in group]
 
 
 def make_windows(batches: Iterable[Batch], size: int) -> Iterator[Any]:

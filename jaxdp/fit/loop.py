@@ -63,7 +63,7 @@ class FitLoop:
         self._record = trainer.record
         self.progress = trainer.run.progress
         self._has_logged_minimum = False
-        self._losses: list[str] = []  # names of those that were finite so far
+        self._losses: list[str] = []  # names of the losses that were finite so far
         self._is_loader_exhausted = False  # no batch of the epoch remains
         self._stop_vote = PeriodicVote(trainer.run.processes, "whether to stop")
 
@@ -153,8 +153,10 @@ class FitLoop:
         return True
 
     def run_last_hooks(self) -> None:
-        """Runs the last hooks of a fit that has nothing to do. A run that was killed in
-        them has yet to save its last step, remove files, or restore its best weights.
+        """Runs the last hooks of a fit that has nothing to do.
+
+        A run that was killed in these hooks may not have saved its last step, removed
+        old files, or restored its best weights.
         """
         with self._run_end_hooks():
             self.hooks.setup(self.trainer)

@@ -127,7 +127,7 @@ class Progress:
         self.val_metrics = state["val_metrics"]
         self.logged = state.get("logged", {})  # checkpoints of 0.2 lack this field
         self.validated_at = state["validated_at"]
-        self._source = None
+        self._source = self.end = None
         self._position = Position(
             state=partition.select_state(state["source"]),
             waypoint=partition.select_state(state["place"]),
@@ -239,8 +239,6 @@ class Limits:
         self.batches_per_epoch = _min_known(train.num_batches, self.train_batches)
         self.accumulate = accumulate
         self.steps_per_epoch = self.count_steps(accumulate)
-        if min_steps:
-            self._check_min_steps(progress)
 
         # Validation.
         self.check_val_every_n_epoch = arguments.check_val_every_n_epoch
@@ -260,21 +258,6 @@ class Limits:
         self.skips_validation = 0 in self.val_limits.values()
         for name, val in vals.items():
             self._check_iterator(train, val, self.val_limits[name], progress)
-
-    def _check_min_steps(self, progress: Progress) -> None:
-        """Raises for a `min_steps` that the remaining epochs can't reach."""
-        batches, epochs = self.batches_per_epoch, self.max_epochs
-        if epochs is None or batches is None or progress.epoch >= epochs:
-            return
-        remaining = -(-max(0, batches - progress.done) // self.accumulate)
-        maximum = progress.global_step + remaining
-        maximum += (epochs - progress.epoch - 1) * (self.steps_per_epoch or 0)
-        if maximum < self.min_steps:
-            raise ValueError(
-                f"`min_steps`={self.min_steps} is more than the {maximum} steps that"
-                f" `max_epochs`={self.max_epochs} allows; raise `max_epochs`, or pass"
-                " -1 for no limit."
-            )
 
     def _check_iterator(
         self, train: Source, val: Source, limit: int | None, progress: Progress

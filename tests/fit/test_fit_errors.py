@@ -255,8 +255,6 @@ WRONG = ValueError, TypeError
     ({"min_epochs": 3, "max_epochs": 2}, ValueError,
      "`min_epochs`=3 is more than `max_epochs`=2"),
     ({"min_epochs": 3}, ValueError, "`min_epochs`=3 is more than `max_epochs`=1"),
-    ({"min_steps": 20, "max_epochs": 2}, ValueError,
-     "`min_steps`=20 is more than the 4 steps that `max_epochs`=2 allows"),
     ({"min_steps": 3, "max_steps": 2}, ValueError,
      "`min_steps`=3 is more than `max_steps`=2"),
     ({"min_steps": -1}, ValueError, "`min_steps` must be 0 or more|`min_steps`"),
