@@ -23,9 +23,9 @@ from jaxtyping import Array, Int
 from ..basics.arguments import checks_arguments
 from ..basics.console import log_info
 from ..step import Collectives, Group, OnRows, PerExample, Results, make_loop_scope
-from ..strategies.base import DataParallel, Role, Rows, make_shardings
+from ..strategies.base import DataParallel, Role, Rows, get_shardings, make_shardings
 from ..strategies.meshes import clear_ambient_mesh
-from ..strategies.offload import get_state_shardings, jit_with_offload
+from ..strategies.offload import jit_with_offload
 from ..strategies.sharded import Pmap, Sharded, SingleDevice
 
 SHARDS: Final = 8
@@ -160,7 +160,7 @@ class Bitwise(DataParallel):
             )
         by_rows = full if rows == "whole" else PartitionSpec(None, _AXIS)
         in_specs, _ = make_specs(by_rows)
-        state = get_state_shardings(arguments, roles)
+        state = get_shardings(arguments[roles.index("state")])
         shard = functools.partial(NamedSharding, self.mesh)
         pairs = zip(roles, jax.tree.map(shard, in_specs), strict=True)
         in_shardings = [state if role == "state" else other for role, other in pairs]

@@ -14,7 +14,7 @@ from ..basics.tree import leaf_path
 from ..distributed import RowBlocks, find_row_blocks
 from ..step import DATA, Collectives, Group, TrainState
 from .meshes import get_axis_names
-from .offload import get_state_shardings, jit_with_offload
+from .offload import jit_with_offload
 from .placement import place_copy, put_rows
 
 Role = Literal["state", "groups", "rows", "replicated"]
@@ -169,7 +169,7 @@ class DataParallel:
         """
         by_rows = NamedSharding(self.mesh, PartitionSpec(self.row_axes))
         layouts = {
-            "state": get_state_shardings(arguments, roles),
+            "state": get_shardings(arguments[roles.index("state")]),
             "rows": self._replicated if rows == "whole" else by_rows,
             "replicated": self._replicated,
         }
@@ -346,6 +346,11 @@ def replace_attributes(strategy: Strategy, **attributes: Any) -> Strategy:
     other = object.__new__(type(strategy))
     vars(other).update(vars(strategy) | attributes)
     return other
+
+
+def get_shardings(state: Any) -> Any:
+    """Returns the shardings of a state, parts of which may be in host memory."""
+    return jax.tree.map(lambda leaf: leaf.sharding, state)
 
 
 def make_shardings(

@@ -99,20 +99,20 @@ class FSDPUnits(NamedTuple):
     stacked: Mapping[str, int] = MappingProxyType({})
     """The number of leading axes that count blocks; a call sees one block."""
 
-    def owner(self, name: str) -> str | None:
+    def find_owner(self, name: str) -> str | None:
         """Returns the unit that contains the array of that name, or None."""
         return next((path for path in self.paths if name.startswith(f"{path}.")), None)
 
     def count_block_axes(self, name: str) -> int:
         """Returns the number of leading axes of an array that count blocks."""
-        owner = self.owner(name)
+        owner = self.find_owner(name)
         return 0 if owner is None else self.stacked[owner]
 
-    def gather(self, name: str, spec: PartitionSpec) -> bool:
+    def is_gathered(self, name: str, spec: PartitionSpec) -> bool:
         """Returns True if a unit gathers the array of that name, split like `spec`."""
         num_block_axes = self.count_block_axes(name)
         is_in_block = any(spec[num_block_axes:]) and not any(spec[:num_block_axes])
-        return self.owner(name) is not None and is_in_block
+        return self.find_owner(name) is not None and is_in_block
 
     def wrap_modules(
         self,
@@ -133,7 +133,7 @@ class FSDPUnits(NamedTuple):
                     *spec[self.stacked[name] :]
                 )
                 for leaf, spec in specs.items()
-                if self.owner(leaf) == name
+                if self.find_owner(leaf) == name
             }
             gathered = _GatherCall(
                 tuple(of_parameters.items()), self.stacked[name] > 0, mesh

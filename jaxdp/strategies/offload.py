@@ -33,12 +33,6 @@ def offload_optimizer(shardings: TrainState, state: TrainState) -> TrainState:
     return shardings._replace(opt_state=held_by)
 
 
-def get_state_shardings(arguments: Sequence[Any], roles: Sequence[str]) -> Any:
-    """Returns the shardings of a step's state, parts of which may be in host memory."""
-    state = arguments[roles.index("state")]
-    return jax.tree.map(lambda leaf: leaf.sharding, state)
-
-
 def jit_with_offload(
     function: Callable[..., Any],
     arguments: Sequence[Any],

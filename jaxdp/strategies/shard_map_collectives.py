@@ -43,7 +43,7 @@ class ShardMapCollectives(Collectives):
     parameters is right.
 
     Args:
-        strategy: the split of leaves.
+        strategy: says how leaves are split.
         units: the modules that gather their own parameters.
         is_apart: whether each device works on its own rows alone.
     """
@@ -107,7 +107,7 @@ class ShardMapCollectives(Collectives):
         bound, bound.shards = copy.copy(self), {}
         for path, leaf in jax.tree_util.tree_leaves_with_path(model):
             spec = self.param_spec(name := leaf_path(path), leaf)
-            if self.units.gather(name, spec):
+            if self.units.is_gathered(name, spec):
                 bound.shards[name] = spec
         bound.units = self.units if bound.shards else NO_UNITS
         return bound

@@ -65,7 +65,7 @@ class TensorParallel(Sharded):
         leaves = jax.tree_util.tree_leaves_with_path(arguments["model"])
         kinds = jax.Array | jax.ShapeDtypeStruct
         paths = [leaf_path(path) for path, leaf in leaves if isinstance(leaf, kinds)]
-        used = [self._rule(path) for path in paths]
+        used = [self._find_rule(path) for path in paths]
         for rule in self.rules:
             if not any(rule is other for other in used):
                 raise ValueError(
@@ -77,7 +77,7 @@ class TensorParallel(Sharded):
         return arguments
 
     def param_spec(self, path: str, leaf: Array) -> PartitionSpec:
-        if (rule := self._rule(path)) is None:
+        if (rule := self._find_rule(path)) is None:
             return PartitionSpec()
         origin = f"`rules`: the rule for {rule[0]!r}"
         return check_spec(self.mesh, origin, rule[1], path, leaf)
@@ -85,7 +85,7 @@ class TensorParallel(Sharded):
     def __repr__(self) -> str:
         return format_call(self, 1, mesh_shape=repr(dict(self.mesh.shape)))
 
-    def _rule(self, path: str) -> Rule | None:
+    def _find_rule(self, path: str) -> Rule | None:
         """Returns the first rule that matches."""
         return next((rule for rule in self.rules if matches(path, rule[0])), None)
 
@@ -152,8 +152,8 @@ def _rules(model: PyTree, axis: str) -> list[Rule]:
 
 
 def _check_mesh_shape(mesh_shape: Mapping[str, int], count: int) -> None:
-    if not isinstance(mesh_shape, Mapping) or DATA not in mesh_shape:
-        raise (ValueError if isinstance(mesh_shape, Mapping) else TypeError)(
+    if DATA not in mesh_shape:
+        raise ValueError(
             '`mesh_shape` must be sizes by name, such as {"data": 4, "model": 2}, with'
             f" {DATA!r}, which rows are split over, among them; got {mesh_shape!r}."
         )

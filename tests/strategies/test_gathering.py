@@ -337,20 +337,3 @@ def test_what_is_gathered_at_once_may_be_used_anywhere():
 def is_by_block(trainer):
     layouts = find_layouts(trainer.strategy, trainer.state)
     return layouts["params: blocks.stacked.up.weight"] == P(None, "data")
-
-
-def test_modules_must_be_called_to_be_gathered():
-    class Heads(eqx.Module):
-        heads: eqx.nn.Linear
-
-        def __init__(self):
-            keys = jax.random.split(jax.random.key(0), 8)
-            make = eqx.filter_vmap(lambda key: eqx.nn.Linear(8, 3, key=key))
-            self.heads = make(keys)
-
-        def __call__(self, x):
-            call = eqx.filter_vmap(lambda head, x: head(x), in_axes=(0, None))
-            return call(self.heads, x).mean(axis=0)
-
-    with pytest.raises(ValueError, match=r'outside of calls of heads.*gather="once"'):
-        losses(Heads(), FSDP(gather=["heads"]), epochs=1)

@@ -217,7 +217,7 @@ class StepAnalysis:
         return frozenset(
             leaf_path(path)
             for path, leaf in named
-            if strategy.units.gather(leaf_path(path), leaf.sharding.spec)
+            if strategy.units.is_gathered(leaf_path(path), leaf.sharding.spec)
         )
 
     def _gradient_bytes(self, leaf: PlanLeaf) -> float:
