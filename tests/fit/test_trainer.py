@@ -146,7 +146,41 @@ class Unsized:
         return iter(batches(*[8] * 6))
 
 
+class Restarting(Unsized):
+    """An iterator that starts again."""
+
+    def __iter__(self):
+        self.batches = super().__iter__()
+        return self
+
+    def __next__(self):
+        return next(self.batches)
+
+
 SIX = batches(*[8] * 6)
+
+
+@pytest.mark.parametrize("loader", [SIX, Unsized(), Restarting()])
+def test_the_end_of_an_epoch_is_known_when_it_is_validated(loader):
+    seen = []
+    see = On(on_validation_end=lambda t, _: seen.append(t.record.is_at_epoch_end))
+    trainer = linear_on_one_device(see)
+    trainer.fit(loader, batches(8), max_epochs=2, val_check_interval=4)
+    ends = [step % 6 == 0 for step in (4, 6, 10, 12)]
+    assert seen == ends and trainer.global_step == 12
+
+
+def test_nothing_is_read_after_the_last_step_of_a_fit():
+    read = []
+
+    class Stream:
+        def __iter__(self):
+            for batch in SIX:
+                read.append(batch)
+                yield batch
+
+    linear_on_one_device().fit(Stream(), max_steps=2)
+    assert len(read) == 2
 
 
 @pytest.mark.parametrize("fit, steps", [
