@@ -1,7 +1,6 @@
 """What users of Lightning and Keras type first."""
 
 import copy
-import inspect
 import pickle
 import pkgutil
 import re
@@ -157,15 +156,10 @@ def test_overfitting_takes_the_first_batches_of_both_loaders(loader, share, coun
 
 @pytest.mark.parametrize("method, argument, value, where", [
     ("Trainer", "max_epochs", 3, r"it belongs to `fit`: fit\(..., max_epochs=...\)"),
-    ("Trainer", "ckpt_path", "last", r"belongs to `fit`"),
     ("Trainer", "accelerator", "gpu", "JAX_PLATFORMS"),
     ("Trainer", "devices", 2, r"strategy=Sharded\(2\)"),
-    ("Trainer", "logger", True, r"callbacks=\[CSVLogger\("),
-    ("Trainer", "num_sanity_val_steps", 0, "fast_dev_run"),
     ("Trainer", "enable_checkpointing", False, "ModelCheckpoint"),
-    ("Trainer", "limit_test_batches", 3, "limit_batches"),
     ("Trainer", "epochs", 3, "it is called `max_epochs`"),
-    ("Trainer", "batch_size", 32, "the loader makes batches"),
     ("Trainer", "max_epoch", 3, "`max_epochs`"),
     ("Trainer", "banana", 3, ""),
     ("fit", "callbacks", [], r"belongs to `Trainer`: Trainer\(..., callbacks=...\)"),
@@ -173,9 +167,6 @@ def test_overfitting_takes_the_first_batches_of_both_loaders(loader, share, coun
     ("fit", "max_epoch", 3, "`max_epochs`"),
     ("fit", "batch_size", 32, r"jaxdp.Arrays\(x, y, batch_size=32\)"),
     ("fit", "validation_data", (1, 2), "`val_loader`"),
-    ("fit", "val_dataloaders", [], "`val_loader`"),
-    ("fit", "datamodule", None, "`train_loader`"),
-    ("fit", "logger", True, "loggers are callbacks"),
 ])  # fmt: skip
 def test_unknown_arguments_are_told_where_they_belong(method, argument, value, where):
     match = f"`{argument}` is no argument of `{method}`.*{where}"
@@ -185,12 +176,9 @@ def test_unknown_arguments_are_told_where_they_belong(method, argument, value, w
         make_small(**{argument: value})
 
 
-def test_the_table_of_arguments_has_none_that_are_ours():
-    ours = {*inspect.signature(Trainer).parameters}
-    ours |= {*inspect.signature(Trainer.fit).parameters}
-    others = INSTEAD["argument"]
-    assert not others.keys() & ours
-    for name in re.findall(r"jaxdp\.([\w.]+)", " ".join(others.values())):
+def test_what_the_table_of_arguments_names_exists():
+    answers = " ".join(INSTEAD["argument"].values())
+    for name in re.findall(r"jaxdp\.([\w.]+)", answers):
         pkgutil.resolve_name(f"jaxdp.{name}")
 
 
@@ -200,21 +188,13 @@ def test_all_unknown_arguments_are_told_of_at_once():
             max_epochs=3, accelerator="gpu", batch_siez=3, strategy="ddp", precision=64
         )
     lines = str(told.value).splitlines()
-    names = (
-        "max_epochs",
-        "accelerator",
-        "batch_siez",
-        "Trainer",
-        "strategy",
-        "precision",
-    )
+    names = "max_epochs accelerator batch_siez Trainer strategy precision".split()
     assert all(line.startswith(f"`{n}`") for n, line in zip(names, lines, strict=True))
     assert "'model'" in lines[3] and lines[4].endswith("for 'ddp' write Sharded().")
     with pytest.raises(TypeError, match="`Trainer`: missing a required.*: 'model'"):
         Trainer(seed=3)
-    with pytest.raises(
-        TypeError, match="`Trainer`: too many positional.*by name.*loss_fn"
-    ):
+    match = "`Trainer`: too many positional.*by name.*loss_fn"
+    with pytest.raises(TypeError, match=match):
         Trainer(None, None, lambda: 0)
 
 
