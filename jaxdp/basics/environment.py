@@ -1,12 +1,10 @@
-"""Versions and hardware of this process, and imports of optional packages."""
+"""Versions and hardware of this process."""
 
 import contextlib
 import functools
-import importlib
 import importlib.metadata
 import os
 import platform
-import warnings
 from typing import Any, Final
 
 import jax
@@ -49,25 +47,6 @@ def describe_hardware() -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "system": f"{platform.system()} {platform.machine()}",
     }
-
-
-def import_extra(module: str, who: str, extra: str) -> Any:
-    """Imports a module for `who`; the error names its package if it is missing.
-
-    The error names no extra of `jaxdp`: on the public index this name belongs to
-    another library, with the same import name.
-    """
-    try:
-        with warnings.catch_warnings():
-            # Warnings of its dependencies, about which the user can do nothing.
-            warnings.simplefilter("ignore")
-            return importlib.import_module(module)
-    except ImportError as error:
-        package = module.partition(".")[0]
-        raise ImportError(
-            f"{who} needs {package}, which is not installed; run `pip install"
-            f" {package}` (it is in this library's extra `{extra}`)."
-        ) from error
 
 
 def warn_of_namesake() -> None:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from ..basics.columns import MEMBER, VALIDATION
-from ..basics.environment import import_extra
 from ..basics.files import add_path_to_errors, expand_path, write_atomically
 from ..history import History
+from .import_package import import_package
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -65,7 +65,7 @@ def draw(
     Raises:
         ImportError: without matplotlib; it says how to install it.
     """
-    matplotlib = functools.partial(import_extra, who="Drawing curves", extra="plots")
+    matplotlib = functools.partial(import_package, who="Drawing curves")
     figure_type: Any = matplotlib("matplotlib.figure").Figure
     ticks = matplotlib("matplotlib.ticker").MaxNLocator
 

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from ..basics.arguments import checks_arguments
-from ..basics.environment import import_extra
 from ..callbacks.base import Trainer
 from ..callbacks.logger import Logger
 from ..callbacks.monitor import announce
 from ..callbacks.run_metadata import Facts, flat
 from ..record import Number
+from .import_package import import_package
 
 
 class MLFlowLogger(Logger):
@@ -58,7 +58,7 @@ class MLFlowLogger(Logger):
         self.tracking_uri = tracking_uri
         self.run_id = run_id
         self.tags = dict(tags or {})
-        self._mlflow = import_extra("mlflow", "`MLFlowLogger`", "mlflow")
+        self._mlflow = import_package("mlflow", "`MLFlowLogger`")
         self._client: Any = None
         self._is_resumed = False
 

@@ -12,7 +12,6 @@ from jaxtyping import PyTree
 
 from ..basics.arguments import check_is_local, checks_arguments
 from ..basics.console import log_info, warn
-from ..basics.environment import import_extra
 from ..basics.files import (
     check_fields,
     expand_path,
@@ -32,6 +31,7 @@ from ..checkpoint.leaves import (
     parse_shape,
 )
 from ..checkpoint.restoring import get_omitted_leaves, restore_leaves
+from .import_package import import_package
 
 Path = str | os.PathLike[str]
 Model = TypeVar("Model")
@@ -442,4 +442,4 @@ def _load_eqx(path: str, like: PyTree) -> PyTree:
 
 
 def _import_safetensors() -> Any:
-    return import_extra("safetensors.numpy", "a .safetensors file", "safetensors")
+    return import_package("safetensors.numpy", "a .safetensors file")

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..basics.arguments import checks_arguments
-from ..basics.environment import import_extra
 from ..callbacks.base import Trainer
 from ..callbacks.monitor import MonitorCallback
 from ..distributed import get_process_group
+from .import_package import import_package
 
 
 class OptunaPruning(MonitorCallback):
@@ -34,7 +34,7 @@ class OptunaPruning(MonitorCallback):
     @checks_arguments
     def __init__(self, trial: Any, monitor: str = "val_loss"):
         super().__init__(monitor, 0, 0.0, None)
-        self._optuna = import_extra("optuna", "`OptunaPruning`", "optuna")
+        self._optuna = import_package("optuna", "`OptunaPruning`")
         is_needed = trial is not None or get_process_group().index == 0
         if is_needed and not callable(getattr(trial, "should_prune", None)):
             raise TypeError(

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from ..basics.arguments import check_is_local, checks_arguments
-from ..basics.environment import import_extra
 from ..basics.files import expand_path, write_text_atomically
 from ..callbacks.base import Callback, Trainer
 from ..callbacks.logger import Logger, check_writable
 from ..callbacks.monitor import is_fitting
 from .figures import save_figure
+from .import_package import import_package
 
 
 class Samples(Callback):
@@ -100,7 +100,7 @@ class Samples(Callback):
 
 def _make_picture(name: str, value: Any) -> Any:
     """Makes a figure with the pixels of an array."""
-    figure = import_extra("matplotlib.figure", "a picture of `Samples`", "plots")
+    figure = import_package("matplotlib.figure", "a picture of `Samples`")
     pixels = np.asarray(value)  # waits for the device
     is_picture = pixels.ndim == 2 or pixels.ndim == 3 and pixels.shape[2] in (3, 4)
     if (

@@ -14,9 +14,9 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ..basics.arguments import check_count, check_is_local, checks_arguments
-from ..basics.environment import import_extra
 from ..basics.files import expand_path, sync_to_disk, write_atomically
 from ..basics.tree import format_paths
+from .import_package import import_package
 from .load_weights import open_weights
 from .weight_names import (
     INDEX_SUFFIX,
@@ -76,7 +76,7 @@ def save_weights(
             f"`path`={path!r} must end with '.safetensors', or with"
             f" {INDEX_SUFFIX!r} for several files."
         )
-    save = import_extra("safetensors.numpy", "`save_weights`", "safetensors").save_file
+    save = import_package("safetensors.numpy", "`save_weights`").save_file
     dtypes = {name: tensor.dtype for name, tensor in source.items()}
     tensors = _make_tensors(model, state, names, dtype, dtypes)
 

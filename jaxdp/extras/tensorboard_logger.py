@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..basics.environment import import_extra
 from ..callbacks.base import Trainer
 from ..callbacks.logger import Logger
 from ..callbacks.run_metadata import Facts, flat
 from ..record import Number
 from .figures import to_png
+from .import_package import import_package
 
 
 class TensorBoardLogger(Logger):
@@ -104,4 +104,4 @@ def _to_markdown(values: Mapping[str, Any]) -> str:
 
 
 def _tensorboard(module: str) -> Any:
-    return import_extra(f"tensorboard.{module}", "`TensorBoardLogger`", "loggers")
+    return import_package(f"tensorboard.{module}", "`TensorBoardLogger`")

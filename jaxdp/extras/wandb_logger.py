@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from ..basics.arguments import checks_arguments
-from ..basics.environment import import_extra
 from ..callbacks.base import Trainer
 from ..callbacks.logger import Logger
 from ..callbacks.run_metadata import Facts, flat
 from ..record import Number
 from .figures import to_png
+from .import_package import import_package
 
 
 class WandbLogger(Logger):
@@ -58,7 +58,7 @@ class WandbLogger(Logger):
         self.id = id
         self.options = options
         self.run: Any = None
-        self._wandb = import_extra("wandb", "`WandbLogger`", "wandb")
+        self._wandb = import_package("wandb", "`WandbLogger`")
 
     def open(self, trainer: Trainer, folder: Path) -> None:
         options: dict[str, Any] = {"resume": "allow", **self.options}

@@ -7,6 +7,7 @@ whatever happened on the way.
 """
 
 import hashlib
+import itertools
 import json
 import os
 import pathlib
@@ -25,7 +26,7 @@ import orbax.checkpoint  # noqa: E402, F401
 import tensorboard.summary.writer.event_file_writer  # noqa: E402, F401
 import torch  # noqa: E402
 from shown_events import events  # noqa: E402
-from toys import Net  # noqa: E402
+from toys import Net, On  # noqa: E402
 
 import jaxdp  # noqa: E402
 from jaxdp import callbacks  # noqa: E402
@@ -47,32 +48,23 @@ class Noisy(torch.utils.data.Dataset):
         return self.x[index] + np.float32(0.1 * noise), self.y[index]
 
 
-class Progress(jaxdp.Callback):
-    """Tells the test how far the job is, and may pause a little at every step."""
+def report_progress(root, pause):
+    """A callback that tells the test how far the job is, and pauses at every step."""
 
-    def __init__(self, root, pause):
-        self.path, self.pause = root / "progress", pause
+    def write(trainer):
+        (root / "progress").write_text(str(trainer.global_step))
 
-    def on_fit_start(self, trainer):
-        self.path.write_text(str(trainer.global_step))
+    def write_and_pause(trainer):
+        write(trainer)
+        time.sleep(pause)
 
-    def on_boundary(self, trainer):
-        self.path.write_text(str(trainer.global_step))
-        time.sleep(self.pause)
+    return On(on_fit_start=write, on_boundary=write_and_pause)
 
 
-class Harm(jaxdp.Callback):
-    """Does something at the n-th call of a hook."""
-
-    def __init__(self, hook, at, what):
-        self.calls = 0
-
-        def run(*arguments):
-            self.calls += 1
-            if self.calls == at:
-                what()
-
-        setattr(self, hook, run)
+def harm_at(hook, at, what):
+    """A callback that does something at the n-th call of a hook."""
+    calls = itertools.count(1)
+    return On(**{hook: lambda *_: what() if next(calls) == at else None})
 
 
 class Signal:
@@ -146,8 +138,8 @@ def train(
             callbacks.EarlyStopping(patience=100),
             callbacks.NanGuard(),
             *([callbacks.Preemption(*preemption)] if preemption else []),
-            *[Harm(*each) for each in harm],
-            Progress(root, pause),
+            *[harm_at(*each) for each in harm],
+            report_progress(root, pause),
         ],
         log_every_n_steps=1,
         enable_progress_bar=False,

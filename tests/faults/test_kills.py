@@ -171,7 +171,7 @@ def test_sigterm_at_chosen_moments(jobs, table, moment):
     code, output = jobs.run(name, epochs=6)
     assert code == 0, output
     jobs.assert_same(name, "whole")
-    saw = "exit code 143, as of a shell; resumed bit for bit"
+    saw = "exit code 143; resumed bit for bit"
     table.add("SIGTERM at each of six moments of a run", saw)
 
 

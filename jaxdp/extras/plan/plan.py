@@ -11,9 +11,9 @@ import jax
 
 from ...basics.arguments import check_choice
 from ...basics.console import format_columns, log_info
-from ...basics.environment import import_extra
 from ...basics.units import format_bytes, format_seconds, format_short
 from ..figures import save_figure
+from ..import_package import import_package
 from .parts import (
     GROUPS,
     Bound,
@@ -219,7 +219,7 @@ class Scaling(NamedTuple):
         Args:
             path: where to save the picture; the suffix decides the format.
         """
-        matplotlib = import_extra("matplotlib.figure", "`Scaling.plot`", "plots")
+        matplotlib = import_package("matplotlib.figure", "`Scaling.plot`")
         figure = matplotlib.Figure(figsize=(9, 6), layout="constrained")
         counts = [row.devices for row in self.rows]
         for place, (field, title) in enumerate(_PANELS, 1):
