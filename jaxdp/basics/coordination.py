@@ -34,8 +34,9 @@ def process_count() -> int:
 def wait_at_barrier(name: str, timeout: float, gives_up: Callable[[], bool]) -> bool:
     """Waits until all processes wait at this name; returns False after `timeout` s.
 
-    All processes get the same result. Each name can be used once. This process gives up
-    sooner if `gives_up()`, which is called several times a second.
+    JAX gives all processes the same result. This one stops waiting sooner, and returns
+    False, when `gives_up()` is True; it is asked several times a second. Each name can
+    be used once.
     """
     wait, milliseconds = _client().wait_at_barrier, max(1, int(timeout * 1000))
     future = _get_waiter().submit(wait, name, milliseconds)

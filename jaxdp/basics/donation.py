@@ -20,11 +20,11 @@ def parse_aliases(header: str) -> dict[int, str]:
 
 
 def find_donated(compiled: Any, aliased: Collection[int]) -> set[int]:
-    """Returns the numbers of the flat arguments of a step that it overwrites.
+    """Returns the numbers of the flat arguments that a compiled step overwrites.
 
     Args:
         compiled: the step.
-        aliased: the inputs of its program that it overwrites.
+        aliased: the numbers of the inputs that its program overwrites.
     """
     # The program drops the arguments that nothing depends on, and numbers the rest.
     every = range(len(jax.tree.leaves(compiled.args_info)))

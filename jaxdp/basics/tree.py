@@ -76,7 +76,7 @@ def find_matches(
 ) -> list[str]:
     """Returns the paths that match a pattern, in the order of the patterns.
 
-    With `anywhere` a pattern without dots and brackets is for the last part alone.
+    With `anywhere`, a pattern without dots and brackets is for the last part of a path.
 
     Raises:
         ValueError: for a pattern that matches none of the `names`, each a `kind`.
@@ -95,7 +95,7 @@ def find_matches(
 
 
 def format_paths(names: Iterable[str]) -> str:
-    """Lists paths, joined as by `group_rows`."""
+    """Lists up to 20 paths; those that differ only in numbers become one."""
     rows = [row[0] or "the model" for row, _ in group_rows((name,) for name in names)]
     return ", ".join([*rows[:20], *["..."] * (len(rows) > 20)]) or "none"
 
