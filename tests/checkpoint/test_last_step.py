@@ -36,7 +36,6 @@ RARE = {"every_n_train_steps": 100}
 
 @pytest.mark.parametrize("saver, fit, expected", [
     (RARE, {}, [6]),
-    ({"every_n_train_steps": 4}, {}, [6]),
     ({"every_n_train_steps": 4, "save_top_k": -1}, {}, [4, 6]),
     ({"every_n_epochs": 2}, {"max_epochs": 3}, [18]),
     ({"train_time_interval": "01:00:00:00"}, {"max_steps": 5}, [5]),
@@ -100,14 +99,12 @@ def test_the_last_step_has_its_own_weights(tmp_path):
 
 
 @pytest.mark.parametrize("loader, fit, options", [
-    (Unsized(), {}, {}),
     (Unsized(), {"max_epochs": 2}, {}),
     (Unsized(), {}, {"steps_per_execution": 3}),
     (Unsized(), {}, {"accumulate_grad_batches": 4}),
     (iter(DATA), {"limit_train_batches": 6}, {}),
     (Unsized(repeat=True), {"limit_train_batches": 4}, {}),
     (Unsized(repeat=True), {"max_steps": 4}, {}),
-    (DATA, {"max_steps": 4}, {}),
     (Arrays(*map(np.concatenate, zip(*DATA, strict=True))), {"max_epochs": 2}, {}),
 ])  # fmt: skip
 def test_the_last_step_of_an_epoch_is_saved_with_its_score(
@@ -135,7 +132,6 @@ LATE = {"check_val_every_n_epoch": 10, "max_epochs": 5}
     (EarlyStopping, VAL, LATE, "`EarlyStopping.*at its end alone.*check_val_every_n"),
     (ReduceLROnPlateau, VAL, LATE, "`ReduceLROnPlateau.*at its end alone"),
     (EarlyStopping, VAL, {"check_val_every_n_epoch": 3, "max_steps": 12}, "at its end"),
-    (EarlyStopping, None, {}, "'val_loss'.*need a `val_loader`"),
     (ModelCheckpoint, None, {}, "'val_loss'.*need a `val_loader`"),
     (ModelCheckpoint, VAL, {"limit_val_batches": 0}, "'val_loss'.*need a `val_loader`"),
     (lambda monitor: EarlyStopping("val_acc"), VAL, {}, "what is logged: 'loss', 'val"),

@@ -12,7 +12,6 @@ import pytest
 from toys import (
     At,
     Mlp,
-    On,
     batches,
     linear,
     mlp,
@@ -74,16 +73,6 @@ def test_another_model_is_shown_leaf_by_leaf(tmp_path):
         ValueError, match=r"last.bias: the checkpoint has float32\(3,\)"
     ):
         make(model=wide).load(path)
-
-
-def test_model_checkpoint_by_steps_keeps_the_newest(tmp_path):
-    checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=3)
-    saved = []
-    keeps = On(on_save_checkpoint=lambda trainer, path: saved.append(path))
-    make(checkpoint, keeps).fit(DATA, max_epochs=4)
-    assert steps_in(tmp_path) == [8, 10, 12]
-    assert checkpoint.last_model_path == str(tmp_path / "12") == saved[-1]
-    assert len(saved) == 6
 
 
 class Zoo(eqx.Module):
@@ -175,19 +164,6 @@ def test_a_validation_outside_of_a_fit_judges_nothing(tmp_path):
     trainer.fit(DATA, VAL, max_epochs=2)
     assert checkpoint.best_model_score not in (None, other)
     assert str(other) not in [score for _, score in checkpoint.state_dict()["scores"]]
-
-
-def test_a_validation_by_a_callback_inside_a_fit_judges_nothing(tmp_path):
-    values, other = [], batches(16, seed=2)
-    probe = On(
-        on_train_epoch_start=lambda trainer: trainer.validate(other),
-        on_validation_end=lambda trainer, metrics: values.append(metrics["val_loss"]),
-    )
-    checkpoint = ModelCheckpoint(tmp_path, monitor="val_loss")
-    trainer = make(checkpoint, probe)
-    trainer.fit(DATA, VAL, max_epochs=2)
-    assert values == trainer.history["val_loss"]
-    assert checkpoint.best_model_score == min(trainer.history["val_loss"])
 
 
 def test_training_goes_on_where_a_name_is_taken(tmp_path):

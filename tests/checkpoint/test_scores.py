@@ -52,8 +52,6 @@ AND_3, EVERY_2 = {"val_check_interval": 3}, {"every_n_train_steps": 2}
 COMBINATIONS = {
     "epochs": ({}, {}, {}),
     "intervals": ({}, {"val_check_interval": 2}, {}),
-    "an interval that ends with the epoch": ({}, AND_3, {}),
-    "shares": ({"save_top_k": 3}, {"val_check_interval": 0.5}, {}),
     "steps, validated too": (
         EVERY_2 | {"save_top_k": 2}, {"val_check_interval": 2}, {}),
     "steps, others than those validated": (EVERY_2, AND_3, {"steps_per_execution": 4}),
@@ -64,7 +62,6 @@ COMBINATIONS = {
         {"every_n_epochs": 1, "save_last": True}, {"check_val_every_n_epoch": 2}, {}),
     "time": ({"train_time_interval": 1e-6}, {"val_check_interval": 4},
              {"steps_per_execution": 3}),
-    "the last too": ({"save_last": True}, {"val_check_interval": 4}, {}),
     "only the last": (EVERY_2 | {"save_last": True, "save_top_k": 0}, AND_3, {}),
     "accumulation": ({"every_n_train_steps": 1, "save_top_k": 2}, AND_3,
                      {"accumulate_grad_batches": 2}),
@@ -72,17 +69,13 @@ COMBINATIONS = {
         {"every_n_train_steps": 5}, AND_3 | {"stops_after": 7}, {}),
     "a signal after a validation": (
         {}, {"val_check_interval": 2, "stops_after": 8}, {"steps_per_execution": 2}),
-    "a signal at the end of an epoch": ({"save_top_k": 2}, {"stops_after": 6}, {}),
 }  # fmt: skip
 
 
 @pytest.mark.slow_cases(
-    "shares",
     "steps, validated too",
     "epochs, every second of which is validated",
-    "the last too",
     "accumulation",
-    "a signal at the end of an epoch",
 )
 @pytest.mark.parametrize("of_saver, of_fit, of_trainer", [
     pytest.param(*each, id=name) for name, each in COMBINATIONS.items()
@@ -132,13 +125,11 @@ Q = {2: 1.0, 4: 5.0, 6: 4.0}
 
 
 @pytest.mark.parametrize("values, interval, options, expected", [
-    (Q, 2, {"every_n_train_steps": 2}, {2: 1.0}),
     ({2: 5.0, 4: 1.0, 6: 7.0}, 2, {}, {4: 1.0}),
     (Q, 2, {"mode": "max"}, {4: 5.0}),
     (Q, 2, {"save_top_k": 2}, {2: 1.0, 6: 4.0}),
     (Q, 2, {"save_last": True}, {2: 1.0, 6: 4.0}),
     (Q, 2, {"save_top_k": -1}, Q),
-    (Q, 2, {"save_top_k": 0}, {}),
     (Q, 2, {"every_n_epochs": 2}, {}),
     # Of equal ones the older stays, and NaN is worse than anything.
     ({2: 1.0, 4: 1.0, 6: 1.0}, 2, {}, {2: 1.0}),
@@ -196,15 +187,6 @@ def test_the_losses_of_steps_are_not_compared_with_those_of_epochs(tmp_path):
     assert list(scores(saver)) == [16, 18]
     kept, aside = steps_in(tmp_path), steps_in(tmp_path / "before-1")
     assert kept == [12, 16, 18] and aside == [6]
-
-
-def test_a_value_of_an_epoch_judges_its_end(tmp_path):
-    def log(trainer, metrics):
-        trainer.log("f1", [0.5, 0.7, 0.6][trainer.current_epoch])
-
-    saver = ModelCheckpoint(tmp_path, "f1", "max", every_n_train_steps=4)
-    make(On(on_train_epoch_end=log), saver).fit(DATA, max_epochs=3)
-    assert scores(saver) == {12: 0.7, 18: 0.6}
 
 
 def test_a_loop_of_ones_own_is_saved_epoch_by_epoch(tmp_path):

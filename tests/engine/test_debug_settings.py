@@ -37,35 +37,28 @@ def debugs_nans_without_jit():
         yield
 
 
-def mlp():
-    return {"model": Mlp(jax.random.key(0))}
+def mlp(**options):
+    return {"model": Mlp(jax.random.key(0)), **options}
 
 
 def norm_net():
     model, state = eqx.nn.make_with_state(NormNet)(jax.random.key(0))
-    return {"model": model, "state": state}
+    return {"model": model, "state": state, "strategy": Sharded()}
 
 
-def sharded(**options):
-    return {"strategy": Sharded(), **options}
-
-
-def bitwise(**options):
-    return {"strategy": Bitwise(SingleDevice()), **options}
+def bitwise():
+    return {"strategy": Bitwise(SingleDevice())}
 
 
 SETTINGS = {
     "dropout": (debugs_nans, mlp),
-    "bitwise": (debugs_nans, bitwise),
     "bitwise, no jit": (jax.disable_jit, bitwise),
-    "clipped": (jax.disable_jit, lambda: sharded(gradient_clip_val=0.1, **mlp())),
-    "norm": (jax.disable_jit, lambda: sharded(**norm_net())),
-    "recomputed": (jax.disable_jit, lambda: sharded(remat="first", **mlp())),
-    "fsdp": (jax.disable_jit, lambda: {"strategy": FSDP(), **mlp()}),
+    "norm": (jax.disable_jit, norm_net),
+    "fsdp": (jax.disable_jit, lambda: mlp(strategy=FSDP(), remat="first")),
 }
 
 
-@pytest.mark.slow_cases("clipped", "norm", "recomputed", "fsdp")
+@pytest.mark.slow_cases("norm", "fsdp")
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_setting_changes_no_numbers(setting):
     context, options = SETTINGS[setting]
@@ -106,18 +99,6 @@ def test_a_loss_without_jit_gets_values_once_per_step():
         np.testing.assert_array_equal(found, x)
 
 
-def test_an_error_in_a_loss_without_jit_has_step_and_batch():
-    def loss_fn(model, x, y):
-        if len(x) == 5:
-            raise LookupError("five")
-        return jax.vmap(model)(x).sum(axis=1)
-
-    for data, place in ((DATA, "step 4, in batch 3"), (DATA[3:], "step 1, in batch 0")):
-        with jax.disable_jit(), pytest.raises(LookupError) as caught:
-            make(loss_fn=loss_fn).fit(data)
-        assert place in "".join(caught.value.__notes__)
-
-
 def test_debug_settings_may_change_between_fits():
     def run(*contexts):
         trainer = make(Sharded())
@@ -141,10 +122,7 @@ def test_other_methods_work_without_jit(tmp_path):
         assert trainer.running_plan() is None
         assert "parameters" in str(trainer.plan(DATA))
         trainer.compare(DATA, SingleDevice(), steps=2).assert_close()
-        trainer.save(tmp_path / "saved")
-        other = make(Sharded())
-        other.load(tmp_path / "saved")
-        np.testing.assert_array_equal(other.predict(DATA), trainer.predict(DATA))
+        trainer.load(trainer.save(tmp_path / "saved"))
     assert trainer.history["loss"] == pytest.approx(compiled.history["loss"], rel=1e-5)
 
 
@@ -194,6 +172,12 @@ def calls(model, x):
     return jax.vmap(model)(call(jax.lax.stop_gradient(x)))
 
 
+@losing
+def looks(model, x):
+    raises(np.asarray(x))  # impossible in a compiled step
+    return jax.vmap(model)(x)
+
+
 def divides(model, x, y):
     return jax.vmap(model)(x).sum(axis=1) / jnp.where(x.max() > 50, 0.0, 1.0)
 
@@ -202,13 +186,22 @@ EQUINOX = jax.errors.JaxRuntimeError, "EquinoxRuntimeError: x is too large"
 OF_PYTHON = jax.errors.JaxRuntimeError, "OverflowError: x is too large"
 NAN = FloatingPointError, "invalid value (nan)"
 INFINITY = FloatingPointError, "inf"
+SHARDED = {"strategy": Sharded()}
 RAISING = {
     "one device": (nothing, checks, {}, *EQUINOX),
     "donated": (nothing, checks, {"callbacks": [DonateBuffers("state")]}, *EQUINOX),
     "bitwise": (nothing, checks_one, bitwise(), *EQUINOX),
     "a callback": (nothing, calls, {}, *OF_PYTHON),
+    "error_if, no jit": (
+        jax.disable_jit,
+        checks,
+        SHARDED,
+        RuntimeError,
+        "x is too large",
+    ),
+    "no jit": (jax.disable_jit, looks, SHARDED, OverflowError, "x is too large"),
     "NaN": (debugs_nans, takes_logarithms, {}, *NAN),
-    "NaN, Sharded": (debugs_nans, takes_logarithms, sharded(), *NAN),
+    "NaN, Sharded": (debugs_nans, takes_logarithms, SHARDED, *NAN),
     "NaN, Pmap": (debugs_nans, takes_logarithms, {"strategy": Pmap()}, *NAN),
     "NaN, no jit": (debugs_nans_without_jit, takes_logarithms, {}, *NAN),
     "infinity": (lambda: jax.debug_infs(True), divides, {}, *INFINITY),
@@ -260,11 +253,6 @@ def test_steps_that_may_raise_accept_numpy_and_jax_arrays(convert):
     for name in ("loss", "val_loss"):
         found, expected = trainer.history[name], same.history[name]
         np.testing.assert_allclose(found, expected, rtol=1e-5)
-
-
-def test_error_if_is_raised_without_jit():
-    with jax.disable_jit(), pytest.raises(RuntimeError, match="x is too large"):
-        make(Sharded(), loss_fn=checks).fit(bad_data())
 
 
 def test_error_if_in_an_evaluation_has_the_batch():

@@ -155,15 +155,6 @@ def test_batches_of_an_iterator_that_were_not_trained_on_come_again(steps, end):
     assert seen == list(range(10))
 
 
-def test_an_iterator_continues_after_steps_over_another_loader():
-    trainer, seen = numbers(1)
-    stream = numbered()
-    for _ in trainer.steps(list(itertools.islice(stream, 5))):
-        pass
-    trainer.fit(stream, max_steps=8)
-    assert seen == list(range(8))
-
-
 def test_a_custom_loop_continues_after_a_load(tmp_path):
     trainer, seen = numbers(4)
     for _ in trainer.steps(itertools.islice(numbered(), 6)):

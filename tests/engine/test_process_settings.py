@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 
-import jax
 import pytest
 from toys import batches, make_small
 
@@ -127,55 +126,37 @@ def test_the_users_cache_and_a_read_only_home_are_not_changed(tmp_path):
 
 
 CONVOLVE = """
-import json, logging, re
+import json, re
 import jax, numpy as np, optax
 from equinox import nn
 import jaxdp
 
-logging.getLogger("jaxdp").setLevel(logging.DEBUG)
-model = nn.Sequential([
-    nn.Conv2d(1, 20, 3, key=jax.random.key(0)),
-    nn.Lambda(lambda x: x.mean((1, 2))),
-])
-random = np.random.default_rng(0)
-x = random.normal(size=(16, 1, 28, 28)).astype(np.float32)
-y = random.normal(size=(16, 20)).astype(np.float32)
-trainer = jaxdp.Trainer(model, optax.sgd(0.1), enable_progress_bar=False)
-history = trainer.fit([(x, y)] * 5, [(x, y)])
-program = trainer.compiled_train_step().as_text()
-entry = program.split("ENTRY")[1]
-print(json.dumps({
-    "convolutions": len(re.findall(r"= \\S+ convolution\\(", entry)),
-    "loss": history["loss"][-1],
-}))
+net = [nn.Conv2d(1, 20, 3, key=jax.random.key(0)), nn.Lambda(lambda x: x.mean((1, 2)))]
+trainer = jaxdp.Trainer(nn.Sequential(net), optax.sgd(0.1))
+trainer.fit([(np.ones((16, 1, 28, 28), np.float32), np.ones((16, 20), np.float32))])
+entry = trainer.compiled_train_step().as_text().split("ENTRY")[1]
+print(json.dumps(len(re.findall(r"= \\S+ convolution\\(", entry))))
 """
 
 
 @pytest.mark.slow
 def test_convolutions_on_cpus_run_in_eigen(tmp_path):
-    eigen, _ = train(tmp_path, CONVOLVE)
     # Those outside of a library's fusion: of the output, and of the kernel.
-    assert eigen["convolutions"] == 2
+    assert train(tmp_path, CONVOLVE)[0] == 2
 
 
 @pytest.mark.parametrize("is_on", [True, False])
-@pytest.mark.parametrize("fault", [None, ZeroDivisionError])
-def test_tracing_pauses_the_garbage_collector(is_on, fault):
+def test_tracing_pauses_the_garbage_collector(is_on):
     seen = []
 
     def loss_fn(model, x, y):
         seen.append(gc.isenabled())
-        if fault is not None:
-            raise fault
-        return jax.vmap(model)(x).sum(axis=1)
+        raise ZeroDivisionError
 
-    trainer = make_small(loss_fn=loss_fn)
     (gc.enable if is_on else gc.disable)()
     try:
-        trainer.fit(batches(8))
-        assert fault is None
-    except ZeroDivisionError:
-        pass
+        with pytest.raises(ZeroDivisionError):
+            make_small(loss_fn=loss_fn).fit(batches(8))
     finally:
         after = gc.isenabled()
         gc.enable()
