@@ -13,13 +13,7 @@ from ..basics.host_memory import clear_mesh
 from ..basics.process import pause_gc
 from ..data import Dispatch, Window
 from ..distributed import RowBlocks, make_global_array
-from ..step import (
-    LONG_IN_FLIGHT,
-    Batch,
-    Metrics,
-    Steps,
-    TrainState,
-)
+from ..step import LONG_IN_FLIGHT, Batch, Metrics, Steps, TrainState
 from ..strategies import DataParallel
 from ..strategies.base import count_shards, make_row_blocks
 from .compile_log import CompileLog
@@ -30,7 +24,6 @@ from .state import (
     StateLayout,
     make_first_state,
     make_shapes,
-    place_shapes,
     place_state,
 )
 from .step import (
@@ -49,14 +42,14 @@ class Engine:
 
     Args:
         parts: the model as (trained leaves, other arrays, the rest).
-        model_state: its `eqx.nn.State`, or None.
+        model_state: the model's `eqx.nn.State`, or None.
         pure: the functions of the steps.
         strategy: places the state and lays out the steps.
         seed: decides all randomness inside the steps.
         micro_batches: the number of micro-batches of a train step.
-        view: maps the state to the one that is evaluated and handed out.
-        in_order: whether the real rows of several processes' batches come first, and
-            all padding last.
+        view: the function of a callback that chooses the weights to evaluate.
+        in_order: whether the real rows of all processes come first in a global batch,
+            and all padding last.
         compiler_options: the user's options for XLA.
         offload: whether large leaves of the optimizer's state are in host memory
             between steps.
@@ -67,9 +60,9 @@ class Engine:
         device_state: the current state.
         steps: each kind of step, with its programs.
         options: the options for compiling train steps.
-        log_once: reports a note once.
-        memory: the bytes of the smallest device; None if it does not report them, as
-            CPUs do not, or if there are shapes only.
+        log_once: reports a note unless it was reported before.
+        memory: the bytes of the smallest device; None for devices that do not report
+            them, such as CPUs, and for a state of shapes.
         prefetches: whether the next dispatch is transferred before the current one is
             launched. True on accelerators; a test on CPUs may set it.
         starts_epoch: whether the next step is the first of an epoch, so that the
@@ -109,16 +102,15 @@ class Engine:
             kind: Step(kind, strategy, blocks, in_order, pads=pure.is_padded(kind))
             for kind in KIND_NAMES
         }
+        original = jax.eval_shape(lambda *trees: trees, *parts[:2])
+        self._model = parts[2], original, view
         with clear_mesh(), pause_gc():
             if abstract:
-                shapes = make_shapes((*parts[:2], model_state), pure)
-                state = place_shapes(strategy, shapes, offload)
+                first = make_shapes((*parts[:2], model_state), pure)
             else:
-                first = parts, model_state, pure, seed, strategy
-                state = self.place(make_first_state(*first, adds_state=adds_state))
-        self._static, self._view = parts[2], view
-        self._shapes = jax.eval_shape(lambda *trees: trees, *parts[:2])
-        self.state = state
+                arguments = parts, model_state, pure, seed, strategy
+                first = make_first_state(*arguments, adds_state=adds_state)
+            self.state = place_state(strategy, first, offload, abstract=abstract)
         # On CPUs, XLA rewrites convolutions for its library only outside of loops.
         # Inside a loop they take about five times as long, and round differently.
         is_cpu = self._devices[0].platform == "cpu"
@@ -137,11 +129,11 @@ class Engine:
 
     @state.setter
     def state(self, state: TrainState) -> None:
-        layout = StateLayout(state, self._static, self._shapes, self._view)
+        layout = StateLayout(state, *self._model)
         self.device_state = DeviceState(jax.tree.leaves(state), layout)
 
     def place(self, state: TrainState) -> TrainState:
-        """Places a first or a saved state on the devices, and returns it."""
+        """Returns a copy of the state on the devices."""
         return place_state(self.strategy, state, self._offload)
 
     @property
@@ -181,9 +173,10 @@ class Engine:
         }
 
     def load_padding(self, padding: Mapping[str, int]) -> None:
-        """Restores the `padding` of another engine, or of an earlier state.
+        """Sets the `padding` to that of another engine, or of an earlier state.
 
-        Another size would need another program, whose sums may round differently.
+        With other numbers of rows the programs differ, and their sums may round
+        differently.
         """
         for kind, step in self.steps.items():
             start = f"{kind} "
@@ -210,7 +203,7 @@ class Engine:
         return next(iter(self.steps["train"].programs.values()), None)
 
     def get_program(self, kind: StepKind, dispatch: Dispatch) -> Program:
-        """Returns the program for batches of this shape; compiles a new one."""
+        """Returns the program for batches of this shape; compiles it if it is new."""
         step = self.steps[kind]
         if (program := step.programs.get(dispatch.shape)) is not None:
             return program
@@ -270,7 +263,10 @@ class Engine:
     def run(
         self, kind: StepKind, dispatch: Dispatch, program: Program, *inputs: Any
     ) -> tuple[PlacedBatches, Any]:
-        """Calls a compiled step on `inputs` and batches. No other code calls one."""
+        """Calls a program with `inputs` and the batches of a dispatch.
+
+        Returns the placed batches and the results. No other code calls a program.
+        """
         try:
             placed = self.steps[kind].place(dispatch, program, ahead=self.prefetches)
             results = program.compiled(*inputs, placed.groups)
@@ -282,7 +278,7 @@ class Engine:
             raise
 
     def place_ahead(self, array: Any) -> Any:
-        """Places a small host array where batches are prefetched; else returns it.
+        """Returns a small host array on the devices; on CPUs, the array itself.
 
         `jax.transfer_guard("disallow")` forbids a call to move its arguments. On CPUs,
         placing an array takes as long as a small step.

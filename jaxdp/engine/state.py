@@ -222,26 +222,22 @@ def make_shapes(model: _ModelParts, steps: Steps) -> TrainState:
     return jax.eval_shape(first, *model)
 
 
-def place_state(strategy: DataParallel, state: TrainState, offload: bool) -> TrainState:
-    """Returns the state on the devices; `offload` puts the optimizer's on the host."""
-    if not offload:
-        return strategy.place(state)
-    return place_copy(state, _make_shardings(strategy, state, offload))
-
-
-def place_shapes(
-    strategy: DataParallel, shapes: TrainState, offload: bool
+def place_state(
+    strategy: DataParallel, state: TrainState, offload: bool, *, abstract: bool = False
 ) -> TrainState:
-    """Returns the shapes of a state with the shardings that its arrays would have."""
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=sharding
-        ),
-        shapes,
-        _make_shardings(strategy, shapes, offload),
-    )
+    """Returns a copy of the state on the devices; if `abstract`, shapes with shardings.
 
-
-def _make_shardings(strategy: DataParallel, state: Any, offload: bool) -> Any:
+    `offload` puts large leaves of the optimizer's state into the host's memory.
+    """
+    if not (offload or abstract):
+        return strategy.place(state)
     shardings = state_shardings(strategy, state)
-    return offload_optimizer(shardings, state) if offload else shardings
+    if offload:
+        shardings = offload_optimizer(shardings, state)
+    if not abstract:
+        return place_copy(state, shardings)
+
+    def make_shape(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(make_shape, state, shardings)

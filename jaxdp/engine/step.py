@@ -53,7 +53,6 @@ _DONATED: Final = {"state": (0,), "all": (0, 1), "none": ()}
 class PlacedBatches(NamedTuple):
     """Batches as the arguments of a compiled step."""
 
-    program: Any
     groups: Any
     nbytes: int
     """Bytes on a device before the step; 0 if the call itself moves them there."""
@@ -282,22 +281,17 @@ class Step:
             )
         if not isinstance(leaf, jax.Array) or not calls_python(jaxpr):
             return False
-        if len(leaf.sharding.device_set) > 1:
+        if is_looped or len(leaf.sharding.device_set) > 1:
             # An error that leaves one device strands the others: with faked devices,
-            # jax 0.10.2 aborts the process.
+            # jax 0.10.2 aborts the process. In a loop, the state before it is lost.
             raise ValueError(
                 "`strategy`: the step calls Python that may raise an error"
                 " (jax.pure_callback), as eqx.error_if and every diffrax solver do."
-                f" {self._strategy!r} can't run it: an error on one of several devices"
-                " would leave the others waiting. Set the environment variable"
-                " EQX_ON_ERROR=nan before Python starts, which makes NaN instead of"
-                " errors; or pass throw=False to diffrax.diffeqsolve; or use"
-                " strategy=SingleDevice(), where errors are raised."
-            )
-        if is_looped:  # the state before an error would be lost
-            raise ValueError(
-                "`steps_per_execution` must be 1 for a step that calls Python that may"
-                " raise an error (jax.pure_callback), as eqx.error_if does."
+                " An error on one of several devices would leave the others waiting,"
+                " and one in a loop of steps would lose the state. Set the environment"
+                " variable EQX_ON_ERROR=nan before Python starts, which makes NaN"
+                " instead of errors; or pass throw=False to diffrax.diffeqsolve; or use"
+                " strategy=SingleDevice() with steps_per_execution=1."
             )
         return True
 
@@ -366,23 +360,19 @@ class Step:
             ahead: whether to transfer NumPy's arrays too. On CPUs the compiled call
                 moves them faster.
         """
-        if dispatch.placed is not None and dispatch.placed.program is program:
+        if dispatch.placed is not None:
             return dispatch.placed
         if program.checks_targets:
             classes, is_training = program.num_classes, self.kind == "train"
-            try:
-                for group in dispatch.groups:
-                    check_targets(group.batch, classes, training=is_training)
-            except ValueError:
-                self.packer.reset()  # others are not padded to the size of this batch
-                raise
+            for group in dispatch.groups:
+                check_targets(group.batch, classes, training=is_training)
         groups = place_batch(self._strategy, dispatch.groups, split=dispatch.split)
         if program.is_compiled:
             groups = program.reuse_counts(groups)
             if ahead or dispatch.has_device_arrays:
                 groups = program.transfer(groups, include_numpy=ahead)
         nbytes = self._count_bytes(dispatch) if ahead else 0
-        return PlacedBatches(program, groups, nbytes)
+        return PlacedBatches(groups, nbytes)
 
     def _count_bytes(self, dispatch: Dispatch) -> int:
         """Returns the bytes of a dispatch on one device."""

@@ -143,8 +143,8 @@ def test_a_callback_that_fails_to_take_up_its_state_leaves_that_of_the_run(
     finally:
         trainer.callbacks.remove(mistaken)
     note = raised.value.__notes__[0]
-    assert "while the callback Mistaken took up" in note
-    assert note.endswith(f"{path} has of it; the state is as it was")
+    assert "of the callback Mistaken" in note
+    assert note.endswith(f"{path} has of it; the trainer's state is as it was")
 
 
 @pytest.mark.parametrize("here, there, kind", [
