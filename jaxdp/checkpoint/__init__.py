@@ -1,7 +1,7 @@
 """Checkpoints: complete or absent, and checked when they are read."""
 
 from .folder import CheckpointDir
-from .leaves import describe_shape, get_frozen_leaves, key_to_data, name_arrays
+from .leaves import describe_shape, get_frozen_leaves, key_to_data
 from .metadata import CheckpointCorrupt, read_meta
 from .orbax_quirks import check_name
 from .restoring import (

@@ -36,7 +36,7 @@ _TEMPORARY_PATTERN: Final = re.compile(
 _STEP: Final = re.compile(r"0|[1-9]\d*", re.ASCII)
 
 _locked_folders: Final[set[str]] = set()
-"""The folders that this process has locked. Its own lock does not keep it out."""
+"""The folders that this process has locked. A lock keeps only other processes out."""
 
 
 class CheckpointDir:
@@ -71,7 +71,7 @@ class CheckpointDir:
         """Points the link `name` to the checkpoint of a step; None removes it."""
         path = os.path.join(self.path, name)
         if os.path.lexists(path) and not os.path.islink(path):
-            return  # not ours
+            return  # a file or folder of the user
         if step is not None and self.read_link(name) == step:
             return
         new = os.path.join(self.path, f".{name}")

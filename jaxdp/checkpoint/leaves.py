@@ -68,11 +68,6 @@ def use_public_names(named: Mapping[str, str]) -> dict[str, str]:
     return {f"{field}{colon}{plain_path(p)}": text for (field, colon, p), text in parts}
 
 
-def name_arrays(state: TrainState) -> Named:
-    """Returns the arrays that a checkpoint of `state` contains, by name."""
-    return drop_empty_leaves(name_leaves(state))
-
-
 def locate_evaluated(
     state: TrainState, evaluated: TrainState
 ) -> tuple[dict[str, str], Named]:

@@ -21,8 +21,8 @@ FORMAT: Final = 3
 """Version of the layout on disk."""
 
 FORMATS: Final = (2, FORMAT)
-"""The formats that are read. That of jaxdp 0.2 has a digest and fingerprints beside
-`files.json`."""
+"""The formats that are read. Format 2, of jaxdp 0.2, has a digest and fingerprints
+beside `files.json`."""
 
 _SCHEMA: Final = {
     "versions": dict,
@@ -67,8 +67,10 @@ def check_schema(meta: Any) -> None:
 
 
 def list_files_of_process(path: str, process: int) -> None:
-    """Lists the files that one process has written, while `state` still has a temporary
-    name."""
+    """Writes a list of the files that one process has written, with their SHA-256.
+
+    The folder `state` may still have a temporary name.
+    """
     states = [e.path for e in os.scandir(path) if e.name.startswith("state")]
     sums: dict[str, str] = {}
     for state in states:
@@ -78,7 +80,7 @@ def list_files_of_process(path: str, process: int) -> None:
 
 
 def write_file_list(path: str) -> None:
-    """Lists all files of the checkpoint `path`, with those that processes listed."""
+    """Writes the list of all files of a checkpoint, and deletes those of processes."""
     sums: dict[str, str] = {}
     for entry in list(os.scandir(path)):
         if entry.name.endswith(f".{_LIST}"):

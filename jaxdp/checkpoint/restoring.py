@@ -21,7 +21,6 @@ from .leaves import (
     flatten_fields,
     join_first_lines,
     list_differences,
-    name_arrays,
     name_leaves,
     nest_by_field,
     parse_dtype,
@@ -81,9 +80,11 @@ def restore(
         check_files(path, processes.index, processes.count)
 
     names = _map_names(meta, evaluated)
-    arrays = {n: leaf for n, leaf in name_arrays(like).items() if n in names}
-    stored = _read_arrays(path, {names[n]: leaf for n, leaf in arrays.items()})
-    return unname_leaves({name: stored[names[name]] for name in arrays}, like), meta
+    arrays = drop_empty_leaves(name_leaves(like))
+    wanted = {names[n]: leaf for n, leaf in arrays.items() if n in names}
+    stored = _read_arrays(path, wanted)
+    named = {name: stored[names[name]] for name in arrays if name in names}
+    return unname_leaves(named, like), meta
 
 
 def get_omitted_leaves(meta: Mapping[str, Any]) -> dict[str, str]:

@@ -82,7 +82,7 @@ class PendingSave:
 
     @property
     def is_done(self) -> bool:
-        """Whether `finish` will not wait."""
+        """Whether the writes have ended, so that `finish` does not wait."""
         return not self.thread.is_alive()
 
     def finish(self, *, alone: bool = False) -> str:

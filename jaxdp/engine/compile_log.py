@@ -35,7 +35,7 @@ class CompileLog:
 
     @contextlib.contextmanager
     def time_compile(self, kind: str, dispatch: Dispatch) -> Iterator[None]:
-        """Times the compilation of a `kind` of step for a dispatch."""
+        """Reports the compilation in the block: of a `kind` of step for a dispatch."""
         step = f"the {kind} step"
         timer = threading.Timer(_LONG_SECONDS, self._say, [f"compiling {step} ..."])
         timer.daemon = True

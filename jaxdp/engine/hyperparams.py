@@ -66,12 +66,10 @@ def find_hyperparams(state: PyTree) -> dict[str, Hyperparam]:
 
 def fetch_hyperparams(state: PyTree) -> Mapping[str, Any]:
     """Returns the values by the names of `find_hyperparams`. Waits for the device."""
+    found = find_hyperparams(state).items()
     arrays = {
-        # waits for the device
-        name: np.asarray(hyperparam.leaf)
-        for name, hyperparam in find_hyperparams(state).items()
-    }
-    # on the host
+        name: np.asarray(each.leaf) for name, each in found
+    }  # waits for the device
     values = {name: a if a.ndim else a.item() for name, a in arrays.items()}
     return MappingProxyType(values)
 

@@ -15,7 +15,8 @@ MAX_PART_IN_FLIGHT: Final = 0.05
 """The maximum part of a device's memory for batches that wait for their step."""
 
 _MIN_IN_FLIGHT: Final = 2
-"""Dispatches of any size: with one, the device would wait for the host."""
+"""The minimum limit: with one dispatch in flight, the device would wait for the host.
+"""
 
 # waits for the device
 wait: Final[Callable[[Array], object]] = operator.methodcaller("block_until_ready")

@@ -140,7 +140,7 @@ class DeviceState:
     def check_not_written(self) -> None:
         """Raises if a user has written to the tree.
 
-        The value would read back as set, and no step would use it.
+        Otherwise the value would read back as set, and no step would use it.
         """
         if self.made_tree is None:
             return

@@ -110,7 +110,7 @@ class Program:
             return groups
         known, placed = self._counts, []
         for batch, counts, whole in groups:
-            if type(counts) is np.ndarray:  # equal counts: the same array
+            if type(counts) is np.ndarray:  # the packer has one array for equal counts
                 _, counts = known.get(id(counts)) or self._put_counts(counts)
             placed.append(Group(batch, counts, whole))
         return placed
@@ -119,17 +119,16 @@ class Program:
         if len(self._counts) > _MAX_COUNTS:
             self._counts.clear()
         *_, (group, *_) = self.compiled.input_shardings[0]  # all groups share them
-        # A step that does not use the counts, such as a prediction, has no sharding for
-        # them.
+        # A prediction does not use the counts, and so has no sharding for them.
         is_used = group.counts is not None
         placed = make_global_array(counts, group.counts) if is_used else counts
-        # The reference to the counts keeps their id from others.
+        # The entry refers to the array, so no other array can have its id.
         self._counts[id(counts)] = counts, placed
         return counts, placed
 
     def transfer(self, groups: Sequence[Group], *, include_numpy: bool) -> list[Group]:
-        """Returns the groups with JAX's arrays, or with all arrays, in the step's
-        shardings.
+        """Returns the groups with JAX's arrays in the program's shardings, and with
+        NumPy's arrays if `include_numpy`.
 
         Does not copy an array that already has its sharding. Does not wait for the
         device.
@@ -269,7 +268,7 @@ class Step:
     ) -> bool:
         """Returns True if a traced step calls Python that may raise.
 
-        Raises if the step must not be compiled. `leaf` is one leaf of its state.
+        `leaf` is one leaf of the step's state. Raises if the step must not be compiled.
         """
         if gathers_in_branches(jaxpr):
             raise ValueError(GATHERED_IN_BRANCH)
@@ -323,10 +322,9 @@ class Step:
         self.facts = facts
 
     def _get_global_shapes(self, dispatch: Dispatch) -> list[Group]:
-        """Returns the batches of all processes, which the step is compiled for.
+        """Returns the shapes of the global batches that the step is compiled for.
 
-        The step takes JAX's arrays in shardings that may differ from their current
-        ones.
+        They have no shardings: arrays on devices are moved to those of the program.
         """
         groups = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), dispatch.groups
@@ -364,8 +362,12 @@ class Step:
             return dispatch.placed
         if program.checks_targets:
             classes, is_training = program.num_classes, self.kind == "train"
-            for group in dispatch.groups:
-                check_targets(group.batch, classes, training=is_training)
+            try:
+                for group in dispatch.groups:
+                    check_targets(group.batch, classes, training=is_training)
+            except ValueError:
+                self.packer.reset()  # others are not padded to the size of this batch
+                raise
         groups = place_batch(self._strategy, dispatch.groups, split=dispatch.split)
         if program.is_compiled:
             groups = program.reuse_counts(groups)

@@ -13,7 +13,7 @@ CompilerOptions = Mapping[str, Any] | str | None
 """Options of XLA by name, as in `jax.jit`, or an effort level."""
 
 DETERMINISTIC: Final = {"xla_gpu_deterministic_ops": True}
-"""On GPUs, no atomic sums, and no kernels chosen by their time. Others: no change."""
+"""On GPUs, no atomic sums, and no kernels chosen by their time. No effect elsewhere."""
 
 _LEVELS: Final = {"O0": 9, "O1": 19, "O2": 29, "O3": 39}
 """XLA's numbers for effort levels, which jaxlib has taken by name since 0.12. From
