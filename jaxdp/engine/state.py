@@ -5,6 +5,7 @@ than a small step.
 """
 
 import functools
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -48,6 +49,8 @@ class StateLayout:
         treedef: the structure of a state.
         totals: the index of the epoch's sums among the leaves.
         zeros: the first value of the sums over an epoch or evaluation, on the host.
+        has_view: whether other weights than the trained ones may be evaluated.
+        select_weights: selects the leaves of `TrainState.weights` from all leaves.
     """
 
     def __init__(self, state: TrainState, static: PyTree, shapes: PyTree, view: View):
@@ -56,6 +59,9 @@ class StateLayout:
         self.totals = next(i for i, leaf in enumerate(leaves) if leaf is totals)
         self.zeros = np.zeros(totals.shape, totals.dtype)
         self._view, self._optimizers_view = view, make_weights_view(state.opt_state)
+        self.has_view = bool(view or self._optimizers_view)
+        indices = self.treedef.unflatten(range(len(leaves)))
+        self.select_weights = operator.itemgetter(*jax.tree.leaves(indices.weights))
         self._static, self._shapes = static, shapes
 
     def choose_weights(self, state: TrainState) -> TrainState:
@@ -118,6 +124,8 @@ class DeviceState:
     def evaluated(self) -> TrainState:
         """The state whose weights are evaluated."""
         tree = self.tree
+        if not self.layout.has_view:
+            return tree
         if self._evaluated is None:
             with jax.ensure_compile_time_eval():
                 self._evaluated = self.layout.choose_weights(tree)
@@ -125,11 +133,16 @@ class DeviceState:
 
     def get_weights(self) -> list[Array]:
         """Returns the leaves that are evaluated, without their tree."""
-        return jax.tree.leaves(self.evaluated.weights)
+        if self.layout.has_view:
+            return jax.tree.leaves(self.evaluated.weights)
+        # To make a tree costs more than a small step, and epochs may be short.
+        self.check_not_lost()
+        return list(self.layout.select_weights(self.leaves))
 
     def check_not_lost(self) -> None:
         """Raises if a step has failed while it overwrote the state."""
-        if any(isinstance(x, jax.Array) and x.is_deleted() for x in self.leaves):
+        is_abstract = not isinstance(self.leaves[0], jax.Array)
+        if not is_abstract and any(leaf.is_deleted() for leaf in self.leaves):
             raise RuntimeError(
                 "the state is lost: a step failed while it was overwriting it."
                 " Resume from the last checkpoint with a new Trainer (`fit(...,"
