@@ -74,9 +74,7 @@ class Bitwise(DataParallel):
         self.mesh = Mesh(devices, (_AXIS,), axis_types=(AxisType.Auto,))
 
     def prepare(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        if isinstance(arguments["optimizer"], list | tuple) and not isinstance(
-            arguments["optimizer"], optax.GradientTransformation
-        ):
+        if not isinstance(arguments["optimizer"], optax.GradientTransformation):
             raise ValueError(
                 "`strategy`: Bitwise does not work with a list of parts, whose programs"
                 f" round differently on other device counts; use {self.strategy!r}: on"
@@ -119,17 +117,14 @@ class Bitwise(DataParallel):
         donate: tuple[int, ...] = (),
         rows: Rows = "apart",
     ) -> Any:
-        full = PartitionSpec()
-        everywhere = NamedSharding(self.mesh, full)
-
-        def make_specs(batch: PartitionSpec, by_rows: PartitionSpec = full) -> Any:
-            group = Group(batch, full, full)
-            layouts = dict.fromkeys(get_args(Role), full) | {"rows": by_rows}
-            call = arguments, roles, results
-            return make_shardings(*call, layouts.__getitem__, lambda _: group)
-
-        in_specs, out_specs = make_specs(
-            PartitionSpec(None, None, _AXIS), PartitionSpec(None, _AXIS)
+        call = arguments, roles, results
+        full, everywhere = PartitionSpec(), self._replicated
+        specs = dict.fromkeys(get_args(Role), full) | {
+            "rows": PartitionSpec(None, _AXIS)
+        }
+        cut_group = Group(PartitionSpec(None, None, _AXIS), full, full)
+        in_specs, out_specs = make_shardings(
+            *call, specs.__getitem__, lambda _: cut_group
         )
         mapped = jax.shard_map(
             clear_ambient_mesh(functools.partial(step, VirtualShards(self.mesh.size))),
@@ -158,16 +153,14 @@ class Bitwise(DataParallel):
                 " batch, so every device computes the whole batch: the same bits, and"
                 " no time saved by more devices"
             )
-        by_rows = full if rows == "whole" else PartitionSpec(None, _AXIS)
-        in_specs, _ = make_specs(by_rows)
-        state = get_shardings(arguments[roles.index("state")])
-        shard = functools.partial(NamedSharding, self.mesh)
-        pairs = zip(roles, jax.tree.map(shard, in_specs), strict=True)
-        in_shardings = [state if role == "state" else other for role, other in pairs]
-        out = everywhere
-        if not isinstance(results, str):
-            out = tuple(state if role == "state" else everywhere for role in results)
-        jitted = jit_with_offload(program, arguments, in_shardings, out, donate)
+        by_rows = NamedSharding(self.mesh, PartitionSpec(None, _AXIS))
+        group = Group(
+            everywhere if rows == "whole" else by_rows, everywhere, everywhere
+        )
+        layouts = dict.fromkeys(get_args(Role), everywhere)
+        layouts["state"] = get_shardings(arguments[roles.index("state")])
+        shardings = make_shardings(*call, layouts.__getitem__, lambda _: group)
+        jitted = jit_with_offload(program, arguments, *shardings, donate)
         return _DeduplicatedStep(jitted, self.mesh.devices.flat[0].platform)
 
     def _cut(self, group: Group) -> Group:

@@ -274,11 +274,11 @@ class _ReplicaAxisCollectives(AxisCollectives):
 def _init_replicas(inner: Any, replicas: PyTree) -> PyTree:
     """Returns the state of the optimizer `inner` for each replica.
 
-    Scalars that match no parameter, such as learning rates, are shared by all replicas,
-    so that they can be set; unless an update computes them from gradients.
+    Scalars, such as learning rates, are shared by all replicas, so that they can be
+    set; unless an update computes one of them from gradients.
     """
     states = jax.vmap(inner.init)(replicas)
-    shared = _share_scalars(inner, states)
+    shared = jax.tree.map(lambda leaf: leaf[0] if leaf.ndim == 1 else leaf, states)
     update = _make_replica_update(inner, shared, jnp.zeros(()))
     try:
         jax.eval_shape(update, replicas, shared, replicas)
@@ -287,20 +287,6 @@ def _init_replicas(inner: Any, replicas: PyTree) -> PyTree:
     except ValueError:  # from vmap, because a scalar differs
         return states
     return shared
-
-
-def _share_scalars(inner: Any, each: PyTree) -> PyTree:
-    """Returns the states of all replicas, which share scalars of no parameter."""
-
-    def one(leaf: Any) -> Any:
-        return leaf[0] if leaf.ndim == 1 else leaf
-
-    try:
-        return optax.tree_utils.tree_map_params(
-            inner, lambda leaf: leaf, each, transform_non_params=one
-        )
-    except Exception:  # optax can't get parameters from this optimizer
-        return jax.tree.map(one, each)
 
 
 def _make_replica_update(

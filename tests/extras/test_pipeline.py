@@ -105,24 +105,6 @@ def test_a_stack_is_its_blocks_in_turn():
     assert np.isfinite(calm(x)).all()
 
 
-class KeylessBlock(eqx.Module):
-    linear: eqx.nn.Linear
-
-    def __call__(self, x):
-        return x + self.linear(x)
-
-
-def test_a_stack_of_blocks_without_a_key_is_a_model():
-    keys = jax.random.split(jax.random.key(0), 3)
-    blocks = [KeylessBlock(eqx.nn.Linear(4, 4, key=key)) for key in keys]
-    x = np.ones((8, 4), np.float32)
-    trainer = quiet(Stack(blocks), optax.sgd(0.1), loss="mse")
-    assert np.isfinite(trainer.fit([(x, x)])["loss"][0])
-    np.testing.assert_allclose(
-        Stack(blocks)(x[0], key=keys[0]), Stack(blocks)(x[0]), rtol=0
-    )
-
-
 def test_ready_made_tensor_rules_split_each_block():
     keys = jax.random.split(jax.random.key(0), 8)
     stack = Stack([eqx.nn.MLP(4, 4, 8, 1, key=key) for key in keys])
@@ -134,11 +116,11 @@ def test_ready_made_tensor_rules_split_each_block():
 
 
 class Plain(eqx.Module):
-    """Adds 1."""
+    """Adds 1, and takes no key."""
 
     weight: jax.Array
 
-    def __call__(self, x, key=None):
+    def __call__(self, x):
         return x + self.weight
 
 

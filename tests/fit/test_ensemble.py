@@ -96,6 +96,7 @@ def test_each_members_run_is_its_own_fit(alone, strategy):
     of_members = [means[f"val_loss[{member}]"] for member in range(SIZE)]
     assert means["val_loss"] == pytest.approx(np.mean(of_members), rel=1e-6)
     assert list(trainer.hyperparams["learning_rate"]) == pytest.approx(RATES)
+    assert "[0]" not in repr(trainer.history)  # it shows the means
 
 
 class Scaled(eqx.Module):
@@ -202,15 +203,6 @@ def test_a_resume_goes_on_to_the_bit_and_values_of_members_are_monitored(tmp_pat
     assert_equal_leaves(again.state, whole.state)
     header = next(tmp_path.rglob("*.csv")).read_text().splitlines()[0]
     assert "loss[3]" in header.split(",")
-
-
-def test_the_history_has_each_member_and_shows_the_means():
-    optimizer, ensemble = adam(learning_rate=RATES)
-    trainer, _ = fitted(stack(), optimizer, ensemble=ensemble)
-    history = trainer.history
-    last = [history[f"val_loss[{member}]"][-1] for member in range(SIZE)]
-    assert np.mean(last) == pytest.approx(history["val_loss"][-1])
-    assert "[0]" not in repr(history)
 
 
 @pytest.mark.parametrize("strategy", [Sharded(8), Members(2)])
