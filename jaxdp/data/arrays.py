@@ -130,6 +130,7 @@ class ArraysSource(Source):
     """
 
     loader: Arrays
+    is_in_memory = True
 
     def __init__(
         self,
@@ -148,15 +149,6 @@ class ArraysSource(Source):
         lists = self.loader.draw_lists(*seed, first=position.batches)
         lists, add_counts = self.partition.split_lists(lists)
         return add_counts(self.loader.fetch(lists))
-
-    @property
-    def num_dropped(self) -> int:
-        loader = self.loader
-        return loader.num_rows % loader.batch_size if loader.drop_last else 0
-
-    @property
-    def is_in_memory(self) -> bool:
-        return True
 
 
 def _columns(tree: Any) -> tuple[list[Any], int]:

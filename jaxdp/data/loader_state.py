@@ -117,9 +117,7 @@ def find_loader_state(loader: Any, argument: str) -> LoaderState | None:
 
 
 def compute_checksum(batch: Batch | int | None) -> int | None:
-    """Returns a checksum of the values of a batch. An argument that is a checksum
-    already, or None, is returned unchanged.
-    """
+    """Returns a checksum of the values of a batch; a checksum or None as it is."""
     if batch is None or isinstance(batch, int):
         return batch
     total = 0

@@ -1,7 +1,6 @@
 """The partition of a loader's batches over processes: each process reads some rows."""
 
 import collections
-import contextlib
 import functools
 import itertools
 import math
@@ -13,13 +12,14 @@ import numpy as np
 
 from ..basics.console import join_numbers
 from ..distributed import ProcessGroup
-from ..step import Batch, find_batched_leaves, map_row_leaves
+from ..step import Batch, map_row_leaves
 from .batches import LocalBatch, SpecKey, count_rows, make_spec_key, select_rows
 from .loader_state import compute_checksum
 
 _MAX_BATCHES_PER_EXCHANGE: Final = 8
 """Batches that processes with loaders of their own read between two exchanges."""
 
+_Peek = Callable[[], list[Batch]]
 _ListsAndBatches = tuple[Iterator[Any], Callable[[Iterator[Any]], Iterator[Any]]]
 
 
@@ -34,11 +34,9 @@ class RowPartition:
     sampler_seed: tuple[int, ...] = ()
     augmentation_seed: tuple[int, ...] = ()
 
-    def split(
-        self, batches: Iterator[Batch], peek: Callable[[], Batch] | None
-    ) -> Iterator[Any]:
-        """Yields this process's rows; `peek` returns the first batch, if it can be read
-        again.
+    def split(self, batches: Iterator[Batch], peek: _Peek | None) -> Iterator[Any]:
+        """Yields this process's rows; `peek` returns a list of the loader's first
+        batch, if that can be read again.
         """
         return batches
 
@@ -119,46 +117,25 @@ class LocalPartition(RowPartition):
         self.sampler_seed = self.augmentation_seed = (index,) if index else ()
 
     def split(
-        self, batches: Iterator[Batch], peek: Callable[[], Batch] | None
+        self, batches: Iterator[Batch], peek: _Peek | None
     ) -> Iterator[LocalBatch]:
         count, filler = 1, None
         while True:
-            # The batches of this process.
             window = list(itertools.islice(batches, count))
+            for batch in window[-1:] or (peek() if peek and filler is None else []):
+                filler = _copy_first_row(batch)
             missing = count - len(window)
-            sizes = [count_rows(batch) for batch in window] + [0] * missing
-            if window:
-                filler = _copy_first_row(window[0])
-            elif filler is None and peek is not None:
-                with contextlib.suppress(ValueError):  # its loader has no batches
-                    filler = _copy_first_row(peek())
-            local = window + [filler] * missing
+            rows = [*map(count_rows, window), *[0] * missing]
+            window += [filler] * missing
 
-            # The sizes and shapes of all processes.
-            shapes = [_get_shapes(batch) for batch in window]
-            checksums = [_checksum_unbatched(batch) for batch in local]
-            message = [sizes, shapes, filler is not None, checksums]
+            message = [*zip(rows, map(_describe, window), strict=True)]
             messages = self._processes.all_gather("the next batches", message)
-            if not any(any(sizes) for sizes, *_ in messages):
-                return
-            if empty := [
-                i for i, (_, _, has_rows, _) in enumerate(messages) if not has_rows
-            ]:
-                raise ValueError(
-                    "`data`='local': there are no batches in the loader of"
-                    f" {join_numbers('process', empty)}, while others have some. Each"
-                    " loader needs at least one."
-                )
-            for i, batch in enumerate(local):
-                counts = tuple([sizes[i] for sizes, *_ in messages])
+            for batch, *of_each in zip(window, *messages, strict=True):
+                counts = tuple([rows for rows, _ in of_each])
                 if not any(counts):
                     return
-                shape = _check_equal_shapes(
-                    {n: s[i] for n, (_, s, *_) in enumerate(messages) if i < len(s)}
-                )
-                if len({checksums[i] for *_, checksums in messages}) > 1:
-                    raise ValueError(_UNBATCHED_DIFFER)
-                yield LocalBatch(batch if sizes[i] else _resize(batch, shape), counts)
+                _check_equal([facts for _, facts in of_each])
+                yield LocalBatch(batch, counts)
 
             # An iterator must not be read further than the steps.
             count = 1 if peek is None else min(2 * count, _MAX_BATCHES_PER_EXCHANGE)
@@ -211,48 +188,47 @@ def _get_list(states: Any, name: str) -> list[Any] | None:
     return states.get(name) if isinstance(states, dict) else None
 
 
-def _get_shapes(batch: Batch) -> list[list[int]]:
-    """Returns the shape of each leaf without its rows; JSON."""
-    return [list(shape) for shape, _ in make_spec_key(batch)[1]]
+def _describe(batch: Batch | None) -> Any:
+    """Returns the shape of each leaf without its rows, and a checksum of the arrays in
+    `Whole`s; JSON. None if there is no batch.
+    """
+    if batch is None:
+        return None
+    unbatched = jax.tree.leaves(map_row_leaves(lambda _: None, batch))
+    shapes = [list(shape) for shape, _ in make_spec_key(batch)[1]]
+    return shapes, compute_checksum(unbatched)
 
 
-def _check_equal_shapes(shapes: dict[int, Any]) -> list[list[int]]:
-    """Returns the shapes of a batch, which all processes that have it must share."""
-    (first, expected), *others = shapes.items()
-    for process, actual in others:
-        if actual != expected:
+def _check_equal(of_each: list[Any]) -> None:
+    """Raises if the batches of the processes for one step can't be those of one step.
+
+    Args:
+        of_each: the result of `_describe` in each process.
+    """
+    if empty := [process for process, facts in enumerate(of_each) if not facts]:
+        raise ValueError(
+            "`data`='local': there are no batches in the loader of"
+            f" {join_numbers('process', empty)}, while others have some. Each loader"
+            " needs at least one."
+        )
+    first, checksum = of_each[0]
+    for process, (shapes, other) in enumerate(of_each):
+        if shapes != first:
             raise ValueError(
                 "`data`='local': the processes have batches of different shapes for the"
-                f" same step: rows of {expected} in process {first}, of {actual}"
-                f" in process {process}. A step is compiled for one shape. Have each"
-                " process draw from the same bucket at each step, by a generator that"
-                " has the same seed in all, and pad to the bucket's length."
+                f" same step: rows of {first} in process 0, of {shapes} in process"
+                f" {process}. A step is compiled for one shape. Have each process draw"
+                " from the same bucket at each step, by a generator that has the same"
+                " seed in all, and give all equally many batches: a process that has"
+                " no more repeats the shape of its last one."
             )
-    return expected
-
-
-def _resize(row: Batch, shapes: list[list[int]]) -> Batch:
-    """Returns a row of these shapes with the values of `row`."""
-    leaves, treedef = jax.tree.flatten(row)
-    triples = zip(leaves, shapes, find_batched_leaves(treedef), strict=True)
-    return treedef.unflatten(
-        np.resize(leaf, (1, *shape) if has_rows else shape)
-        for leaf, shape, has_rows in triples
-    )
-
-
-def _checksum_unbatched(batch: Batch | None) -> int | None:
-    """Returns a checksum of the arrays in `Whole`s."""
-    arrays = jax.tree.leaves(map_row_leaves(lambda _: None, batch))
-    return compute_checksum(arrays) if arrays else None
-
-
-_UNBATCHED_DIFFER: Final = (
-    "`data`='local': the processes have different values in a jaxdp.Whole at the same"
-    " step, but it must be the same for every row. Draw it by a generator that has the"
-    " same seed in all. (A process that has run out of batches keeps its last Whole; if"
-    " it changes from batch to batch, give all processes equally many batches.)"
-)
+        if other != checksum:
+            raise ValueError(
+                "`data`='local': the processes have different values in a jaxdp.Whole"
+                " at the same step, but it must be the same for every row. Draw it by a"
+                " generator that has the same seed in all, and give all equally many"
+                " batches: a process that has no more repeats its last Whole."
+            )
 
 
 def _copy_first_row(batch: Batch) -> Batch:

@@ -23,7 +23,7 @@ from .loader_state import (
     find_loader_state,
 )
 from .partition import RowPartition
-from .random_states import get_states, seed_globally, set_states
+from .random_states import seed_globally
 
 EXHAUSTED: Final = object()
 """Marks the end of an iterator, where None would be a batch."""
@@ -49,26 +49,28 @@ class Source:
         loader: iterated once per epoch; an iterator continues where it was.
         argument: the user's name for it.
         partition: selects the rows of this process.
-        seed: decides the random draws of an epoch. None leaves global generators alone.
+        seed: decides the random draws of an epoch, with its number.
 
     Attributes:
         epoch_start: the position that the present epoch was read from, with the
-            loader's state there.
+            loader's state there. None before the first epoch.
         is_training: whether steps are taken on its batches.
         is_iterator: whether the loader yields each batch only once. Then it is not read
             ahead of the steps, since the next pass continues where it is.
         is_single_use: whether a second pass over it has no batches.
-        needs_commits: whether `commit` must be called.
+        is_in_memory: whether `peek_batch` is cheap and runs no code of the user.
+        shuffles: whether rows are known to come in another order than the dataset's,
+            also outside of training.
     """
 
-    needs_commits = False
+    is_in_memory = shuffles = False
 
     def __init__(
         self,
         loader: Any,
         argument: str,
         partition: RowPartition = ALL_ROWS,
-        seed: int | None = None,
+        seed: int = 0,
     ):
         self.loader: Any = loader
         self.argument = argument
@@ -79,6 +81,8 @@ class Source:
         module = type(loader).__module__  # other iterators may start again
         self.is_single_use = self.is_iterator and module in ("builtins", "itertools")
         self._epoch: Any = None  # a generator
+        self._last_batch: Batch | None = None  # trained on; of an `IterableSource`
+        self._parts = [loader]  # that may have a `set_epoch`
 
     @property
     def num_batches(self) -> int | None:
@@ -89,30 +93,14 @@ class Source:
             length = len(self.loader) if isinstance(self.loader, Sized) else None
         return self.partition.count_batches(self.argument, length)
 
-    @property
-    def is_in_memory(self) -> bool:
-        """Whether `peek_batch` is cheap and runs no code of the user."""
-        return False
-
-    @property
-    def shuffles(self) -> bool:
-        """Whether rows are known to come in another order than the dataset's, also
-        outside of training."""
-        return False
-
-    @property
-    def num_dropped(self) -> int:
-        """The rows that `drop_last` is known to leave out."""
-        return 0
-
     def read_epoch(self, position: Position = EPOCH_START) -> Iterator[Batch]:
         """Yields the host batches of an epoch from a position on.
 
         With several processes, each yields its own rows of the batches.
         """
         position = self.epoch_start = self._start(position)
-        batches = self._epoch = self._track(self._read(position), position)
-        peek = None if self.is_iterator else self._peek_locally
+        batches = self._epoch = self._track(position)
+        peek = None if self.is_iterator else self._peek
         return self.partition.split(batches, peek)
 
     def end_epoch(self) -> None:
@@ -130,7 +118,7 @@ class Source:
         self.end_epoch()
 
     def commit(self, batch: Batch) -> None:
-        """Receives the last batch of a step."""
+        """Receives the last batch of each step."""
 
     def start_training(self) -> None:
         """Marks the batches from now on as those of training steps."""
@@ -138,12 +126,9 @@ class Source:
 
     def read_state(self) -> Any:
         """Returns the `Position.state` of an epoch that starts now."""
-        parts: dict[str, Any] = {}
-        if generators := get_states(self._find_generators()):
-            parts["generators"] = generators
-        if samplers := [state.read_start() for state in self._find_sampler_states()]:
-            parts["samplers"] = samplers
-        return parts or None
+
+    def restore(self, state: Any) -> None:
+        """Restores a result of `read_state`; None changes nothing."""
 
     def read_pass_state(self) -> Any:
         """Returns the state at the start of the present pass, or the present one."""
@@ -152,51 +137,48 @@ class Source:
             return self.epoch_start.state
         return self.read_state()
 
-    def make_position(self, start: Position, epoch: int, done: int) -> Position:
+    def make_position(self, epoch: int, done: int) -> Position:
         """Returns the position of batch number `done`, also for another process.
 
-        An epoch other than that of `start` has no state: it starts from the loader's
-        present one.
+        An epoch that was not read has no state: it starts from the loader's present
+        one.
         """
-        if start.epoch != epoch:
+        if self.epoch_start is None or self.epoch_start.epoch != epoch:
             return EPOCH_START
-        if not done:
-            return Position(state=start.state)
-        return self._make_position(start.state, done)
+        return Position(state=self.epoch_start.state)
 
     @property
     def can_peek(self) -> bool:
         """Whether `peek_batch` leaves the loader as it was."""
-        return not self.is_iterator
+        return not self.is_iterator or self._last_batch is not None
 
     def peek_batch(self) -> Batch:
-        """Returns the first batch of epoch 0; the loader is left as it was."""
+        """Returns the first batch of epoch 0, or the last one trained on of an
+        iterator. The loader is left as it was.
+        """
         if not self.can_peek:
             raise TypeError(
                 f"`{self.argument}` is an iterator ({type(self.loader).__name__}), and"
                 " looking at its first batch would use it up; pass what it iterates"
                 " over, or one batch in a list."
             )
-        before = self.read_state()
-        saved = self.epoch_start, self.is_training, self._epoch
-        self.is_training = False
-        try:
-            batch = next(self.read_epoch(), None)
-            self.end_epoch()
-        finally:
-            self.epoch_start, self.is_training, self._epoch = saved
-            self.restore(before)
+        batch = next(self.partition.split(iter(self._peek()), None), None)
         if batch is None:
             raise ValueError(self.explain_no_batches())
         return batch
 
-    def _peek_locally(self) -> Batch:
-        """Returns the first batch of this process's loader, without the others."""
-        partition, self.partition = self.partition, ALL_ROWS
+    def _peek(self) -> list[Batch]:
+        """Returns a list of the first batch of this process's loader, if it has any."""
+        if self.is_iterator:
+            return [self._last_batch]
+        before, was_training = self.read_state(), self.is_training
+        self.is_training = False
         try:
-            return self.peek_batch()
+            with contextlib.closing(self._track(EPOCH_START)) as batches:
+                return list(itertools.islice(batches, 1))
         finally:
-            self.partition = partition
+            self.is_training = was_training
+            self.restore(before)
 
     def explain_no_batches(self) -> str:
         """Returns the message for an epoch without batches."""
@@ -205,62 +187,32 @@ class Source:
             " batch with drop_last=True, a generator exhausted, or a limit 0?"
         )
 
-    def restore(self, state: Any) -> None:
-        """Restores a result of `read_state`; None changes nothing."""
-        state = state or {}
-        if (generators := state.get("generators")) is not None:
-            set_states(self._find_generators(), generators)
-        saved = state.get("samplers", ())
-        for sampler, sampler_state in zip(
-            self._find_sampler_states(), saved, strict=False
-        ):
-            sampler.load(sampler_state)
-
     # Methods of subclasses.
 
     def _read(self, position: Position) -> Iterator[Batch]:
         """Yields the host batches of the loader from a position on."""
         raise NotImplementedError
 
-    def _make_position(self, state: Any, done: int) -> Position:
-        """Returns the position after `done` batches of the epoch from `state`."""
-        return Position(state=state)
-
-    def _find_generators(self) -> dict[str, Any]:
-        """Returns the generators of the loader that its state must contain."""
-        return {}
-
-    def _find_sampler_states(self) -> list[LoaderState]:
-        """Returns the states of the user's samplers that publish one."""
-        return []
-
-    def _get_parts(self) -> list[Any]:
-        """Returns the objects that may have a `set_epoch`."""
-        return [self.loader]
-
     def _add_notes(self, exception: Exception) -> None:
         """Adds remedies to an exception of the loader."""
 
     def _set_epoch(self, epoch: int) -> None:
-        for part in self._get_parts():
+        for part in self._parts:
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
 
     def _start(self, position: Position) -> Position:
-        """Brings the loader to the start of an epoch; returns the position, updated."""
-        if position.state is not None:
-            self.restore(position.state)
-        elif (state := self.read_state()) is not None:
-            position = position._replace(state=state)
+        """Brings the loader to the start of an epoch; returns the position with it."""
+        if position.state is None:
+            return position._replace(state=self.read_state())
+        self.restore(position.state)
         return position
 
-    def _track(
-        self, batches: Iterator[Batch], position: Position
-    ) -> Generator[Batch, None, None]:
-        """Yields the batches; adds their number to errors."""
+    def _track(self, position: Position) -> Generator[Batch, None, None]:
+        """Yields the batches from a position on; adds their number to errors."""
         number = position.batches
         try:
-            for batch in batches:
+            for batch in self._read(position):
                 yield batch
                 number += 1
         except Exception as exception:
@@ -274,12 +226,7 @@ class Source:
 class ListSource(Source):
     """The batches of a list or a tuple."""
 
-    @property
-    def is_in_memory(self) -> bool:
-        return True
-
-    def read_state(self) -> Any:
-        return None  # it draws nothing
+    is_in_memory = True
 
     def _read(self, position: Position) -> Iterator[Batch]:
         return map(to_host, itertools.islice(self.loader, position.batches, None))
@@ -293,7 +240,6 @@ class IterableSource(Source):
     the draws of global generators.
     """
 
-    needs_commits = True
     _copies = True  # the loader may write the next batch into the same memory
 
     def __init__(
@@ -301,12 +247,11 @@ class IterableSource(Source):
         loader: Any,
         argument: str,
         partition: RowPartition = ALL_ROWS,
-        seed: int | None = None,
+        seed: int = 0,
     ):
         super().__init__(loader, argument, partition, seed)
         self._state = find_loader_state(loader, argument)
         self._notes: collections.deque[Any] = collections.deque(maxlen=_NUM_NOTES)
-        self._last_batch: Batch | None = None  # that was trained on
 
     def commit(self, batch: Batch) -> None:
         self._last_batch = batch
@@ -322,29 +267,22 @@ class IterableSource(Source):
             self._state.load(state["own"])
         super().restore(state)
 
-    @property
-    def can_peek(self) -> bool:
-        return not self.is_iterator or self._last_batch is not None
-
-    def peek_batch(self) -> Batch:
-        if not self.is_iterator or self._last_batch is None:
-            return super().peek_batch()
-        # An iterator yields its next batch only once, so this is its last one.
-        return next(self.partition.split(iter([self._last_batch]), None))
+    def make_position(self, epoch: int, done: int) -> Position:
+        position = super().make_position(epoch, done)
+        if position is EPOCH_START or not done:
+            return position
+        # At least one batch is read again, and compared with the last one trained on.
+        # With several processes, each has only its own rows of that batch, and does not
+        # compare.
+        notes = (note for note in reversed(self._notes) if note["batches"] < done)
+        last = self._last_batch if self.partition is ALL_ROWS else None
+        return position._replace(waypoint=next(notes, None), last_batch=last)
 
     def _start(self, position: Position) -> Position:
         if self._state is not None and "own" in (position.state or {}):
             # The state leads to the start of the epoch.
             position = position._replace(num_yielded=None)
         return super()._start(position)
-
-    def _make_position(self, state: Any, done: int) -> Position:
-        # At least one batch is read again, and compared with the last one trained on.
-        # With several processes, each has only its own rows of that batch, and does not
-        # compare.
-        notes = (note for note in reversed(self._notes) if note["batches"] < done)
-        last = self._last_batch if self.partition is ALL_ROWS else None
-        return Position(state=state, waypoint=next(notes, None), last_batch=last)
 
     def _read(self, position: Position) -> Iterator[Batch]:
         self._set_epoch(position.epoch)
@@ -397,21 +335,18 @@ class IterableSource(Source):
         return iter(self.loader)
 
     def _iterate(self, epoch: int, first: int) -> Iterator[Any]:
-        """Returns an iterator over the loader, whose next batch has number `first`."""
-        if self.seed is None:
-            return self._make_iterator()
-        with seed_globally(self.seed, epoch, *self.partition.sampler_seed):
-            batches = self._make_iterator()
-        return self._seed_each(batches, epoch, first)
+        """Yields the loader's batches, the first of which has number `first`.
 
-    def _seed_each(
-        self, batches: Iterator[Any], epoch: int, first: int
-    ) -> Iterator[Any]:
-        """Yields the batches, before each of which global generators are seeded."""
-        of_epoch = self.seed or 0, epoch, *(self.partition.sampler_seed or (0,))
+        Before each one, global generators are seeded.
+        """
+        process = self.partition.sampler_seed
+        with seed_globally(self.seed, epoch, *process):
+            batches = self._make_iterator()
         for number in itertools.count(first):
             # The number 0 would repeat the seed of the iterator.
-            with seed_globally(*of_epoch, max(0, number) + 1):
+            with seed_globally(
+                self.seed, epoch, *(process or (0,)), max(0, number) + 1
+            ):
                 batch = next(batches, EXHAUSTED)
             if batch is EXHAUSTED:
                 return

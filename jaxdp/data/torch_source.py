@@ -22,7 +22,13 @@ from .batches import take_until_error
 from .conversion import as_numpy, fetch_rows, to_host
 from .loader_state import LoaderState, Position, has_state_dict
 from .partition import RowPartition
-from .random_states import find_torch_generators, make_seed, seed_globally
+from .random_states import (
+    find_torch_generators,
+    get_states,
+    make_seed,
+    seed_globally,
+    set_states,
+)
 from .source import ALL_ROWS, IterableSource, Source
 from .torch_workers import (
     WORKER_RULES,
@@ -47,49 +53,58 @@ class _TorchSource(Source):
         loader: Any,
         argument: str,
         partition: RowPartition = ALL_ROWS,
-        seed: int | None = None,
+        seed: int = 0,
     ):
         super().__init__(loader, argument, partition, seed)
-        from torch.utils.data import default_collate
+        from torch.utils import data
 
-        self._samplers = _find_samplers(loader)
+        samplers = _find_samplers(loader)
+        random = data.RandomSampler | data.SubsetRandomSampler
+        random |= data.WeightedRandomSampler
+        self.shuffles = any(
+            isinstance(sampler, random) or getattr(sampler, "shuffle", False) is True
+            for sampler in samplers
+        )
+        self._parts = [*samplers, loader.dataset, loader]
         # Without custom samplers, index lists do not depend on the time when they are
         # drawn.
-        self._custom_samplers = [s for s in self._samplers if not _is_torchs(s)]
-        is_torchs = loader.collate_fn is default_collate
+        self._custom_samplers = [s for s in samplers if not _is_torchs(s)]
+        self._sampler_states = [
+            LoaderState(sampler, argument)
+            for sampler in filter(has_state_dict, self._custom_samplers)
+        ]
+        is_torchs = loader.collate_fn is data.default_collate
         self._has_torchs_collation = loader._auto_collation and is_torchs
         # torch's collation makes new tensors, and a worker sends new ones.
         is_new = self._has_torchs_collation or loader.num_workers
         self._copies = not (_iterates_as_torch(loader) and is_new)
 
-    @property
-    def shuffles(self) -> bool:
-        from torch.utils import data
+    def read_state(self) -> Any:
+        parts = super().read_state() or {}
+        if generators := get_states(find_torch_generators(self.loader)):
+            parts["generators"] = generators
+        if samplers := [state.read_start() for state in self._sampler_states]:
+            parts["samplers"] = samplers
+        return parts or None
 
-        random = (
-            data.RandomSampler,
-            data.SubsetRandomSampler,
-            data.WeightedRandomSampler,
-        )
-        return any(
-            isinstance(sampler, random) or getattr(sampler, "shuffle", False) is True
-            for sampler in self._samplers
-        )
-
-    def _get_parts(self) -> list[Any]:
-        return [*self._samplers, self.loader.dataset, self.loader]
+    def restore(self, state: Any) -> None:
+        super().restore(state)
+        state = state or {}
+        generators = find_torch_generators(self.loader)
+        set_states(generators, state.get("generators", {}))
+        saved = state.get("samplers", ())
+        for sampler, sampler_state in zip(self._sampler_states, saved, strict=False):
+            sampler.load(sampler_state)
 
     def _add_notes(self, exception: Exception) -> None:
         # A worker that dies may have sent tensors that the reader would still request
         # from it.
-        is_broken = isinstance(exception, ConnectionError | EOFError)
-        if "exited unexpectedly" in str(exception) or (
-            is_broken and self.loader.num_workers
-        ):
+        has_ended = "exited unexpectedly" in str(exception) or (
+            isinstance(exception, ConnectionError | EOFError)
+            and self.loader.num_workers
+        )
+        if has_ended and not any(WORKER_RULES in n for n in exception.__notes__):
             exception.add_note(f"a worker of `{self.argument}` ended. {WORKER_RULES}")
-
-    def _find_generators(self) -> dict[str, Any]:
-        return find_torch_generators(self.loader)
 
 
 class _TorchIterableSource(_TorchSource, IterableSource):
@@ -113,8 +128,6 @@ class TorchMapSource(_TorchSource):
     the loader has a generator of its own.
     """
 
-    seed: int  # pyright: ignore[reportIncompatibleVariableOverride]
-
     def __init__(
         self,
         loader: Any,
@@ -125,16 +138,9 @@ class TorchMapSource(_TorchSource):
         super().__init__(loader, argument, partition, seed)
         self._worker_loader: Any = None
         self._worker_sampler = SeededBatchSampler()
-
-    @property
-    def num_dropped(self) -> int:
-        from torch.utils.data import BatchSampler
-
-        batches = self.loader.batch_sampler
-        if type(batches) is not BatchSampler or not batches.drop_last:
-            return 0
-        rows: Any = batches.sampler
-        return len(rows) % batches.batch_size if hasattr(rows, "__len__") else 0
+        # A custom dataset may draw from generators of its own, as training does.
+        can_fetch = self._find_columns() is not None
+        self.is_in_memory = can_fetch and not self._custom_samplers
 
     def start_training(self) -> None:
         super().start_training()
@@ -176,19 +182,22 @@ class TorchMapSource(_TorchSource):
         return add_counts(map(partial(to_host, copy=self._copies), batches))
 
     def _find_columns(self) -> tuple[Sequence[Any], list[np.ndarray]] | None:
-        """Returns arrays to fetch rows from, without the dataset's own indexing."""
+        """Returns the tensors of a `TensorDataset`, and the indices of subsets of it,
+        outer first. None if the dataset's own indexing or workers fetch the rows.
+        """
+        from torch.utils.data import Subset, TensorDataset
+
         if self.loader.num_workers or not self._has_torchs_collation:
             return None
-        return _find_columns(self.loader.dataset)
-
-    @property
-    def is_in_memory(self) -> bool:
-        # A custom dataset may draw from generators of its own, as training does.
-        return not self._custom_samplers and self._find_columns() is not None
-
-    def _find_sampler_states(self) -> list[LoaderState]:
-        samplers = filter(has_state_dict, self._custom_samplers)
-        return [LoaderState(sampler, self.argument) for sampler in samplers]
+        dataset, subsets = self.loader.dataset, []
+        while type(dataset) is Subset:
+            subsets.append(np.asarray(dataset.indices))
+            dataset = dataset.dataset
+        if type(dataset) is not TensorDataset or len(dataset) == 0:
+            return None
+        if any(as_numpy(tensor) is None for tensor in dataset.tensors):
+            return None
+        return dataset.tensors, subsets
 
     def close(self) -> None:
         super().close()
@@ -204,9 +213,6 @@ class TorchMapSource(_TorchSource):
         """
         import torch
 
-        if _is_ordered(self.loader):  # nothing is drawn
-            yield from self.loader._index_sampler
-            return
         numbers = self.seed, epoch, *self.partition.sampler_seed
         torch_only = not self._custom_samplers
         # A custom sampler may depend on the training so far.
@@ -259,15 +265,12 @@ class TorchMapSource(_TorchSource):
 
 
 def make_torch_source(
-    loader: Any,
-    argument: str,
-    partition: RowPartition = ALL_ROWS,
-    seed: int | None = None,
+    loader: Any, argument: str, partition: RowPartition = ALL_ROWS, seed: int = 0
 ) -> Source:
     """Returns the source of a torch `DataLoader`."""
-    if _iterates_as_torch(loader) and not _is_iterable(loader):
-        return TorchMapSource(loader, argument, partition, seed or 0)
-    return _TorchIterableSource(loader, argument, partition, seed)
+    is_map = _iterates_as_torch(loader) and not _is_iterable(loader)
+    kind = TorchMapSource if is_map else _TorchIterableSource
+    return kind(loader, argument, partition, seed)
 
 
 def _is_iterable(loader: Any) -> bool:
@@ -288,42 +291,20 @@ def _iterates_as_torch(loader: Any) -> bool:
 
 
 def _find_copied_generators(
-    node: Any, levels: int = 2, prefix: str = ""
+    node: Any, levels: int = 3, prefix: str = ""
 ) -> Iterator[tuple[str, str]]:
     """Yields the names and classes of generators of NumPy and Python among the
-    attributes of a dataset, and two levels inside of these (`Subset.dataset`, a list or
-    dict of transforms).
+    attributes of a dataset, and some levels inside of these: `dataset.transforms.0.rng`
+    of a `Subset`.
     """
-    if is_container := isinstance(node, dict | list | tuple):
+    held = getattr(node, "__dict__", {}).items()
+    if isinstance(node, dict | list | tuple):
         held = node.items() if isinstance(node, dict) else enumerate(node)
-    else:
-        held = getattr(node, "__dict__", {}).items()
     for name, value in itertools.islice(held, 100):  # not all rows of a dataset
         if isinstance(value, np.random.Generator | np.random.RandomState | Random):
             yield f"{prefix}{name}", type(value).__name__
         elif levels and not isinstance(value, type | ModuleType | FunctionType):
-            costs = is_container or not isinstance(value, dict | list | tuple)
-            yield from _find_copied_generators(
-                value, levels - costs, f"{prefix}{name}."
-            )
-
-
-def _find_columns(dataset: Any) -> tuple[Sequence[Any], list[np.ndarray]] | None:
-    """Returns the tensors of a `TensorDataset`, and the indices of subsets of it.
-
-    The subsets come outer first.
-    """
-    from torch.utils.data import Subset, TensorDataset
-
-    subsets = []
-    while type(dataset) is Subset:
-        subsets.append(np.asarray(dataset.indices))
-        dataset = dataset.dataset
-    if type(dataset) is not TensorDataset or len(dataset) == 0:
-        return None
-    if any(as_numpy(tensor) is None for tensor in dataset.tensors):
-        return None
-    return dataset.tensors, subsets
+            yield from _find_copied_generators(value, levels - 1, f"{prefix}{name}.")
 
 
 def _find_samplers(loader: Any) -> list[Any]:
@@ -336,17 +317,6 @@ def _find_samplers(loader: Any) -> list[Any]:
             samplers.append(each)
             waiting.append(getattr(each, "sampler", None))
     return samplers
-
-
-def _is_ordered(loader: Any) -> bool:
-    """Returns whether torch's own samplers yield the rows in their order."""
-    from torch.utils.data import BatchSampler, SequentialSampler
-
-    return (
-        type(loader.batch_sampler) is BatchSampler
-        and type(loader.batch_sampler.sampler) is SequentialSampler
-        and loader.generator is None  # else an epoch draws a seed from it
-    )
 
 
 def _is_torchs(sampler: Any) -> bool:

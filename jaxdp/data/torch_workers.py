@@ -9,7 +9,6 @@ import threading
 import traceback
 import warnings
 from collections.abc import Iterator
-from multiprocessing import reduction
 from typing import Any
 
 import jax
@@ -103,25 +102,18 @@ def start_iterator(loader: Any, argument: str) -> Iterator[Any]:
     loader.worker_init_fn = functools.partial(_init_worker, users[1])
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Got pickle error")  # our error says more
+            warnings.filterwarnings("ignore", "Got pickle error")  # our note says more
             return iter(loader)
-    except Exception as error:
-        # Pickling runs code of the user, and a sampler may raise.
-        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        for frame in frames:
+    except Exception as error:  # pickling runs code of the user
+        for frame, _ in traceback.walk_tb(error.__traceback__):
             # An incomplete iterator is ended now. The garbage collector would close its
             # pipes twice, and their descriptors may belong to another file by then.
             shut_down = getattr(frame.f_locals.get("self"), "_shutdown_workers", None)
             if shut_down is not None:
                 with contextlib.suppress(AttributeError):  # it lacks some parts
                     shut_down()
-        is_broken = isinstance(error, BrokenPipeError | ConnectionResetError | EOFError)
-        is_of_pickle = any(f.f_code is reduction.dump.__code__ for f in frames)
-        if not (is_broken or is_of_pickle):
-            raise
-        raise TypeError(
-            f"`{argument}` can't be sent to its workers: {error!r}. {WORKER_RULES}"
-        ) from error
+        error.add_note(f"starting the workers of `{argument}`. {WORKER_RULES}")
+        raise
     finally:
         loader.worker_init_fn = users[1]
         if not loader.persistent_workers:

@@ -222,11 +222,6 @@ def predict(
                 "`loader` shuffles: the predictions are in the order of its rows, not"
                 " in that of its dataset. Pass a loader with shuffle=False."
             )
-        if source.num_dropped:
-            warn(
-                f"`loader` has drop_last=True: the last {source.num_dropped} rows of"
-                " its dataset get no prediction. Pass a loader with drop_last=False."
-            )
         limit = resolve_limit("limit_batches", limit, source.num_batches)
         weights = _load_weights(trainer, "predict", ckpt_path)
         engine, predictions, numbers = run.engine, [], itertools.count()

@@ -52,9 +52,9 @@ class Progress:
     def resume_loaders(self, source: Source, vals: Mapping[str, Source]) -> None:
         """Continues with `source`, after the completed batches of the epoch."""
         last = self._source
-        if last is not None and (start := last.epoch_start) is not None:
+        if last is not None and last.epoch_start is not None:
             continues = last.loader is source.loader or self.done
-            marked = last.make_position(start, self.epoch, self.done)
+            marked = last.make_position(self.epoch, self.done)
             self._position = marked if continues else Position()
         self._set_source(source)
         for name, val in vals.items():
@@ -86,7 +86,7 @@ class Progress:
         self.epoch_ended = False
         self.done += len(window)
         self.seen += len(window)
-        if self._source is not None and self._source.needs_commits:
+        if self._source is not None:
             self._source.commit(window[-1])
 
     def state_dict(self, partition: RowPartition) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class Progress:
         epoch, position = self.epoch + self.is_finished, self._position
         source = self._source
         if source is not None and source.epoch_start is not None:
-            position = source.make_position(source.epoch_start, epoch, current.done)
+            position = source.make_position(epoch, current.done)
             if position.state is None:
                 position = position._replace(state=source.read_state())
 

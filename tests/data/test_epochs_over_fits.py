@@ -19,8 +19,6 @@ from torch.utils.data import (  # noqa: E402
     TensorDataset,
 )
 
-from jaxdp import Arrays  # noqa: E402
-
 TENSORS = TensorDataset(*map(torch.from_numpy, rows(29)))
 
 
@@ -214,21 +212,6 @@ def test_predictions_of_a_shuffling_loader_are_warned_of(kind):
     assert len(told) == ("order" not in kind) and len(found) == 29
     in_order = trainer.predict([TENSORS.tensors[0].numpy()])
     assert np.allclose(found, in_order) == ("order" in kind)
-
-
-@pytest.mark.parametrize("loader, dropped", [
-    (lambda: DataLoader(TENSORS, 8, drop_last=True), 5),
-    (lambda: Arrays(TENSORS.tensors[0].numpy(), batch_size=8, drop_last=True), 5),
-    (lambda: DataLoader(TENSORS, 29, drop_last=True), 0),
-    (lambda: DataLoader(TENSORS, 8), 0),
-])  # fmt: skip
-def test_rows_without_a_prediction_are_warned_of(loader, dropped):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        found = make().predict(loader())
-    told = [str(w.message) for w in caught if "drop_last=True" in str(w.message)]
-    assert len(found) == 29 - dropped and len(told) == bool(dropped)
-    assert all(f"the last {dropped} rows" in line for line in told)
 
 
 def test_a_save_inside_of_a_validation_restarts_it(tmp_path):

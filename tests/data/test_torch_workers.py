@@ -108,19 +108,23 @@ class Broken(torch.utils.data.Sampler):
 
 class Breaking(Squares):
     def __getstate__(self):
-        raise BrokenPipeError
+        raise BrokenPipeError("ends at once")
 
 
-@pytest.mark.parametrize("parts, error, match", [
-    ({"collate_fn": lambda items: items}, TypeError, "to its workers: .*num_workers=0"),
-    ({"dataset": Held()}, TypeError, "`x` can't be sent .*holds a lock"),
-    ({"dataset": Breaking()}, TypeError, 'BrokenPipe.* under `if __name__ == "__m'),
-    ({"sampler": Broken()}, ValueError, "nothing to draw from"),
+@pytest.mark.parametrize("parts, match", [
+    ({"collate_fn": lambda items: items}, "pickle.*lambda"),
+    ({"dataset": Held()}, "holds a lock"),
+    ({"dataset": Breaking()}, "ends at once"),
+    ({"sampler": Broken()}, "nothing to draw from"),
 ])  # fmt: skip
-def test_errors_at_the_start_of_workers_are_explained(parts, error, match):
+def test_errors_at_the_start_of_workers_are_explained(parts, match):
     loader = DataLoader(**{"dataset": Squares(), "num_workers": 1} | parts)
-    with pytest.raises(error, match=match):
+    with pytest.raises(Exception, match=match) as caught:
         list(open_loader(loader, "x", seed=0).read_epoch())
+    note, where = caught.value.__notes__
+    for part in ("workers of `x`", "num_workers=0", 'if __name__ == "__main__":`'):
+        assert part in note
+    assert where == "in batch 0 of epoch 0 of `x`"
     assert not multiprocessing.active_children()
 
 

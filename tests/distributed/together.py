@@ -308,7 +308,7 @@ def buckets(local=False):
         x, y = rows(length * number, seed=length)
         return x.reshape(number, length, 4), y[:number]
 
-    data = [batch(2, 16), batch(3, 8), batch(2, 16), batch(3, 1)]
+    data = [batch(2, 16), batch(3, 8), batch(2, 16), batch(2, 1)]
     recorder = Recorder()
     run = trainer(hooks=[recorder], model=model, data=kind_of(local))
     run.fit(of_process(data, local), max_epochs=2)
