@@ -64,9 +64,10 @@ class Arrays:
         self._columns, self.num_rows = _columns(tree)
         # The first row has the structure of the converted tree.
         columns = iter(self._columns)
-        self._first = to_host(map_row_leaves(lambda _: next(columns)[:1], tree))
-        is_tuple = type(self._first) is tuple
-        self._is_flat = is_tuple and jax.tree_util.all_leaves(self._first)
+        first = to_host(map_row_leaves(lambda _: next(columns)[:1], tree))
+        leaves, self._treedef = jax.tree.flatten(first)
+        has_rows = find_batched_leaves(self._treedef)
+        self._leaves = [*zip(leaves, has_rows, strict=True)]
         self._epoch = 0
         if not len(self):
             raise ValueError(
@@ -115,10 +116,10 @@ class Arrays:
 
     def _make_batch(self, columns: tuple[Any, ...]) -> Batch:
         """Returns the batch of some rows of each column."""
-        if self._is_flat:
-            return columns
         rows = iter(columns)
-        return map_row_leaves(lambda _: next(rows), self._first)
+        return self._treedef.unflatten(
+            [next(rows) if has_rows else leaf for leaf, has_rows in self._leaves]
+        )
 
 
 class ArraysSource(Source):

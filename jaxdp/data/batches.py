@@ -128,21 +128,12 @@ def stack_leaves(leaves: Sequence[Any]) -> Any:
     """Returns arrays of one shape as one, along a new first axis."""
     if all([type(leaf) is np.ndarray for leaf in leaves]):
         return np.stack(leaves)
-    first = next(leaf for leaf in leaves if isinstance(leaf, jax.Array))
-    return _stack_on_device([_move_beside(leaf, first) for leaf in leaves])
+    return _stack_on_device(leaves)
 
 
 @jax.jit
 def _stack_on_device(leaves: list[Any]) -> Any:
     return jnp.stack([_strengthen(leaf) for leaf in leaves])
-
-
-def _move_beside(leaf: Any, other: jax.Array) -> Any:
-    """Moves a JAX array to the devices of another array."""
-    is_array = isinstance(leaf, jax.Array)
-    if is_array and leaf.sharding.device_set != other.sharding.device_set:
-        return jax.device_put(leaf, other.sharding)
-    return leaf
 
 
 def _strengthen(leaf: Any) -> Any:

@@ -30,26 +30,13 @@ _NO_ROWS: Final = {(), (0,)}
 _get_dtype, _get_shape = operator.attrgetter("dtype"), operator.attrgetter("shape")
 _get_num_rows = operator.itemgetter(slice(1))
 
-_INT64: Final = np.dtype(np.int64)
-"""The dtype of most class numbers, which needs no check of its kind."""
-
 _UNSIGNED = {
     np.dtype(f"int{bits}"): np.dtype(f"uint{bits}") for bits in (8, 16, 32, 64)
 }
-"""Viewed so, negative numbers are the greatest: one maximum finds both faults."""
+"""Viewed so, negative labels are the greatest: one maximum finds both faults."""
 
 _FETCH_BYTES: Final = 2**18
 """Bytes of small batches that are fetched in one operation."""
-
-_MAX_INT: Final = np.iinfo(np.int32).max
-"""The greatest number that int32 and uint32 both have."""
-
-_SPANS = (
-    "{} is a jax.Array that spans processes, of which none has all rows. With"
-    " `data`='global' each process must have the whole batch (it takes its rows of"
-    " it), with 'local' its own rows: pass an array of this process's devices, such"
-    " as jax.device_put(rows, jax.local_devices()[0])."
-)
 
 
 def to_host(batch: Any, *, copy: bool = False) -> Batch:
@@ -71,38 +58,13 @@ def to_host(batch: Any, *, copy: bool = False) -> Batch:
                 num_rows = {*map(_get_num_rows, map(_get_shape, batch))}
                 if len(num_rows) == 1 and num_rows.isdisjoint(_NO_ROWS):
                     return batch
-    else:
-        if isinstance(batch, Mapping) and jax.tree_util.all_leaves([batch]):
-            batch = dict(batch)
+    elif isinstance(batch, Mapping) and jax.tree_util.all_leaves([batch]):
+        batch = dict(batch)
     leaves, treedef = jax.tree.flatten(batch)
-
-    arrays = []
-    for index, leaf in enumerate(leaves):
-        if type(leaf) is np.ndarray:
-            if leaf.dtype in _PLAIN:
-                arrays.append(np.array(leaf) if copy else leaf)  # on the host
-                continue
-            if leaf.dtype is _INT64 and not _has_64_bits():
-                arrays.append(_narrow(leaf, batch, index))
-                continue
-        is_jax = isinstance(leaf, jax.Array)
-        if is_jax and is_key(leaf):
+    if not _NUMPY.issuperset(map(type, leaves)):
+        if any(isinstance(leaf, jax.Array) and is_key(leaf) for leaf in leaves):
             return to_host(wrap_keys(batch), copy=copy)
-        array: Any = leaf if is_jax else as_numpy(leaf)
-        if array is None or not _is_of_numbers(array.dtype):
-            raise TypeError(_explain_leaf(batch, index, leaf))
-        if is_jax:
-            if not array.is_fully_addressable:
-                raise ValueError(_SPANS.format(leaf_name(batch, index)))
-            arrays.append(array)
-            continue
-        if not array.dtype.isnative:  # big-endian, as some files are
-            array = array.astype(array.dtype.newbyteorder("="))
-        if array.dtype in _NARROW and not _has_64_bits():
-            array = _narrow(array, batch, index)
-        elif copy:
-            array = np.array(array)
-        arrays.append(array)
+    arrays = [_convert(leaf, batch, index, copy) for index, leaf in enumerate(leaves)]
     if not arrays:
         raise TypeError(f"a batch has no arrays in it: {batch!r}.")
 
@@ -121,6 +83,31 @@ def to_host(batch: Any, *, copy: bool = False) -> Batch:
             " array that is the same for every row into a jaxdp.Whole(array)."
         )
     return treedef.unflatten(arrays)
+
+
+def _convert(leaf: Any, batch: Any, index: int, copy: bool) -> Any:
+    """Returns leaf number `index` of a batch as an array of 32 bits at most."""
+    array: Any = leaf
+    if type(leaf) is not np.ndarray:
+        if isinstance(leaf, jax.Array):
+            if leaf.is_fully_addressable:
+                return leaf
+            raise ValueError(
+                f"{leaf_name(batch, index)} is a jax.Array that spans processes, of"
+                " which none has all rows. With `data`='global' each process must have"
+                " the whole batch (it takes its rows of it), with 'local' its own rows:"
+                " pass an array of this process's devices, such as"
+                " jax.device_put(rows, jax.local_devices()[0])."
+            )
+        array = as_numpy(leaf)
+    if array is None or not _is_of_numbers(array.dtype):
+        raise TypeError(_explain_leaf(batch, index, leaf))
+    if not array.dtype.isnative:  # big-endian, as some files are
+        array = array.astype(array.dtype.newbyteorder("="))
+    # Unless JAX computes in 64 bits.
+    if array.dtype in _NARROW and jax.dtypes.canonicalize_dtype(np.int64) != np.int64:
+        return _narrow(array, batch, index)
+    return np.array(array) if copy else array
 
 
 def fetch_rows(
@@ -173,28 +160,24 @@ def take_rows(column: Any, indices: np.ndarray) -> np.ndarray:
     return column.take(indices, axis=0)
 
 
-def check_targets(batch: Batch, num_classes: int | None, *, training: bool) -> None:
-    """Raises for a negative weight, for a label that is no class of the model, and in
-    training for NaN in inputs of weight 0.
+def check_targets(batch: Batch, num_classes: int | None) -> None:
+    """Raises for a negative weight, and for a label that is no class of the model,
+    which JAX would clamp or wrap silently.
 
-    JAX would clamp and wrap such a label silently, and 0 times NaN is NaN in gradients.
     The batch is stacked `(x, y)` or `(x, y, weight)`. Arrays on a device are not
     checked: that would wait for the device.
     """
-    labels: Any
-    x, labels, *weights = batch
-    if weights and weights[0] is None:
-        weights = []
-    if not weights:
-        if num_classes is None or isinstance(labels, jax.Array):
-            return
-        # Small steps wait for this check.
-        unsigned = labels.view(_UNSIGNED.get(labels.dtype, labels.dtype))
-        is_float = labels.dtype.kind not in "iub"
-        if is_float or np.maximum.reduce(unsigned, axis=None) >= num_classes:
-            _check_labels(labels, num_classes)
+    labels: Any = batch[1]
+    weight = batch[2] if len(batch) > 2 else None
+    classes = None if isinstance(labels, jax.Array) else num_classes
+    if weight is None:
+        if classes is not None:
+            # Small steps wait for this check.
+            unsigned = labels.view(_UNSIGNED.get(labels.dtype, labels.dtype))
+            is_float = labels.dtype.kind not in "iub"
+            if is_float or np.maximum.reduce(unsigned, axis=None) >= classes:
+                _check_labels(labels, classes)
         return
-    (weight,) = weights
     if isinstance(weight, jax.Array):
         return
     if not weight.min() >= 0:  # NaN, too
@@ -204,20 +187,10 @@ def check_targets(batch: Batch, num_classes: int | None, *, training: bool) -> N
             " advantages are, multiply the losses by them in a"
             " `loss_fn(model, x, y, factor)`."
         )
-    counts = (weight != 0).reshape(*weight.shape[:2], -1).any(axis=2)
-    if num_classes is not None and not isinstance(labels, jax.Array):
+    if classes is not None:
+        counts = (weight != 0).reshape(*weight.shape[:2], -1).any(axis=2)
         mask = counts.reshape(*counts.shape, *[1] * (labels.ndim - 2))
-        _check_labels(np.where(mask, labels, 0), num_classes)
-    if not training or counts.all():
-        return
-    for index, leaf in enumerate(jax.tree.leaves(x)):
-        is_checked = not isinstance(leaf, jax.Array) and leaf.dtype.kind not in "iub"
-        if is_checked and not np.isfinite(leaf[~counts]).all():
-            raise ValueError(
-                f"{leaf_name(batch, index)} has NaN or infinity in a row of weight 0,"
-                " which would reach the gradient. Give it finite values in the dataset"
-                " or `collate_fn`, as by np.nan_to_num."
-            )
+        _check_labels(np.where(mask, labels, 0), classes)
 
 
 def _check_probabilities(targets: np.ndarray) -> None:
@@ -231,7 +204,7 @@ def _check_probabilities(targets: np.ndarray) -> None:
         )
 
 
-def _check_labels(labels: np.ndarray, num_classes: int) -> None:
+def _check_labels(labels: Any, num_classes: int) -> None:
     if labels.dtype.kind not in "iub":
         return _check_probabilities(labels)
     low, high = labels.min(), labels.max()
@@ -290,8 +263,6 @@ def _narrow(array: np.ndarray, batch: Any, index: int) -> np.ndarray:
     dtype = _NARROW[array.dtype]
     if dtype.kind in "iu":
         narrowed = array.astype(dtype)
-        if not array.size or _find_max(array) <= _MAX_INT:
-            return narrowed
         same = np.asarray(narrowed == array)
     else:
         with np.errstate(over="ignore", invalid="ignore"):
@@ -307,22 +278,7 @@ def _narrow(array: np.ndarray, batch: Any, index: int) -> np.ndarray:
     return narrowed
 
 
-def _find_max(integers: np.ndarray) -> int:
-    """Returns the greatest of integers; negative ones count as very large."""
-    unsigned = _UNSIGNED.get(integers.dtype)
-    if unsigned is not None:
-        integers = integers.view(unsigned)
-    return int(np.maximum.reduce(integers, axis=None))
-
-
-def _has_64_bits() -> bool:
-    """Returns whether JAX computes in 64 bits, so that nothing is narrowed."""
-    return jax.dtypes.canonicalize_dtype(np.int64) == np.int64
-
-
 def _is_of_numbers(dtype: np.dtype) -> bool:
-    if dtype.kind in "fc" and dtype.itemsize > (8 if dtype.kind == "f" else 16):
-        return False  # long double
     return dtype.kind not in "OUSMmV" or dtype.isbuiltin == 2
 
 

@@ -4,6 +4,7 @@ Batches of one spec differ only in their number of rows. A step is compiled for 
 spec, so each spec has its own padded size.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -17,10 +18,11 @@ import numpy as np
 from ..basics.console import join_some
 from ..basics.tree import describe_difference
 from ..distributed import RowBlocks
-from ..step import Batch, Group, SingleRowBatch, find_batched_leaves, merge_leaves
+from ..step import Batch, Group, SingleRowBatch, find_batched_leaves
 from .batches import (
     LocalBatch,
     SpecKey,
+    get_local,
     leaf_name,
     make_spec_key,
     select_rows,
@@ -32,6 +34,7 @@ _SHAPE_AND_DTYPE: Final = operator.attrgetter("shape", "dtype")
 _ADD_AXIS: Final = operator.itemgetter(None)
 """Makes the array of a single micro-batch: one more axis in front."""
 _NUMPY: Final = {np.ndarray}
+_SPEC_AND_SIZE: Final = operator.attrgetter("spec", "size")
 
 Leaves = list[Any]
 """NumPy's arrays, and JAX's."""
@@ -85,7 +88,18 @@ class BatchSpec:
             for kind in (True, False)
         ]
         self.size = 0  # rows of a padded batch, of all processes
-        self.full: _Counts = ()  # real rows in each block of a full batch
+
+
+@dataclasses.dataclass(slots=True)
+class _Micro:
+    """A micro-batch: its leaves with rows, those in a `Whole`, and its spec."""
+
+    leaves: Leaves
+    unbatched: Leaves
+    spec: BatchSpec
+    counts: _Counts
+    size: int
+    """Its rows, or those that it is padded to."""
 
 
 class BatchSpecs:
@@ -96,7 +110,6 @@ class BatchSpecs:
     Args:
         kind: the kind of step, for messages.
         num_shards: the number that divides all sizes.
-        num_blocks: the number of blocks of rows in a batch.
 
     Attributes:
         last: facts of the last batch of NumPy arrays that needed no padding: shapes,
@@ -104,10 +117,9 @@ class BatchSpecs:
             shapes needs no further checks. None after a size has changed.
     """
 
-    def __init__(self, kind: str, num_shards: int, num_blocks: int):
+    def __init__(self, kind: str, num_shards: int):
         self.last: tuple[Any, ...] | None = None
-        self._kind = kind
-        self._num_shards, self._num_blocks = num_shards, num_blocks
+        self._kind, self._num_shards = kind, num_shards
         self._first: SpecKey | None = None
         self._known: dict[SpecKey, BatchSpec] = {}
         self._saved: dict[str, int] = {}  # sizes of specs that no batch has had yet
@@ -132,16 +144,21 @@ class BatchSpecs:
         self.load_sizes({})
         self._first = None
 
-    def split_leaves(self, batch: Batch) -> tuple[Leaves, Any, BatchSpec]:
-        """Returns the leaves that have rows, those in a `Whole`, and the spec."""
-        leaves, treedef = jax.tree.flatten(batch)
+    def split_leaves(self, batch: Batch) -> _Micro:
+        """Returns the leaves of a batch, with its spec, which may be new."""
+        local = get_local(batch)
+        leaves, treedef = jax.tree.flatten(local)
         key = treedef, tuple([(leaf.shape[1:], leaf.dtype) for leaf in leaves])
         if key != self._key:
-            self._select(make_spec_key(batch), batch)
-        if unbatched := self._spec.unbatched:
-            rows = [leaf for i, leaf in enumerate(leaves) if i not in unbatched]
-            return rows, [leaves[i] for i in unbatched], self._spec
-        return leaves, [], self._spec
+            self._select(make_spec_key(local), local)
+        unbatched = [leaves[i] for i in self._spec.unbatched]
+        if unbatched:
+            leaves = [
+                leaf for i, leaf in enumerate(leaves) if i not in self._spec.unbatched
+            ]
+        is_local = isinstance(batch, LocalBatch)
+        counts = batch.counts if is_local else (len(leaves[0]),)
+        return _Micro(leaves, unbatched, self._spec, counts, sum(counts))
 
     def get_size(self, key: SpecKey) -> int:
         """Returns the padded size of a spec so far; 0 if it has none."""
@@ -157,7 +174,6 @@ class BatchSpecs:
         """Pads batches of this spec to this number of rows at least."""
         if (size := self.round_up(rows)) > spec.size:
             spec.size, self.last = size, None
-            spec.full = (size // self._num_blocks,) * self._num_blocks
 
     def compare(self, batch: Batch) -> str:
         """Returns how a batch differs from the first one; "" if it does not."""
@@ -169,7 +185,6 @@ class BatchSpecs:
             old = first.unflatten(range(first.num_leaves))
             difference = describe_difference(old, batch)
             return f"{start} differs from the first one in structure: {difference}."
-
         triples = zip(expected, shapes, find_batched_leaves(treedef), strict=True)
         changed = [
             f"{leaf_name(batch, i)} was {_format(*was, rows)}, is {_format(*now, rows)}"
@@ -177,17 +192,6 @@ class BatchSpecs:
             if was != now
         ]
         return f"{start} differs from the first one: {join_some(changed, '; ')}."
-
-    def describe(self, group: Group) -> str:
-        """Returns a note for an error of a step that was compiled for a group."""
-        batches = merge_leaves(group.batch, group.whole)
-        batch = jax.tree.map(lambda leaf: leaf[0], batches)
-        if not (difference := self.compare(batch)):
-            return ""
-        return (
-            f"{difference} The step is compiled once for each shape. If the shapes"
-            " should be the same, pad or convert in the dataset or `collate_fn`."
-        )
 
     def _select(self, key: SpecKey, batch: Batch) -> None:
         """Sets the current spec, which may be new."""
@@ -231,7 +235,7 @@ class Packer:
     ):
         self.num_shards, self.kind, self.blocks = num_shards, kind, blocks
         self.pads = pads
-        self.specs = BatchSpecs(kind, num_shards, blocks.count)
+        self.specs = BatchSpecs(kind, num_shards)
         self._in_order = in_order
         self._collect = collect
 
@@ -259,83 +263,65 @@ class Packer:
                 group = Group(tuple(map(_ADD_AXIS, first)), last[1], None)
                 return Dispatch(windows, [group], *last[2])
 
-        split, counts, is_equal = [], [], self.pads
-        for batch in itertools.chain.from_iterable(windows):
-            is_local = type(batch) is LocalBatch
-            split.append(self.specs.split_leaves(batch.batch if is_local else batch))
-            leaves, _, spec = split[-1]
-            counts.append(batch.counts if is_local else (len(leaves[0]),))
-            is_equal = is_equal and spec is split[0][2]
+        micros = [*map(self.specs.split_leaves, itertools.chain.from_iterable(windows))]
         on_device = not all(
-            _NUMPY.issuperset(map(type, [*leaves, *unbatched]))
-            for leaves, unbatched, _ in split
+            _NUMPY.issuperset(map(type, [*micro.leaves, *micro.unbatched]))
+            for micro in micros
         )
-        spec, count = split[0][2], steps * slots
-        if is_equal and counts == [spec.full] * count:
-            shape = True, steps, ((count, spec.size, spec.text),)
-            of_all = _make_counts(tuple(counts), self._in_order)
-            fields = True, [slots * spec.size] * steps, shape
-            if is_plain and count == 1:
-                self.specs.last = [*map(_SHAPE_AND_DTYPE, first)], of_all, fields
-            micros, unbatched = [entry[0] for entry in split], [e[1] for e in split]
-            group = _make_group(micros, unbatched, of_all, spec)
-            return Dispatch(windows, [group], *fields, on_device)
-
-        sizes = [sum(entry) for entry in counts]
+        # All windows but the last are full.
+        sizes = [micro.size for micro in micros]
         rows = [sum(sizes[step * slots :][:slots]) for step in range(steps)]
-        if any(other is not spec for *_, other in split):
-            # Groups are in the order of their specs' texts, which is the same in a
-            # resumed process.
-            order = sorted(range(len(split)), key=lambda i: split[i][2].text)
-            split = [split[i] for i in order]
-            counts = [counts[i] for i in order]
-            sizes = [sizes[i] for i in order]
-        micros, unbatched, specs = ([*entry] for entry in zip(*split, strict=True))
-
-        is_split = True
-        if self.pads and not spec.is_rowless:  # which has no rows to pad
-            micros, counts = self._pad(micros, counts, specs, count)
-            missing = len(micros) - len(specs)
-            unbatched += unbatched[-1:] * missing
-            specs += specs[-1:] * missing
-            sizes = [spec.size for spec in specs]
-        elif not all(map(self._fills_shards, counts)):
+        # Groups are in the order of their specs' texts, which is the same in a resumed
+        # process.
+        if len(micros) > 1:
+            micros.sort(key=lambda micro: micro.spec.text)
+        is_split, was_padded = True, False
+        if self.pads and not micros[0].spec.is_rowless:  # which has no rows to pad
+            was_padded = self._pad(micros, steps * slots)
+        elif not all(self._fills_shards(micro.counts) for micro in micros):
             is_split = False
-            micros = [self._gather(m, c) for m, c in zip(micros, counts, strict=True)]
-            counts = [(size,) for size in sizes]
+            for micro in micros:
+                micro.leaves = self._gather(micro.leaves, micro.counts)
+                micro.counts = (micro.size,)
 
-        groups, shapes, start = [], [], 0
-        for (spec, size), run in itertools.groupby(zip(specs, sizes, strict=True)):
-            stop = start + len(list(run))
-            part = slice(start, stop)
-            of_all = _make_counts(tuple(counts[part]), self._in_order)
-            groups.append(_make_group(micros[part], unbatched[part], of_all, spec))
-            shapes.append((stop - start, size, spec.text))
-            start = stop
+        groups, shapes = [], []
+        for (spec, size), of_one_shape in itertools.groupby(micros, _SPEC_AND_SIZE):
+            run = list(of_one_shape)
+            counts = _make_counts(tuple([m.counts for m in run]), self._in_order)
+            batch = spec.batched_treedef.unflatten(_stack([m.leaves for m in run]))
+            whole = None
+            if spec.unbatched:
+                unbatched = _stack([m.unbatched for m in run])
+                whole = spec.unbatched_treedef.unflatten(unbatched)
+            groups.append(Group(batch, counts, whole))
+            shapes.append((len(run), size, spec.text))
         fields = is_split, rows, (is_split, steps, tuple(shapes))
-        if is_plain and steps == slots == 1 and not self.pads:
+        if is_plain and steps == slots == 1 and not was_padded:
             shape = [*map(_SHAPE_AND_DTYPE, first)]
             self.specs.last = shape, groups[0].counts, fields
         return Dispatch(windows, groups, *fields, on_device)
 
-    def _pad(
-        self,
-        micros: list[Leaves],
-        counts: list[_Counts],
-        specs: list[BatchSpec],
-        slots: int,
-    ) -> tuple[list[Leaves], list[_Counts]]:
-        """Pads each micro-batch to the size of its spec, and fills all slots."""
-        for spec, per_block in zip(specs, counts, strict=True):
-            self.specs.grow(spec, max(per_block) * self.blocks.count)
-        padded = [
-            self._pad_rows(leaves, per_block, spec.full[0])
-            for leaves, per_block, spec in zip(micros, counts, specs, strict=True)
-        ]
+    def _pad(self, micros: list[_Micro], slots: int) -> bool:
+        """Pads each micro-batch to the size of its spec, and fills all slots.
+
+        Returns:
+            Whether there is a row of padding.
+        """
+        blocks, was_padded = self.blocks.count, len(micros) < slots
+        for micro in micros:
+            self.specs.grow(micro.spec, max(micro.counts) * blocks)
+        for micro in micros:
+            micro.size = micro.spec.size
+            if micro.counts != (micro.size // blocks,) * blocks:
+                was_padded = True
+                micro.leaves = self._pad_rows(
+                    micro.leaves, micro.counts, micro.size // blocks
+                )
         # The slots get copies of the last batch of the same step, so that NaN in
         # another step's batch does not spread.
-        missing, no_rows = slots - len(micros), (0,) * self.blocks.count
-        return padded + padded[-1:] * missing, counts + [no_rows] * missing
+        if (missing := slots - len(micros)) > 0:
+            micros += [dataclasses.replace(micros[-1], counts=(0,) * blocks)] * missing
+        return was_padded
 
     def _pad_rows(self, leaves: Leaves, counts: _Counts, size: int) -> Leaves:
         """Pads each block of this process to `size` rows."""
@@ -380,17 +366,6 @@ def _format(shape: tuple[int, ...], dtype: Any, has_rows: bool) -> str:
     if not has_rows:
         return f"{dtype} {shape}"
     return f"{dtype} (rows, {', '.join(map(str, shape)) or '-'})"
-
-
-def _make_group(
-    micros: list[Leaves], unbatched: list[Any], counts: np.ndarray, spec: BatchSpec
-) -> Group:
-    """Returns the group of micro-batches of one shape, which are stacked."""
-    batch = spec.batched_treedef.unflatten(_stack(micros))
-    whole = None
-    if spec.unbatched:
-        whole = spec.unbatched_treedef.unflatten(_stack(unbatched))
-    return Group(batch, counts, whole)
 
 
 def _stack(micros: list[Leaves]) -> Leaves:

@@ -58,12 +58,13 @@ class Source:
         is_iterator: whether the loader yields each batch only once. Then it is not read
             ahead of the steps, since the next pass continues where it is.
         is_single_use: whether a second pass over it has no batches.
+        needs_commits: whether `commit` must be called.
         is_in_memory: whether `peek_batch` is cheap and runs no code of the user.
         shuffles: whether rows are known to come in another order than the dataset's,
             also outside of training.
     """
 
-    is_in_memory = shuffles = False
+    is_in_memory = shuffles = needs_commits = False
 
     def __init__(
         self,
@@ -118,7 +119,7 @@ class Source:
         self.end_epoch()
 
     def commit(self, batch: Batch) -> None:
-        """Receives the last batch of each step."""
+        """Receives the last batch of a step."""
 
     def start_training(self) -> None:
         """Marks the batches from now on as those of training steps."""
@@ -240,6 +241,7 @@ class IterableSource(Source):
     the draws of global generators.
     """
 
+    needs_commits = True
     _copies = True  # the loader may write the next batch into the same memory
 
     def __init__(

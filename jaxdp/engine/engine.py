@@ -1,5 +1,6 @@
 """Compiled steps on the train state of a trainer."""
 
+import itertools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -11,7 +12,7 @@ from jaxtyping import PyTree
 from ..basics.hardware import get_smallest_memory
 from ..basics.host_memory import clear_mesh
 from ..basics.process import pause_gc
-from ..data import Dispatch, Window
+from ..data import Dispatch, Window, get_local
 from ..distributed import RowBlocks, make_global_array
 from ..step import LONG_IN_FLIGHT, Batch, Metrics, Steps, TrainState
 from ..strategies import DataParallel
@@ -219,7 +220,8 @@ class Engine:
                 step_name, rows = f"the {name} step", sum(dispatch.rows)
                 check_program(step_name, self.memory, rows, program.compiled)
         except Exception as error:
-            for note in filter(None, map(step.packer.specs.describe, dispatch.groups)):
+            batches = map(get_local, itertools.chain.from_iterable(dispatch.windows))
+            for note in filter(None, map(step.packer.specs.compare, batches)):
                 error.add_note(note)
             step.packer.reset()  # others are not padded to the size of this batch
             raise

@@ -361,10 +361,9 @@ class Step:
         if dispatch.placed is not None:
             return dispatch.placed
         if program.checks_targets:
-            classes, is_training = program.num_classes, self.kind == "train"
             try:
                 for group in dispatch.groups:
-                    check_targets(group.batch, classes, training=is_training)
+                    check_targets(group.batch, program.num_classes)
             except ValueError:
                 self.packer.reset()  # others are not padded to the size of this batch
                 raise

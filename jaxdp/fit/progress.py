@@ -86,7 +86,7 @@ class Progress:
         self.epoch_ended = False
         self.done += len(window)
         self.seen += len(window)
-        if self._source is not None:
+        if self._source is not None and self._source.needs_commits:
             self._source.commit(window[-1])
 
     def state_dict(self, partition: RowPartition) -> dict[str, Any]:

@@ -37,7 +37,6 @@ def no_batch(words):
       for leaf in (["a", "b"], np.array(["a", "b"]), np.array([None] * 2), object())),
     ((collections.UserDict(x=ONE),), TypeError, no_batch(r"dict\(x\)")),
     (Pair(ONE), TypeError, no_batch("register_dataclass")),
-    (np.ones(2, np.longdouble), TypeError, no_batch("Drop or convert it")),
     (np.ma.masked_equal(ONE, 1), TypeError, no_batch("filled.* of a masked array")),
     ((np.ones((4, 2)), ONE), ValueError, r"batch\[0\] \(4, 2\), batch\[1\] \(3,\)"),
     ((TWO[:0], ONE[:0]), ValueError, "leading axis of one or more rows"),
