@@ -87,6 +87,11 @@ def make_spec_key(batch: Batch) -> SpecKey:
     return treedef, tuple([(leaf.shape[rows:], leaf.dtype) for leaf, rows in pairs])
 
 
+def format_key(key: SpecKey) -> str:
+    """Returns a batch spec as the text that names it in checkpoints."""
+    return " ".join(f"{dtype}{list(shape)}" for shape, dtype in key[1])
+
+
 def leaf_name(batch: Any, index: int) -> str:
     """Returns a leaf as a user writes it: `batch[0]['image']`."""
     paths, _ = jax.tree_util.tree_flatten_with_path(batch)

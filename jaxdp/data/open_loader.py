@@ -1,7 +1,6 @@
 """Makes the source of a user's loader; refuses other objects."""
 
 import itertools
-import operator
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
@@ -23,9 +22,6 @@ class _NoLoader:
 
 NO_LOADER: Final = _NoLoader()
 """The training loader if the user passes none."""
-
-_NO_LOADERS: Final = str, bytes, dict
-"""Iterables whose items are no batches."""
 
 
 def open_loader(
@@ -53,13 +49,11 @@ def open_loader(
 
     # Any iterable of batches, but not one of other items.
     is_dataset = torch is not None and isinstance(loader, torch.utils.data.Dataset)
-    is_iterable = isinstance(loader, Iterable) or hasattr(loader, "__getitem__")
-    arrays = loader if isinstance(loader, tuple) else (loader,)
-    is_array = [hasattr(array, "dtype") for array in arrays]
-    may_be = [isinstance(array, Mapping) for array in arrays]  # a tree of arrays
-    are_arrays = any(is_array) and all(map(operator.or_, is_array, may_be))
-    if is_dataset or are_arrays or not is_iterable or isinstance(loader, _NO_LOADERS):
-        kind = f"a {type(loader).__name__}" + " of arrays" * isinstance(loader, tuple)
+    has_arrays = isinstance(loader, tuple) and any(hasattr(x, "dtype") for x in loader)
+    if has_arrays:  # or trees of arrays
+        has_arrays = all(hasattr(x, "dtype") or isinstance(x, Mapping) for x in loader)
+    if is_dataset or has_arrays or not _is_iterable(loader):
+        kind = f"a {type(loader).__name__}" + " of arrays" * has_arrays
         raise TypeError(
             f"`{argument}` is {kind}, not an iterable of batches; pass a list or a"
             " generator of (x, y) batches; of arrays x and y one loader of both,"
@@ -67,19 +61,19 @@ def open_loader(
             " dataset of examples torch.utils.data.DataLoader(dataset, batch_size)."
             " (The trainer has its model: Trainer(model).fit(loader).)"
         )
-    if isinstance(loader, list | tuple) and loader and all(map(_is_loader, loader)):
+    if not isinstance(loader, list | tuple):
+        return IterableSource(loader, argument, partition, seed)
+    all_leaves = jax.tree_util.all_leaves  # a loader is a leaf, a batch is not
+    if loader and all(_is_iterable(item) and all_leaves([item]) for item in loader):
         raise TypeError(
             f"`{argument}` is a {type(loader).__name__} of {len(loader)} loaders, and"
             " must be one. To validate or test on several, name them: {'clean': a,"
             " 'shifted': b}."
         )
-    if isinstance(loader, list | tuple):
-        return ListSource(loader, argument, partition)
-    return IterableSource(loader, argument, partition)
+    return ListSource(loader, argument, partition)
 
 
-def _is_loader(item: Any) -> bool:
-    """Returns whether an item yields batches, and is no batch or array itself."""
-    is_array = hasattr(item, "dtype") or isinstance(item, str | bytes | Mapping)
-    is_iterable = isinstance(item, Iterable) or hasattr(item, "__getitem__")
-    return is_iterable and not is_array and jax.tree_util.all_leaves([item])
+def _is_iterable(item: Any) -> bool:
+    """Returns whether an item may yield batches."""
+    is_other = hasattr(item, "dtype") or isinstance(item, str | bytes | Mapping)
+    return not is_other and (isinstance(item, Iterable) or hasattr(item, "__getitem__"))

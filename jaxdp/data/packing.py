@@ -22,6 +22,7 @@ from ..step import Batch, Group, SingleRowBatch, find_batched_leaves
 from .batches import (
     LocalBatch,
     SpecKey,
+    format_key,
     get_local,
     leaf_name,
     make_spec_key,
@@ -71,10 +72,10 @@ class Dispatch(NamedTuple):
 
 
 class BatchSpec:
-    """Structure, dtypes and shapes of batches without rows, and their padded size."""
+    """Structure, dtypes and shapes of batches without their rows."""
 
     def __init__(self, key: SpecKey):
-        self.text = _format_key(key)
+        self.text = format_key(key)
         treedef, _ = key
         has_rows = find_batched_leaves(treedef)
         self.unbatched = [i for i, rows in enumerate(has_rows) if not rows]
@@ -87,7 +88,6 @@ class BatchSpec:
             )
             for kind in (True, False)
         ]
-        self.size = 0  # rows of a padded batch, of all processes
 
 
 @dataclasses.dataclass(slots=True)
@@ -102,126 +102,21 @@ class _Micro:
     """Its rows, or those that it is padded to."""
 
 
-class BatchSpecs:
-    """The batch specs that one kind of step has had.
-
-    All have the structure and dtypes of the first batch.
-
-    Args:
-        kind: the kind of step, for messages.
-        num_shards: the number that divides all sizes.
-
-    Attributes:
-        last: facts of the last batch of NumPy arrays that needed no padding: shapes,
-            dtypes, counts, and the other fields of its dispatch. A batch of equal
-            shapes needs no further checks. None after a size has changed.
-    """
-
-    def __init__(self, kind: str, num_shards: int):
-        self.last: tuple[Any, ...] | None = None
-        self._kind, self._num_shards = kind, num_shards
-        self._first: SpecKey | None = None
-        self._known: dict[SpecKey, BatchSpec] = {}
-        self._saved: dict[str, int] = {}  # sizes of specs that no batch has had yet
-        self._key: SpecKey | None = None  # of the last batch, if all leaves have rows
-        self._spec: BatchSpec
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The padded sizes so far by the specs' texts, for a checkpoint."""
-        sizes = dict(self._saved)
-        for spec in self._known.values():
-            sizes[spec.text] = max(spec.size, sizes.get(spec.text, 0))
-        return {text: size for text, size in sizes.items() if size}
-
-    def load_sizes(self, sizes: Mapping[str, int]) -> None:
-        """Pads from now on as if these were the sizes so far."""
-        self._saved, self._known = dict(sizes), {}
-        self._key = self.last = None
-
-    def reset(self) -> None:
-        """Treats the next batch as the first."""
-        self.load_sizes({})
-        self._first = None
-
-    def split_leaves(self, batch: Batch) -> _Micro:
-        """Returns the leaves of a batch, with its spec, which may be new."""
-        local = get_local(batch)
-        leaves, treedef = jax.tree.flatten(local)
-        key = treedef, tuple([(leaf.shape[1:], leaf.dtype) for leaf in leaves])
-        if key != self._key:
-            self._select(make_spec_key(local), local)
-        unbatched = [leaves[i] for i in self._spec.unbatched]
-        if unbatched:
-            leaves = [
-                leaf for i, leaf in enumerate(leaves) if i not in self._spec.unbatched
-            ]
-        is_local = isinstance(batch, LocalBatch)
-        counts = batch.counts if is_local else (len(leaves[0]),)
-        return _Micro(leaves, unbatched, self._spec, counts, sum(counts))
-
-    def get_size(self, key: SpecKey) -> int:
-        """Returns the padded size of a spec so far; 0 if it has none."""
-        if key in self._known:
-            return self._known[key].size
-        return self._saved.get(_format_key(key), 0)
-
-    def round_up(self, rows: int) -> int:
-        """Returns the smallest size for this number of rows."""
-        return math.ceil(rows / self._num_shards) * self._num_shards
-
-    def grow(self, spec: BatchSpec, rows: int) -> None:
-        """Pads batches of this spec to this number of rows at least."""
-        if (size := self.round_up(rows)) > spec.size:
-            spec.size, self.last = size, None
-
-    def compare(self, batch: Batch) -> str:
-        """Returns how a batch differs from the first one; "" if it does not."""
-        treedef, shapes = make_spec_key(batch)
-        if self._first is None or self._first == (treedef, shapes):
-            return ""
-        start, (first, expected) = f"a {self._kind} batch", self._first
-        if treedef != first:
-            old = first.unflatten(range(first.num_leaves))
-            difference = describe_difference(old, batch)
-            return f"{start} differs from the first one in structure: {difference}."
-        triples = zip(expected, shapes, find_batched_leaves(treedef), strict=True)
-        changed = [
-            f"{leaf_name(batch, i)} was {_format(*was, rows)}, is {_format(*now, rows)}"
-            for i, (was, now, rows) in enumerate(triples)
-            if was != now
-        ]
-        return f"{start} differs from the first one: {join_some(changed, '; ')}."
-
-    def _select(self, key: SpecKey, batch: Batch) -> None:
-        """Sets the current spec, which may be new."""
-        if self._first is None:
-            self._first = key
-        if _get_dtypes(key) != _get_dtypes(self._first):
-            raise ValueError(
-                f"{self.compare(batch)} Shapes may vary (the step is compiled"
-                " once for each), but structure and dtypes may not: convert in"
-                " the dataset or `collate_fn`."
-            )
-        if key not in self._known:
-            spec = self._known[key] = BatchSpec(key)
-            self.grow(spec, self._saved.get(spec.text, 0))
-        self._spec = self._known[key]
-        self._key = None if self._spec.unbatched else key
-
-
 class Packer:
     """Stacks and pads batches so that one compiled shape serves all of a spec.
 
-    If it pads, every block of a short batch is padded to the largest size of its spec,
-    with copies of its own first row (zeros or NaN could poison gradients). If not,
-    batches keep their size, and each device computes a batch in full that the devices
-    do not divide.
+    All batches have the structure and dtypes of the first one. If it pads, every block
+    of a short batch is padded to the largest size of its spec, with copies of its own
+    first row (zeros or NaN could poison gradients). If not, batches keep their size,
+    and each device computes a batch in full that the devices do not divide.
 
     Sizes are rounded up to a multiple of `num_shards`. If blocks are filled `in_order`,
     all padding is at the end, and the compiled step is that of one process. Every
     process then calls `collect`, which gathers the rows of all blocks into leaves
     shaped `(micro_batches, rows, ...)`.
+
+    Attributes:
+        sizes: the padded sizes so far by the specs' texts, as checkpoints have them.
     """
 
     def __init__(
@@ -235,18 +130,53 @@ class Packer:
     ):
         self.num_shards, self.kind, self.blocks = num_shards, kind, blocks
         self.pads = pads
-        self.specs = BatchSpecs(kind, num_shards)
         self._in_order = in_order
         self._collect = collect
+        self._known: dict[SpecKey, BatchSpec] = {}
+        self._spec: BatchSpec  # of the last batch
+        self.reset()
+
+    def reset(self) -> None:
+        """Treats the next batch as the first."""
+        self._first: SpecKey | None = None
+        self.load_sizes({})
+
+    def load_sizes(self, sizes: Mapping[str, int]) -> None:
+        """Pads from now on as if these were the sizes so far."""
+        # Other devices may have saved them.
+        self.sizes = {spec: self.round_up(size) for spec, size in sizes.items()}
+        self._key: SpecKey | None = None  # of the last batch, if all leaves have rows
+        # Facts of the last batch of NumPy arrays that needed no padding: shapes,
+        # dtypes, counts, and the other fields of its dispatch. A batch of equal shapes
+        # needs no further checks. None after a size has changed.
+        self._last: tuple[Any, ...] | None = None
 
     @property
     def size(self) -> int:
         """Rows of the largest padded batch so far, of all processes."""
-        return max(self.specs.sizes.values(), default=0)
+        return max(self.sizes.values(), default=0)
 
-    def reset(self) -> None:
-        """Treats the next batch as the first."""
-        self.specs.reset()
+    def round_up(self, rows: int) -> int:
+        """Returns the smallest size for this number of rows."""
+        return math.ceil(rows / self.num_shards) * self.num_shards
+
+    def compare(self, batch: Batch) -> str:
+        """Returns how a batch differs from the first one; "" if it does not."""
+        treedef, shapes = make_spec_key(batch)
+        if self._first is None or self._first == (treedef, shapes):
+            return ""
+        start, (first, expected) = f"a {self.kind} batch", self._first
+        if treedef != first:
+            old = first.unflatten(range(first.num_leaves))
+            difference = describe_difference(old, batch)
+            return f"{start} differs from the first one in structure: {difference}."
+        triples = zip(expected, shapes, find_batched_leaves(treedef), strict=True)
+        changed = [
+            f"{leaf_name(batch, i)} was {_format(*was, rows)}, is {_format(*now, rows)}"
+            for i, (was, now, rows) in enumerate(triples)
+            if was != now
+        ]
+        return f"{start} differs from the first one: {join_some(changed, '; ')}."
 
     def pack(self, windows: list[Window], slots: int = 1) -> Dispatch:
         """Packs the batches of one optimizer step, or of several steps of equal shapes.
@@ -256,14 +186,14 @@ class Packer:
         """
         # Most windows are one batch with the shapes of the last, and small steps wait
         # for it.
-        first, last, steps = windows[0][0], self.specs.last, len(windows)
+        first, last, steps = windows[0][0], self._last, len(windows)
         is_plain = type(first) is tuple and _NUMPY.issuperset(map(type, first))
         if last and is_plain and steps == slots == 1:
             if [*map(_SHAPE_AND_DTYPE, first)] == last[0]:
                 group = Group(tuple(map(_ADD_AXIS, first)), last[1], None)
                 return Dispatch(windows, [group], *last[2])
 
-        micros = [*map(self.specs.split_leaves, itertools.chain.from_iterable(windows))]
+        micros = [*map(self._split_leaves, itertools.chain.from_iterable(windows))]
         on_device = not all(
             _NUMPY.issuperset(map(type, [*micro.leaves, *micro.unbatched]))
             for micro in micros
@@ -298,8 +228,39 @@ class Packer:
         fields = is_split, rows, (is_split, steps, tuple(shapes))
         if is_plain and steps == slots == 1 and not was_padded:
             shape = [*map(_SHAPE_AND_DTYPE, first)]
-            self.specs.last = shape, groups[0].counts, fields
+            self._last = shape, groups[0].counts, fields
         return Dispatch(windows, groups, *fields, on_device)
+
+    def _split_leaves(self, batch: Batch) -> _Micro:
+        """Returns the leaves of a batch, with its spec, which may be new."""
+        local = get_local(batch)
+        leaves, treedef = jax.tree.flatten(local)
+        key = treedef, tuple([(leaf.shape[1:], leaf.dtype) for leaf in leaves])
+        if key != self._key:
+            self._select(make_spec_key(local), local)
+        unbatched = [leaves[i] for i in self._spec.unbatched]
+        if unbatched:
+            leaves = [
+                leaf for i, leaf in enumerate(leaves) if i not in self._spec.unbatched
+            ]
+        is_local = isinstance(batch, LocalBatch)
+        counts = batch.counts if is_local else (len(leaves[0]),)
+        return _Micro(leaves, unbatched, self._spec, counts, sum(counts))
+
+    def _select(self, key: SpecKey, batch: Batch) -> None:
+        """Sets the spec of the last batch; raises if it may not follow the first."""
+        if self._first is None:
+            self._first = key
+        if _get_dtypes(key) != _get_dtypes(self._first):
+            raise ValueError(
+                f"{self.compare(batch)} Shapes may vary (the step is compiled"
+                " once for each), but structure and dtypes may not: convert in"
+                " the dataset or `collate_fn`."
+            )
+        if key not in self._known:
+            self._known[key] = BatchSpec(key)
+        self._spec = self._known[key]
+        self._key = None if self._spec.unbatched else key
 
     def _pad(self, micros: list[_Micro], slots: int) -> bool:
         """Pads each micro-batch to the size of its spec, and fills all slots.
@@ -309,14 +270,15 @@ class Packer:
         """
         blocks, was_padded = self.blocks.count, len(micros) < slots
         for micro in micros:
-            self.specs.grow(micro.spec, max(micro.counts) * blocks)
+            size = self.round_up(max(micro.counts) * blocks)
+            if size > self.sizes.get(micro.spec.text, 0):
+                self.sizes[micro.spec.text], self._last = size, None
         for micro in micros:
-            micro.size = micro.spec.size
-            if micro.counts != (micro.size // blocks,) * blocks:
+            micro.size = self.sizes[micro.spec.text]
+            per_block = micro.size // blocks
+            if micro.counts != (per_block,) * blocks:
                 was_padded = True
-                micro.leaves = self._pad_rows(
-                    micro.leaves, micro.counts, micro.size // blocks
-                )
+                micro.leaves = self._pad_rows(micro.leaves, micro.counts, per_block)
         # The slots get copies of the last batch of the same step, so that NaN in
         # another step's batch does not spread.
         if (missing := slots - len(micros)) > 0:
@@ -356,10 +318,6 @@ class Packer:
 def _get_dtypes(key: SpecKey) -> Any:
     treedef, leaves = key
     return treedef, [dtype for _, dtype in leaves]
-
-
-def _format_key(key: SpecKey) -> str:
-    return " ".join(f"{dtype}{list(shape)}" for shape, dtype in key[1])
 
 
 def _format(shape: tuple[int, ...], dtype: Any, has_rows: bool) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 from ..basics.console import join_numbers
 from ..distributed import ProcessGroup
 from ..step import Batch, map_row_leaves
-from .batches import LocalBatch, SpecKey, count_rows, make_spec_key, select_rows
+from .batches import LocalBatch, count_rows, format_key, make_spec_key, select_rows
 from .loader_state import compute_checksum
 
 _MAX_BATCHES_PER_EXCHANGE: Final = 8
@@ -74,7 +74,8 @@ class GlobalPartition(RowPartition):
             if isinstance(batch, LocalBatch):  # by `split_lists`
                 yield batch
                 continue
-            counts, ranges = splitter.split(count_rows(batch), make_spec_key(batch))
+            spec = format_key(make_spec_key(batch))
+            counts, ranges = splitter.split(count_rows(batch), spec)
             select = functools.partial(_select_ranges, ranges=ranges)
             yield LocalBatch(map_row_leaves(select, batch), counts)
 
@@ -87,8 +88,7 @@ class GlobalPartition(RowPartition):
         def split() -> Iterator[Any]:
             for indices in lists:
                 indices = list(indices)
-                # The spec of the batch is not known yet.
-                counts, ranges = splitter.split(len(indices), None)
+                counts, ranges = splitter.split(len(indices), "")
                 waiting.append(counts)
                 yield [indices[i] for numbers in ranges for i in numbers]
 
@@ -163,20 +163,20 @@ class _RowSplitter:
 
     def __init__(self, packer: Any):
         self.blocks, self._packer = packer.blocks, packer
-        self._sizes: dict[SpecKey | None, int] = {None: packer.size}
+        self._sizes = {"": packer.size, **packer.sizes}
 
-    def split(
-        self, rows: int, key: SpecKey | None
-    ) -> tuple[tuple[int, ...], list[range]]:
+    def split(self, rows: int, spec: str) -> tuple[tuple[int, ...], list[range]]:
         """Returns the real rows of every block, and this process's row numbers.
 
         This process gets at least one row, to fill its blocks with.
+
+        Args:
+            rows: the number of rows of the batch.
+            spec: the text of its spec; "" if that is not known yet.
         """
-        specs = self._packer.specs
-        if key is not None and key not in self._sizes:
-            self._sizes[key] = specs.get_size(key)
-        self._sizes[key] = max(self._sizes[key], specs.round_up(rows))
-        per_block = self._sizes[key] // self.blocks.count
+        size = max(self._sizes.get(spec, 0), self._packer.round_up(rows))
+        self._sizes[spec] = size
+        per_block = size // self.blocks.count
         if not self._packer.pads:
             per_block = math.ceil(rows / self.blocks.count)
         ranges = self.blocks.get_local_rows(rows, per_block)

@@ -47,6 +47,20 @@ def make_seed(*numbers: int) -> int:
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
 
 
+def find_parts(loader: Any) -> dict[str, Any]:
+    """Returns a torch `DataLoader` and its samplers, each once, by their paths."""
+    parts: dict[str, Any] = {}
+    waiting = [("", loader)]
+    for path, part in waiting:  # which gets longer
+        if any(part is other for other in parts.values()):
+            continue
+        parts[path] = part
+        for name in ("sampler", "batch_sampler"):
+            if (inner := getattr(part, name, None)) is not None:
+                waiting.append((f"{path}{name}.", inner))
+    return parts
+
+
 def find_torch_generators(loader: Any) -> dict[str, Any]:
     """Returns torch's generators of a torch `DataLoader` and its samplers, by path.
 
@@ -56,18 +70,12 @@ def find_torch_generators(loader: Any) -> dict[str, Any]:
     if torch is None or not isinstance(loader, torch.utils.data.DataLoader):
         return {}
     generators: dict[str, Any] = {}
-    known = [torch.default_generator]  # this one is seeded for every epoch
-    waiting: list[tuple[str, Any]] = [("", loader)]
-    while waiting:
-        path, part = waiting.pop(0)
+    for path, part in find_parts(loader).items():
         generator = getattr(part, "generator", None)
-        is_torchs = generator is not None and isinstance(generator, torch.Generator)
-        if is_torchs and all(generator is not other for other in known):
-            known.append(generator)
+        known = torch.default_generator, *generators.values()  # seeded for every epoch
+        is_new = all(generator is not other for other in known)
+        if is_new and isinstance(generator, torch.Generator):
             generators[f"{path}generator"] = generator
-        for name in ("sampler", "batch_sampler"):
-            if (inner := getattr(part, name, None)) is not None:
-                waiting.append((f"{path}{name}.", inner))
     return generators
 
 

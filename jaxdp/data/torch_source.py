@@ -23,6 +23,7 @@ from .conversion import as_numpy, fetch_rows, to_host
 from .loader_state import LoaderState, Position, has_state_dict
 from .partition import RowPartition
 from .random_states import (
+    find_parts,
     find_torch_generators,
     get_states,
     make_seed,
@@ -58,7 +59,7 @@ class _TorchSource(Source):
         super().__init__(loader, argument, partition, seed)
         from torch.utils import data
 
-        samplers = _find_samplers(loader)
+        _, *samplers = find_parts(loader).values()
         random = data.RandomSampler | data.SubsetRandomSampler
         random |= data.WeightedRandomSampler
         self.shuffles = any(
@@ -160,12 +161,12 @@ class TorchMapSource(_TorchSource):
             generator = getattr(sampler, "generator", None)
             if not (is_saved or isinstance(generator, Generator)):
                 log_info_once(
-                    f"`{self.argument}`: if its sampler {type(sampler).__name__} draws"
-                    " from a generator of its own, as one of NumPy, or counts epochs,"
-                    " no checkpoint contains that, and a resumed run takes other rows."
-                    " Make it a torch.Generator that is the sampler's attribute"
-                    " `generator`, or give the sampler `state_dict` and"
-                    " `load_state_dict`, or a `set_epoch` that seeds it"
+                    f"`{self.argument}`: no checkpoint contains what its sampler"
+                    f" {type(sampler).__name__} draws from or counts, so a resumed run"
+                    " takes other rows, if it does either. Let it draw from a"
+                    " torch.Generator in its attribute `generator`, or give it"
+                    " `state_dict` and `load_state_dict`, or a `set_epoch` that seeds"
+                    " it"
                 )
 
     def _read(self, position: Position) -> Iterator[Batch]:
@@ -305,18 +306,6 @@ def _find_copied_generators(
             yield f"{prefix}{name}", type(value).__name__
         elif levels and not isinstance(value, type | ModuleType | FunctionType):
             yield from _find_copied_generators(value, levels - 1, f"{prefix}{name}.")
-
-
-def _find_samplers(loader: Any) -> list[Any]:
-    """Returns a loader's samplers, and the samplers inside of them."""
-    samplers: list[Any] = []
-    waiting = [loader.sampler, loader.batch_sampler]
-    while waiting:
-        each = waiting.pop(0)
-        if each is not None and all(each is not other for other in samplers):
-            samplers.append(each)
-            waiting.append(getattr(each, "sampler", None))
-    return samplers
 
 
 def _is_torchs(sampler: Any) -> bool:

@@ -170,7 +170,7 @@ class Engine:
         return {
             f"{kind} {spec}": rows
             for kind, step in self.steps.items()
-            for spec, rows in step.packer.specs.sizes.items()
+            for spec, rows in step.packer.sizes.items()
         }
 
     def load_padding(self, padding: Mapping[str, int]) -> None:
@@ -186,7 +186,7 @@ class Engine:
                 for name, rows in padding.items()
                 if name.startswith(start) and rows
             }
-            step.packer.specs.load_sizes(sizes)
+            step.packer.load_sizes(sizes)
 
     # Compiling.
 
@@ -221,7 +221,7 @@ class Engine:
                 check_program(step_name, self.memory, rows, program.compiled)
         except Exception as error:
             batches = map(get_local, itertools.chain.from_iterable(dispatch.windows))
-            for note in filter(None, map(step.packer.specs.compare, batches)):
+            for note in filter(None, map(step.packer.compare, batches)):
                 error.add_note(note)
             step.packer.reset()  # others are not padded to the size of this batch
             raise

@@ -190,8 +190,6 @@ SHUFFLED = {
     "in order": lambda: {},
     "in order, by a sampler": lambda: {"sampler": range(29)},
     "shuffle=True": lambda: {"shuffle": True},
-    "a subset": lambda: {"sampler": data.SubsetRandomSampler(range(29))},
-    "weights": lambda: {"sampler": data.WeightedRandomSampler([1.0] * 29, 29)},
     "a batch sampler": lambda: {
         "batch_size": 1,
         "batch_sampler": data.BatchSampler(data.RandomSampler(TENSORS), 8, False),

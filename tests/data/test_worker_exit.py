@@ -1,5 +1,6 @@
 """The processes of a trainer end with it."""
 
+import contextlib
 import os
 import pathlib
 import signal
@@ -32,17 +33,15 @@ if __name__ == "__main__":
 
 def descendants(pid):
     """Returns the children of process `pid`, and their children."""
-    children = {}
+    parents = {}
     for folder in pathlib.Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:  # it has just ended
-            continue
-        children.setdefault(parent, []).append(int(folder.name))
-    found = children.get(pid, [])
+        with contextlib.suppress(OSError):  # it has just ended
+            stat = (folder / "stat").read_text().rpartition(")")[2].split()
+            parents[int(folder.name)] = int(stat[1])
+    found = [pid]
     for each in found:
-        found += children.get(each, [])
-    return found
+        found += [child for child, parent in parents.items() if parent == each]
+    return found[1:]
 
 
 def is_running(pid):
