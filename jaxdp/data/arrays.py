@@ -69,12 +69,6 @@ class Arrays:
         has_rows = find_batched_leaves(self._treedef)
         self._leaves = [*zip(leaves, has_rows, strict=True)]
         self._epoch = 0
-        if not len(self):
-            raise ValueError(
-                f"`Arrays`: {self.num_rows} rows are less than one batch"
-                f" (`batch_size`={batch_size}), and `drop_last` leaves that out. Take a"
-                " smaller `batch_size`, or drop_last=False."
-            )
 
     def __len__(self) -> int:
         """The number of batches of an epoch."""
@@ -186,6 +180,4 @@ def _columns(tree: Any) -> tuple[list[Any], int]:
             f" {', '.join(shapes)}. Put an array that is the same for every row into a"
             " jaxdp.Whole(array)."
         )
-    if counts == {0}:
-        raise ValueError(f"`Arrays`: there are no rows in {', '.join(shapes)}.")
     return columns, counts.pop()

@@ -62,9 +62,8 @@ def get_inputs(batch: Batch) -> Any:
     has_rows = find_batched_leaves(jax.tree.structure(x))
     if has_rows and not any(has_rows):
         raise ValueError(
-            f"predictions are made of {leaf_name(batch, 0)} of a tuple, which is a"
-            " jaxdp.Whole, and there is one for each row. Put it with what has rows:"
-            " ((x, Whole(array)), y), and the model is given both."
+            f"predictions are made of {leaf_name(batch, 0)}, which is a jaxdp.Whole and"
+            " has no rows. Put it beside the inputs: ((x, Whole(array)), y)."
         )
     return x
 
@@ -157,18 +156,17 @@ def fetch_real_rows(
     """
     if not isinstance(batch, LocalBatch):
         return np.asarray(leaf)[: count_rows_by_block(batch)[0]]
-    size = len(leaf) // blocks.count
+    size, counts = len(leaf) // blocks.count, batch.counts
     numbers = blocks.local if local else range(blocks.count)
-    if len(leaf) == sum(batch.counts) and leaf.is_fully_replicated:
-        # The rows of a batch that is computed in full have no padding between them.
-        rows, stops = np.asarray(leaf), [0, *itertools.accumulate(batch.counts)]
-        return np.concatenate([rows[stops[n] : stops[n + 1]] for n in numbers])
     if local and not leaf.is_fully_replicated:
         shards = {s.index[0].start or 0: s.data for s in leaf.addressable_shards}
         rows = np.concatenate([np.asarray(shards[start]) for start in sorted(shards)])
         starts: Any = range(0, len(rows), size)
     else:
         rows = np.asarray(leaf)
-        starts = [number * size for number in numbers]
+        # The rows of a batch that is computed in full have no padding between them.
+        is_full = len(leaf) == sum(counts)
+        stops = [0, *itertools.accumulate(counts)] if is_full else None
+        starts = [stops[n] if stops else n * size for n in numbers]
     pairs = zip(starts, numbers, strict=True)
-    return np.concatenate([rows[s : s + batch.counts[n]] for s, n in pairs])
+    return np.concatenate([rows[start : start + counts[n]] for start, n in pairs])

@@ -50,10 +50,11 @@ def make_seed(*numbers: int) -> int:
 def find_parts(loader: Any) -> dict[str, Any]:
     """Returns a torch `DataLoader` and its samplers, each once, by their paths."""
     parts: dict[str, Any] = {}
-    waiting = [("", loader)]
+    known, waiting = set[int](), [("", loader)]
     for path, part in waiting:  # which gets longer
-        if any(part is other for other in parts.values()):
+        if id(part) in known:
             continue
+        known.add(id(part))
         parts[path] = part
         for name in ("sampler", "batch_sampler"):
             if (inner := getattr(part, name, None)) is not None:
@@ -70,11 +71,11 @@ def find_torch_generators(loader: Any) -> dict[str, Any]:
     if torch is None or not isinstance(loader, torch.utils.data.DataLoader):
         return {}
     generators: dict[str, Any] = {}
+    known = {id(torch.default_generator)}  # this one is seeded for every epoch
     for path, part in find_parts(loader).items():
         generator = getattr(part, "generator", None)
-        known = torch.default_generator, *generators.values()  # seeded for every epoch
-        is_new = all(generator is not other for other in known)
-        if is_new and isinstance(generator, torch.Generator):
+        if isinstance(generator, torch.Generator) and id(generator) not in known:
+            known.add(id(generator))
             generators[f"{path}generator"] = generator
     return generators
 

@@ -10,6 +10,7 @@ from toys import Deep, Recorder, counting, hand_written, on_one_device
 
 from jaxdp import (
     FSDP,
+    Arrays,
     PassMetric,
     Pipeline,
     Pmap,
@@ -17,6 +18,7 @@ from jaxdp import (
     SingleDevice,
     Whole,
 )
+from jaxdp.data import open_loader
 from jaxdp.data.conversion import to_host
 
 ALL = [SingleDevice, Sharded, Pmap, FSDP]
@@ -121,15 +123,6 @@ def test_stages_of_a_pipeline_get_the_array():
     np.testing.assert_allclose(losses(Pipeline(4, 4)), expected, rtol=1e-5)
 
 
-def weighted(model, batch, keys):
-    """A loss with random rows, scaled by an array without rows."""
-    drop = eqx.nn.Dropout(0.3)
-    x = jax.vmap(lambda x, key: drop(x, key=key))(batch["x"], keys)
-    found = jax.vmap(model.field)(x)
-    assert batch["scale"].shape == () and batch["shift"].ndim == 1
-    return batch["scale"] * jnp.square(found - batch["shift"][-1]).mean(axis=1)
-
-
 def scaled(rows, scale, length=3):
     """Returns a batch whose first keys have no rows."""
     x = np.random.default_rng(rows).normal(size=(rows, 2)).astype(np.float32)
@@ -161,16 +154,6 @@ def test_each_micro_batch_has_its_own_array(lengths):
         np.testing.assert_allclose(recorder.losses, losses, rtol=1e-5)
 
 
-def test_a_plan_has_the_array_on_every_device():
-    plan = make(strategy=Sharded(), loss_fn=weighted).plan([scaled(16, 1.0)])
-    found = {leaf.path: leaf for leaf in plan.leaves if leaf.group == "batch"}
-    shift = found["whole['shift'].array"]
-    assert shift.shape == shift.shard == (1, 3) and shift.spec == "replicated"
-    assert found["batch['x']"].shard == (1, 2, 2)
-    assert any("whole['scale'].array ()" in each for each in plan.notes["indicative"])
-    assert plan.scaling([1]).rows[0].rows == 2
-
-
 @pytest.mark.slow
 def test_a_loss_of_targets_may_have_weights_of_classes():
     x = np.random.default_rng(0).normal(size=(11, 2)).astype(np.float32)
@@ -194,52 +177,30 @@ def test_a_loss_of_targets_may_have_weights_of_classes():
         make(model=model, loss=loss, metrics=keeps).validate([batch])
 
 
-def test_a_tree_of_arrays_may_have_no_rows():
-    graph = {"senders": np.array([0, 1, 2]), "receivers": np.array([1, 2, 0])}
-    nodes = np.arange(6, dtype=np.float32).reshape(3, 2)
-    batch = np.arange(3), Whole((graph, nodes))
-
-    def loss_fn(model, picked, graph):
-        edges, nodes = graph
-        summed = jnp.zeros_like(nodes).at[edges["receivers"]].add(nodes)
-        return jax.vmap(model.field)(summed)[picked].sum(axis=1)
-
-    expected = loss_fn(Ode(), batch[0], batch[1].array).mean()
-    found = make(strategy=Sharded(), loss_fn=loss_fn).validate([batch])
-    assert found["val_loss"] == pytest.approx(float(expected), rel=1e-5)
-
-
 # As data.
 
 
-def test_arrays_of_a_whole_are_converted():
-    _, times, scale = to_host((np.ones(2), Whole(np.ones(3)), Whole(2)))
-    assert times.array.dtype == np.float32 and scale.array.dtype == np.int32
-    assert scale.array.shape == ()
+@pytest.mark.parametrize("loader", ["a list", "Arrays", "torch's"])
+def test_arrays_of_a_whole_are_converted(loader):
+    x, times = np.ones((2, 3)), np.ones(3)
+    batch = (x, Whole({"times": times, "scale": 2}))
+    if loader == "torch's":
+        torch = pytest.importorskip("torch")
+        collate = lambda _: (x, Whole({"times": torch.ones(3), "scale": 2}))  # noqa: E731
+        loader = torch.utils.data.DataLoader([*x], 2, collate_fn=collate)
+    else:
+        loader = Arrays(*batch) if loader == "Arrays" else [batch]
+    ((x, whole),) = open_loader(loader, "loader", 0).read_epoch()
+    assert x.dtype == whole.array["times"].dtype == np.float32
+    assert whole.array["times"].shape == (3,) and whole.array["scale"].shape == ()
     with pytest.raises(TypeError, match=r"batch\[1\]\.array is a str"):
         to_host((np.ones(2), Whole("times")))
 
 
-def test_collate_fn_may_add_a_whole():
-    torch = pytest.importorskip("torch")
-    rows = [(torch.full((2,), float(i)), torch.zeros(3, 2)) for i in range(11)]
-    times = torch.linspace(0, 1, 4, dtype=torch.float64)
-
-    def collate(rows):
-        y0, y = torch.utils.data.default_collate(rows)
-        return (y0, Whole(times)), y
-
-    loader = torch.utils.data.DataLoader(rows, 4, collate_fn=collate)
-    trainer = make(strategy=Sharded())
-    found = trainer.predict(loader)
-    y0 = np.stack([y0.numpy() for y0, _ in rows])
-    expected = jax.vmap(Ode(), ((0, None),))((y0, times.numpy().astype(np.float32)))
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
-
-
 def test_predictions_and_all_batches_need_rows_in_the_same_places():
-    with pytest.raises(ValueError, match=r"batch\[0\]\.array of a tuple.*Put it with"):
+    with pytest.raises(ValueError, match=r"batch\[0\]\.array, which.*beside the inp"):
         make().predict([(Whole(np.ones(3)), np.ones(3))])
     rows = {"scale": np.ones(4, np.float32), "shift": Whole(1.0), "x": np.ones((4, 2))}
+    loss_fn = lambda model, batch: jax.vmap(model.field)(batch["x"]).sum(1)  # noqa: E731
     with pytest.raises(ValueError, match="in structure"):
-        make(loss_fn=weighted).fit([scaled(4, 1.0), rows])
+        make(loss_fn=loss_fn).fit([scaled(4, 1.0), rows])
