@@ -100,7 +100,8 @@ class Source:
         With several processes, each yields its own rows of the batches.
         """
         position = self.epoch_start = self._start(position)
-        batches = self._epoch = self._track(position)
+        # Reads up to the position now, even if no batch is then taken.
+        batches = self._epoch = self._track(self._read(position), position)
         peek = None if self.is_iterator else self._peek
         return self.partition.split(batches, peek)
 
@@ -175,7 +176,8 @@ class Source:
         before, was_training = self.read_state(), self.is_training
         self.is_training = False
         try:
-            with contextlib.closing(self._track(EPOCH_START)) as batches:
+            batches = self._track(self._read(EPOCH_START), EPOCH_START)
+            with contextlib.closing(batches):
                 return list(itertools.islice(batches, 1))
         finally:
             self.is_training = was_training
@@ -209,11 +211,13 @@ class Source:
         self.restore(position.state)
         return position
 
-    def _track(self, position: Position) -> Generator[Batch, None, None]:
-        """Yields the batches from a position on; adds their number to errors."""
+    def _track(
+        self, batches: Iterator[Batch], position: Position
+    ) -> Generator[Batch, None, None]:
+        """Yields the batches; adds their number to errors."""
         number = position.batches
         try:
-            for batch in self._read(position):
+            for batch in batches:
                 yield batch
                 number += 1
         except Exception as exception:

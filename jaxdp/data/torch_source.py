@@ -100,11 +100,10 @@ class _TorchSource(Source):
     def _add_notes(self, exception: Exception) -> None:
         # A worker that dies may have sent tensors that the reader would still request
         # from it.
-        has_ended = "exited unexpectedly" in str(exception) or (
-            isinstance(exception, ConnectionError | EOFError)
-            and self.loader.num_workers
-        )
-        if has_ended and not any(WORKER_RULES in n for n in exception.__notes__):
+        is_broken = isinstance(exception, ConnectionError | EOFError)
+        if "exited unexpectedly" in str(exception) or (
+            is_broken and self.loader.num_workers
+        ):
             exception.add_note(f"a worker of `{self.argument}` ended. {WORKER_RULES}")
 
 
