@@ -18,7 +18,6 @@ import numpy as np
 
 from ..basics.console import log_info_once, warn
 from ..step import Batch
-from .batches import take_until_error
 from .conversion import as_numpy, fetch_rows, to_host
 from .loader_state import LoaderState, Position, has_state_dict
 from .partition import RowPartition
@@ -195,7 +194,7 @@ class TorchMapSource(_TorchSource):
             dataset = dataset.dataset
         if type(dataset) is not TensorDataset or len(dataset) == 0:
             return None
-        if any(as_numpy(tensor) is None for tensor in dataset.tensors):
+        if any([as_numpy(tensor) is None for tensor in dataset.tensors]):
             return None
         return dataset.tensors, subsets
 
@@ -220,15 +219,13 @@ class TorchMapSource(_TorchSource):
         with seed_globally(*numbers, torch_only=torch_only):
             lists = iter(self.loader._index_sampler)
             torch.empty((), dtype=torch.int64).random_(generator=self.loader.generator)
-            drawn, error = take_until_error(lists, count)
+            drawn = [*itertools.islice(lists, count)]
         for number in itertools.count(1):
             yield from drawn
-            if error is not None:
-                raise error
             if len(drawn) < count:
                 return
             with seed_globally(*numbers, number, torch_only=torch_only):
-                drawn, error = take_until_error(lists, count)
+                drawn = [*itertools.islice(lists, count)]
 
     def _fetch(self, lists: Iterator[Any], epoch: int, first: int) -> Iterator[Any]:
         """Yields the collated batches of index lists, each with a seed of its own."""

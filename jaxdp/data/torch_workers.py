@@ -112,7 +112,8 @@ def start_iterator(loader: Any, argument: str) -> Iterator[Any]:
             if shut_down is not None:
                 with contextlib.suppress(AttributeError):  # it lacks some parts
                     shut_down()
-        error.add_note(f"starting the workers of `{argument}`. {WORKER_RULES}")
+        note = f"while the workers of `{argument}` were being started"
+        error.add_note(f"{note}. {WORKER_RULES}")
         raise
     finally:
         loader.worker_init_fn = users[1]

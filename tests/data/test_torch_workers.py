@@ -2,10 +2,13 @@
 
 import multiprocessing
 import os
+import pathlib
 import random
 import re
+import signal
 import subprocess
 import sys
+import time
 import warnings
 
 import jax
@@ -127,6 +130,15 @@ def test_errors_at_the_start_of_workers_are_explained(parts, match):
     assert not multiprocessing.active_children()
 
 
+HERE = pathlib.Path(__file__).parent
+
+
+def with_path(folder):
+    """Returns the environment, with a folder to import from."""
+    paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
 def run(*command, **options):
     options |= {"capture_output": True, "text": True, "timeout": 300}
     return subprocess.run([sys.executable, *command], **options)
@@ -190,10 +202,7 @@ next(open_loader(loader, "train_loader", seed=0).read_epoch())
 
 
 def test_a_dataset_of_a_notebook_gets_the_remedy():
-    folder = os.path.dirname(__file__)
-    paths = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    done = run("-c", SESSION, env=environment)
+    done = run("-c", SESSION, env=with_path(HERE))
     assert "notebook (put it into a module)" in done.stderr
 
 
@@ -251,3 +260,49 @@ def test_generators_that_workers_copy_are_warned_of(parts, names):
     assert len(copies) == len(names)
     for message, name in zip(copies, names, strict=True):
         assert re.search(rf"copy of the {name}, a (Generator|Random),", message)
+
+
+WAITING = '''
+"""Trains with workers that last, and then does nothing."""
+import time
+from multiprocessing import active_children, forkserver
+from torch.utils.data import DataLoader
+from toys import On, make_small, rows
+
+def wait(trainer, metrics):
+    server = forkserver._forkserver._forkserver_pid
+    print(server, *[child.pid for child in active_children()], flush=True)
+    time.sleep(600)
+
+if __name__ == "__main__":
+    pairs = [*zip(*rows(16), strict=True)]
+    loader = DataLoader(pairs, 4, num_workers=2, persistent_workers=True)
+    make_small(callbacks=[On(on_train_epoch_end=wait)]).fit(loader)
+'''
+
+
+def is_running(pid):
+    try:
+        stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc/self/stat").exists(), reason="no /proc")
+def test_workers_end_with_a_killed_trainer(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(WAITING)
+    command, options = [sys.executable, "-W", "ignore", str(script)], {"text": True}
+    options |= {"env": with_path(HERE.parent), "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **options) as trainer:
+        assert trainer.stdout is not None
+        pids = [int(pid) for pid in trainer.stdout.readline().split()]
+        trainer.kill()
+    assert len(pids) == 3  # the fork server, and the workers
+    end = time.monotonic() + 10
+    while (left := [*filter(is_running, pids)]) and time.monotonic() < end:
+        time.sleep(0.05)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
