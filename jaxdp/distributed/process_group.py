@@ -38,10 +38,6 @@ _EXIT_SECONDS: Final = 10.0
 """Seconds until a process that has lost a peer exits. The last row of its log may wait
 for a step in flight, and the step for the lost process."""
 
-_RANK_ZERO_TIMEOUT: Final = 3600.0
-"""Seconds to wait for work that process 0 does alone, such as reading a checkpoint. If
-process 0 dies, the launcher or JAX ends the others long before."""
-
 _VOTE_SECONDS: Final = 1.0
 """The approximate time between two exchanges of a `PeriodicVote`, of milliseconds."""
 
@@ -92,12 +88,11 @@ class ProcessBarrier:
         if self._steps_since_barrier >= self.every_n_steps:
             self.wait_for_all()
 
-    def wait_for_all(self, what: str = "", min_timeout: float = 0.0) -> None:
+    def wait_for_all(self, what: str = "") -> None:
         """Blocks until all processes have arrived with the same entries.
 
         Args:
             what: an entry to add first; "" adds none.
-            min_timeout: seconds to wait at least, even if `timeout` is shorter.
 
         Raises:
             RuntimeError: if the entries differ.
@@ -115,7 +110,7 @@ class ProcessBarrier:
             gives_up=lambda: bool(self._read_exited()),
         ):
             message = {"digest": digest, "entries": entries}
-            self._wait_for_missing(message, start, max(min_timeout, self.timeout))
+            self._wait_for_missing(message, start)
         self.is_waiting = False
 
     def report_exit(self, how: str) -> None:
@@ -136,9 +131,7 @@ class ProcessBarrier:
         messages = coordination.read_values(_EXITED_DIR).items()
         return {p: m["text"] for p, m in messages if m["number"] < self.num_entered}
 
-    def _wait_for_missing(
-        self, message: Mapping[str, Any], start: float, timeout: float
-    ) -> None:
+    def _wait_for_missing(self, message: Mapping[str, Any], start: float) -> None:
         """Waits by polling messages; raises if processes differ or are lost."""
         number, digest = self.num_entered, message["digest"]
         coordination.put_value(_ARRIVED_DIR, {**message, "number": number})
@@ -165,7 +158,7 @@ class ProcessBarrier:
                 f"process {coordination.process_index()} ({self.location}) has"
                 f" waited for {waited:.0f} s for {_format_processes(missing)}"
             )
-            if waited > timeout:
+            if waited > self.timeout:
                 raise _make_peer_lost(f"{text} (`Lockstep(timeout=...)`)")
             if waited > self.warn_after and not has_warned:
                 log_info(text, all_processes=True)
@@ -244,20 +237,19 @@ class ProcessGroup:
             get_barrier().add_entry(location)
             get_barrier().sync_step()
 
-    def all_gather(self, what: str, value: Any, min_timeout: float = 0.0) -> list[Any]:
+    def all_gather(self, what: str, value: Any) -> list[Any]:
         """Returns the JSON values of all processes, in the order of their ranks.
 
         Args:
             what: the purpose, which is compared, and named in errors.
-            value: that of this process.
-            min_timeout: seconds to wait for the others at least.
+            value: the value of this process.
         """
         if self.count == 1:
             return [value]
         barrier, previous_dir = get_barrier(), self._previous_dir
         self._previous_dir = value_dir = f"jaxdp/all/{barrier.num_entered}"
         coordination.put_value(value_dir, value)
-        barrier.wait_for_all(what, min_timeout)
+        barrier.wait_for_all(what)
         values = coordination.read_values(value_dir)
         if previous_dir is not None:  # all that arrived at this barrier have read it
             coordination.delete_value(previous_dir)
@@ -277,8 +269,7 @@ class ProcessGroup:
                 outcome = ["", function()]
             except Exception as error:
                 outcome, exception = [type(error).__name__, str(error)], error
-        timeout = 0.0 if self.index == 0 else _RANK_ZERO_TIMEOUT
-        type_name, result = self.all_gather(what, outcome, timeout)[0]
+        type_name, result = self.all_gather(what, outcome)[0]
         if exception is not None:
             raise exception
         if not type_name:
