@@ -230,8 +230,7 @@ def check_count(
         raise TypeError(
             f"`{name}` must be an int{suffix}; got {value!r} of type {kind}."
         )
-    limits = {"minimum": minimum, "maximum": maximum}
-    check_number(name, int(value), **limits, suffix=suffix)
+    check_number(name, int(value), minimum=minimum, maximum=maximum, suffix=suffix)
 
 
 def check_number(
