@@ -1,10 +1,11 @@
-"""Attention without its matrix of weights: by cuDNN, or in blocks of keys."""
+"""Attention without its matrix of weights: by cuDNN, or for a block of queries."""
 
 import dataclasses
 import functools
+import math
 import re
-from collections.abc import Callable, Iterable
-from typing import Any, Final, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -13,32 +14,32 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, PRNGKeyArray
 
 from ..basics.arguments import check_choice, check_count, checks_arguments
-from ..basics.console import log_info_once, warn
 from ..basics.tree import find_matches, leaf_path
-from .attention_in_blocks import MODEL, MaskAndDropout, attend_in_blocks
 
 Model = TypeVar("Model")
 
-_IMPLEMENTATIONS: Final = "auto", "cudnn", "blocks"
+SEQ: Final = "seq"
+"""The mesh axis that tokens are split over, as by `SequenceParallel`."""
 
-_LENGTH_MULTIPLE: Final = 64
-"""cuDNN's kernels take multiples of it with any mask, and refuse some other lengths."""
+_MODEL: Final = "model"
+"""The mesh axis that heads are split over, as by `tensor_rules`."""
 
 
 @checks_arguments
 def fuse_attention(
     model: Model,
     *,
-    causal: bool | str | Iterable[str] = False,
+    causal: bool | str | Sequence[str] = False,
     block: int = 256,
     implementation: str = "auto",
 ) -> Model:
     """Computes every `eqx.nn.MultiheadAttention` of a model without its weight matrix.
 
     The attention weights, heads x tokens x tokens, are most of the memory of a model
-    with long rows. Here they never exist. cuDNN's kernel computes attention where it
-    can (`jax.nn.dot_product_attention`). Elsewhere a loop reads a block of keys at a
-    time, and once more in the backward pass. `docs/long_context.md` lists the cases.
+    with long rows. Here they never exist together. cuDNN's kernel computes attention
+    where it can (`jax.nn.dot_product_attention`). Elsewhere a loop computes the weights
+    of a block of queries at a time, and once more in the backward pass.
+    `docs/long_context.md` lists the cases.
 
     The new model computes the same values, takes the same arguments, and has the same
     leaves at the same paths, so checkpoints and rules fit both. Layers in a
@@ -49,9 +50,9 @@ def fuse_attention(
         causal: whether each token attends only to itself and earlier ones; or path
             patterns of the layers where it does, such as `"decoder.**"`. Leave out the
             causal mask, which would be a matrix again.
-        block: how many keys the loop reads at a time.
-        implementation: `"auto"`; `"blocks"`, always the loop; or `"cudnn"`, which
-            raises where cuDNN can't compute a call.
+        block: how many queries of a row the loop computes at a time.
+        implementation: `"auto"`; `"blocks"`, always the loop; or `"cudnn"`, for which
+            JAX raises where cuDNN can't compute a call.
 
     Returns:
         A new model. Calls of its layers also take `segment_ids`; see
@@ -61,8 +62,14 @@ def fuse_attention(
         ValueError: if there is no such layer, or no layer that a pattern names.
     """
     check_count("block", block)
-    check_choice("implementation", implementation, _IMPLEMENTATIONS)
-    patterns = _list_patterns(causal)
+    check_choice("implementation", implementation, ("auto", "cudnn", "blocks"))
+    patterns = [causal] if isinstance(causal, str) else causal
+    if not isinstance(patterns, bool | list | tuple) or patterns in ([], ()):
+        raise TypeError(
+            "`causal` must be True, False, or path patterns of layers, such as"
+            f" 'decoder.**'; got {causal!r}."
+        )
+    patterns = [] if isinstance(patterns, bool) else patterns
     is_layer = lambda node: type(node) in _REPLACED  # noqa: E731
     nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_layer)
     names = [leaf_path(path) for path, node in nodes if is_layer(node)]
@@ -83,19 +90,6 @@ def fuse_attention(
     return jax.tree_util.tree_map_with_path(fuse_layer, model, is_leaf=is_layer)
 
 
-def _list_patterns(causal: Any) -> list[str]:
-    if isinstance(causal, bool):
-        return []
-    patterns = [causal] if isinstance(causal, str) else causal
-    patterns = list(patterns) if isinstance(patterns, Iterable) else []
-    if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
-        raise TypeError(
-            "`causal` must be True, False, or path patterns of layers, such as"
-            f" 'decoder.**'; got {causal!r}."
-        )
-    return patterns
-
-
 class FusedAttention(eqx.nn.MultiheadAttention):
     """An `eqx.nn.MultiheadAttention` without a weight matrix."""
 
@@ -103,18 +97,10 @@ class FusedAttention(eqx.nn.MultiheadAttention):
     block: int = eqx.field(static=True)
     implementation: str = eqx.field(static=True)
 
-    def __init__(
-        self,
-        layer: eqx.nn.MultiheadAttention,
-        causal: bool,
-        block: int,
-        implementation: str,
-    ):
+    def __init__(self, layer: Any, causal: bool, block: int, implementation: str):
         for field in dataclasses.fields(eqx.nn.MultiheadAttention):
             setattr(self, field.name, getattr(layer, field.name))
-        self.causal = causal
-        self.block = block
-        self.implementation = implementation
+        self.causal, self.block, self.implementation = causal, block, implementation
 
     @jax.named_scope("FusedAttention")
     def __call__(
@@ -126,9 +112,8 @@ class FusedAttention(eqx.nn.MultiheadAttention):
         *,
         key: PRNGKeyArray | None = None,
         inference: bool | None = None,
-        deterministic: bool | None = None,
         process_heads: Callable[..., Any] | None = None,
-        segment_ids: Array | tuple[Array, Array] | None = None,
+        segment_ids: Array | None = None,
     ) -> Array:
         """Computes the values of `eqx.nn.MultiheadAttention`; also takes `segment_ids`.
 
@@ -140,67 +125,50 @@ class FusedAttention(eqx.nn.MultiheadAttention):
                 key. A query whose keys are all hidden gets their mean, as in Equinox.
             key: for dropout of the weights, which draws other numbers than Equinox.
             inference: switches dropout off. Default: the layer's setting.
-            deterministic: the old name of `inference`.
             process_heads: changes the heads of query, key and value, as rotary
                 positions do.
             segment_ids: integers `(tokens,)`, for rows that are packed with several
-                texts: a token attends only to tokens of the same number. A pair, for
-                queries and keys, if these are not the same tokens. A query without any
-                key gets zeros.
+                texts: a token attends only to tokens of the same number.
 
         Returns:
             `(queries, features)`.
         """
-        if deterministic is not None:
-            inference = deterministic
-            warn("`deterministic` is deprecated in favor of `inference`")
         for name, array in {"query": query, "key_": key_, "value": value}.items():
             if array.ndim != 2:
                 raise ValueError(
                     f"`{name}` must have shape (tokens, features); got {array.shape}."
                     " For several rows, call the layer by jax.vmap."
                 )
-        lengths = len(query), len(key_)
-        self._check_call(lengths, len(value), mask)
-        heads = tuple(
-            jax.vmap(layer)(x).reshape(len(x), self.num_heads, -1)
-            for layer, x in (
-                (self.query_proj, query),
-                (self.key_proj, key_),
-                (self.value_proj, value),
+        queries, keys = len(query), len(key_)
+        if (self.causal or segment_ids is not None) and queries != keys:
+            raise ValueError(
+                "`causal` and `segment_ids` are for queries and keys of the same"
+                f" tokens; got {queries} queries and {keys} keys. Pass a `mask` that"
+                " says which keys each query may see."
             )
+        layers = self.query_proj, self.key_proj, self.value_proj
+        heads: Any = tuple(
+            jax.vmap(layer)(x).reshape(len(x), self.num_heads, -1)
+            for layer, x in zip(layers, (query, key_, value), strict=True)
         )
         if process_heads is not None:
-            shapes = [x.shape for x in heads]
             heads = tuple(process_heads(*heads))
-            if [x.shape for x in heads] != shapes:
-                raise ValueError(
-                    "process_heads must not change the shape of the heads."
-                )
-        hidden = MaskAndDropout(
-            None if mask is None else mask.astype(bool),
-            *_check_segments(segment_ids, lengths),
-            *self._get_dropout(key, inference),
-        )
-        attended = self._attend(heads, hidden).reshape(lengths[0], -1)
-        return jax.vmap(self.output_proj)(attended)
-
-    def _attend(self, heads: Any, hidden: MaskAndDropout) -> Array:
-        refusal = _explain_refusal(heads, hidden)
-        if self.implementation == "cudnn":
-            if refusal:
-                raise ValueError(
-                    f"`implementation`='cudnn': cuDNN can't compute this attention:"
-                    f" {refusal}. Take 'auto', which computes such calls in blocks."
-                )
-            return _attend_by_cudnn(heads, self.causal)
-        is_auto = self.implementation == "auto"
-        if is_auto and not refusal and _is_safe_for_cudnn(heads):
-            try:
-                return _attend_by_cudnn(heads, self.causal)
-            except (NotImplementedError, RuntimeError) as error:  # by JAX, of a version
-                log_info_once(f"`fuse_attention` takes blocks, not cuDNN: {error}")
-        return attend_in_blocks(heads, hidden, self.causal, self.block)
+        mask = _parse_mask(mask, self.num_heads, queries, keys)
+        segment_ids = _parse_segments(segment_ids, queries)
+        hidden = _MaskAndDropout(mask, segment_ids, *self._get_dropout(key, inference))
+        hides = any(part is not None for part in hidden)
+        if self.implementation == "cudnn" and hides:
+            raise ValueError(
+                "`implementation`='cudnn' computes no dropout, no `mask` and no"
+                " `segment_ids`. Take 'auto', which computes such calls in blocks."
+            )
+        is_auto = self.implementation == "auto" and not hides
+        if self.implementation == "cudnn" or is_auto and _suits_cudnn(heads):
+            attended: Array = _attend_by_cudnn(heads, self.causal)
+        else:
+            facts = _Facts(self.causal, self.block)
+            attended = _attend_in_blocks(facts, *heads, hidden)
+        return jax.vmap(self.output_proj)(attended.reshape(queries, -1))
 
     def _get_dropout(
         self, key: PRNGKeyArray | None, inference: bool | None
@@ -216,67 +184,56 @@ class FusedAttention(eqx.nn.MultiheadAttention):
             )
         return key, jax.lax.stop_gradient(jnp.asarray(rate, jnp.float32))
 
-    def _check_call(self, lengths: tuple[int, int], values: int, mask: Any) -> None:
-        queries, keys = lengths
-        if keys != values:
-            raise ValueError(
-                "key and value must both be sequences of equal length; got `key_` of"
-                f" {keys} tokens and `value` of {values}."
-            )
-        if self.causal and queries != keys:
-            raise ValueError(
-                f"`causal` is for queries and keys of the same tokens; got {queries}"
-                f" queries and {keys} keys. Leave this layer out of `causal`, or pass a"
-                " `mask` that says which keys each query may see."
-            )
-        if mask is None:
-            return
-        if not jnp.issubdtype(mask.dtype, jnp.bool_):
-            raise TypeError(
-                "`mask` must be of booleans, False where a key is hidden; got"
-                f" {mask.dtype}."
-            )
-        if mask.shape not in (lengths, (self.num_heads, *lengths)):
-            raise ValueError(
-                f"`mask` must have shape (queries, keys) = {lengths} or (heads,"
-                f" queries, keys) = {(self.num_heads, *lengths)}; got {mask.shape}."
-            )
-
 
 _REPLACED: Final = eqx.nn.MultiheadAttention, FusedAttention
 
 
-def _check_segments(
-    ids: Any, lengths: tuple[int, int]
-) -> tuple[Array | None, Array | None]:
-    """Returns the segments of queries and of keys, or two times None."""
-    if ids is None:
-        return None, None
-    pair = tuple(map(jnp.asarray, ids if isinstance(ids, tuple) else (ids, ids)))
-    if len(pair) != 2 or [x.shape for x in pair] != [(length,) for length in lengths]:
-        queries, keys = lengths
+class _MaskAndDropout(NamedTuple):
+    """The weights that are left out beside those of `causal`: arrays, or None."""
+
+    mask: Any
+    """Booleans `(queries, heads or 1, keys)`; False hides."""
+    segment_ids: Any
+    """Integers `(tokens,)`."""
+    key: Any
+    """The PRNG key of dropout."""
+    rate: Any
+    """The rate of dropout, from 0 to 1."""
+
+
+def _parse_mask(mask: Any, heads: int, queries: int, keys: int) -> Array | None:
+    if mask is None:
+        return None
+    shapes = (queries, keys), (heads, queries, keys)
+    if mask.shape not in shapes or mask.dtype != bool:
         raise ValueError(
-            f"`segment_ids` must have shape (tokens,), or be a pair of (queries,) ="
-            f" ({queries},) and (keys,) = ({keys},); got"
-            f" {', '.join(str(x.shape) for x in pair)}."
+            "`mask` must be of booleans, False where a key is hidden, and of shape"
+            f" (queries, keys) = {shapes[0]} or (heads, queries, keys) = {shapes[1]};"
+            f" got {mask.dtype}{mask.shape}."
         )
-    if not all(jnp.issubdtype(x.dtype, jnp.integer) for x in pair):
-        raise TypeError(
-            "`segment_ids` must be integers; got"
-            f" {', '.join(str(x.dtype) for x in pair)}."
+    return jnp.swapaxes(jnp.asarray(mask).reshape(-1, queries, keys), 0, 1)
+
+
+def _parse_segments(ids: Any, tokens: int) -> Array | None:
+    if ids is None:
+        return None
+    ids = jnp.asarray(ids)
+    if ids.shape != (tokens,) or not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise ValueError(
+            f"`segment_ids` must be integers of shape (tokens,) = ({tokens},); got"
+            f" {ids.dtype}{ids.shape}."
         )
-    return pair
+    return ids
 
 
 def _attend_by_cudnn(heads: Any, causal: bool) -> Array:
     compute = functools.partial(
         jax.nn.dot_product_attention, is_causal=causal, implementation="cudnn"
     )
-    mesh = jax.typeof(heads[0]).sharding.mesh
-    if MODEL in _list_auto_axes(mesh):
-        spec = PartitionSpec(None, MODEL)
+    if _MODEL in _list_auto_axes(jax.typeof(heads[0]).sharding.mesh):
+        spec = PartitionSpec(None, _MODEL)
         compute = jax.shard_map(
-            compute, in_specs=spec, out_specs=spec, axis_names={MODEL}, check_vma=False
+            compute, in_specs=spec, out_specs=spec, axis_names={_MODEL}, check_vma=False
         )
     return compute(*heads)
 
@@ -287,60 +244,211 @@ def _list_auto_axes(mesh: Any) -> list[str]:
     return [n for n, kind in axes if kind != AxisType.Manual and mesh.shape[n] > 1]
 
 
-def _explain_refusal(
-    heads: tuple[Array, Array, Array], hidden: MaskAndDropout
-) -> str | None:
-    """Returns why cuDNN cannot compute this attention on any device, or None."""
-    query, _, value = heads
-    dtypes = {x.dtype for x in heads}
-    size = query.shape[-1]
-    if hidden.rate is not None:
-        return "its weights have dropout"
-    if hidden.query_ids is not None:
-        return "there are segments"
-    if hidden.mask is not None:
-        return "there is a mask, which would be a matrix of numbers"
-    if dtypes not in ({jnp.dtype(jnp.bfloat16)}, {jnp.dtype(jnp.float16)}):
-        return f"heads are {' and '.join(sorted(map(str, dtypes)))}, not 16 bits"
-    if size != value.shape[-1]:
-        return f"heads have {size} features of keys, {value.shape[-1]} of values"
-    if size % 8 or size > 256:
-        return f"heads have {size} features, not a multiple of 8 up to 256"
-    return None
+def _suits_cudnn(heads: tuple[Array, Array, Array]) -> bool:
+    """Returns True if cuDNN computes these heads on the devices of the program.
 
-
-def _is_safe_for_cudnn(heads: tuple[Array, Array, Array]) -> bool:
-    """Returns True if cuDNN takes these lengths and heads on these devices.
-
-    JAX can't be asked beforehand: the call raises while it is traced, or only when XLA
-    compiles, if XLA is to split it over devices.
+    JAX can't be asked: its `implementation=None` is never cuDNN, and the call raises
+    only when it is traced or compiled.
     """
-    query, key, _ = heads
-    mesh = jax.typeof(query).sharding.mesh
-    capability = _get_compute_capability(mesh)
-    if len(query) % _LENGTH_MULTIPLE or len(key) % _LENGTH_MULTIPLE or capability < 8:
-        return False
-    if query.shape[-1] > (256 if capability >= 9 else 128):  # Hopper; Ampere and Ada
-        return False
-    if mesh.empty:  # it is unknown how several devices split the tokens
-        return jax.device_count() == 1
-    return _splits_only_heads(mesh, query.shape[1])
-
-
-def _get_compute_capability(mesh: Any) -> float:
-    """Returns the compute capability of NVIDIA's GPUs, or 0 on other devices."""
-    device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
-    if device is None or isinstance(device, str):  # the name of a platform
-        device = jax.local_devices(backend=device)[0]
-    capability = str(getattr(device, "compute_capability", ""))
+    query, key, value = heads
+    device, mesh = jax.local_devices()[0], jax.typeof(query).sharding.mesh
     platforms = {device.platform}
-    if not mesh.empty and mesh.abstract_device is not None:
+    if not mesh.empty and mesh.abstract_device is not None:  # of a plan, say
         platforms.add(mesh.abstract_device.platform)
-    is_number = re.fullmatch(r"\d+\.\d+", capability)
-    return float(capability) if is_number and platforms <= {"gpu", "cuda"} else 0.0
+    # Without a mesh it is unknown how several devices split the tokens.
+    auto_axes = _list_auto_axes(mesh)
+    is_split = jax.device_count() > 1 if mesh.empty else auto_axes not in ([], [_MODEL])
+    if is_split or auto_axes and query.shape[1] % mesh.shape[_MODEL]:
+        return False
+    # Ampere and Ada are 8.x, Hopper is 9.0; AMD's have a text such as "gfx942".
+    capability = str(getattr(device, "compute_capability", ""))
+    largest = 128 if capability.startswith("8.") else 256
+    return (
+        platforms <= {"gpu", "cuda"}
+        and re.fullmatch(r"([89]|\d\d)\.\d", capability) is not None
+        and {x.dtype.name for x in heads} in ({"bfloat16"}, {"float16"})
+        and {x.shape[-1] for x in heads} <= {*range(8, largest + 1, 8)}
+        and query.shape[-1] == value.shape[-1]
+        # Kernels take multiples of 64 with any mask, and refuse some other lengths.
+        and len(query) % 64 == len(key) % 64 == 0
+    )
 
 
-def _splits_only_heads(mesh: Any, heads: int) -> bool:
-    """Returns True if XLA splits at most the heads over devices, and these evenly."""
-    axes = _list_auto_axes(mesh)
-    return not axes or axes == [MODEL] and heads % mesh.shape[MODEL] == 0
+class _Facts(NamedTuple):
+    """The static facts of a call of the loop."""
+
+    causal: bool
+    block: int
+
+
+# The weights of a block are computed once more in the backward pass: JAX's derivative
+# of the loop would keep them. As this function has its own derivative, policies of
+# `jax.checkpoint`, such as FSDP's, see no product in it, which they would keep, too.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend_in_blocks(
+    facts: _Facts, query: Array, key: Array, value: Array, hidden: _MaskAndDropout
+) -> Array:
+    """Computes attention from queries, keys and values `(tokens, heads, features)`."""
+    return _split_queries(_loop_forward, facts, (query,), (key, value), hidden)
+
+
+def _attend_backward(facts: _Facts, inputs: Any, gradient: Array) -> Any:
+    query, key, value, hidden = inputs
+    d_query, d_key, d_value = _split_queries(
+        _loop_backward, facts, (query, gradient), (key, value), hidden
+    )
+    d_key, d_value = d_key.sum(axis=0), d_value.sum(axis=0)  # over devices
+    return d_query, d_key.astype(key.dtype), d_value.astype(value.dtype), None
+
+
+_attend_in_blocks.defvjp(
+    lambda facts, *inputs: (_attend_in_blocks(facts, *inputs), inputs),
+    _attend_backward,
+)
+
+
+def _split_queries(
+    loop: Callable[..., Any],
+    facts: _Facts,
+    queries: Any,
+    keys: Any,
+    hidden: _MaskAndDropout,
+) -> Any:
+    """Runs a loop over the queries, whose first one is at position `first`.
+
+    If the tokens are split over devices, as by `SequenceParallel`, each device has its
+    own queries, and gathers all keys and values.
+    """
+    queries = *queries, hidden.mask, hidden.segment_ids
+    keys = *keys, hidden.segment_ids
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    parts = mesh.shape[SEQ] if kinds.get(SEQ) == AxisType.Auto else 1
+    if parts == 1 or any(len(x) % parts for x in jax.tree.leaves((queries, keys))):
+        return loop(facts, 0, queries, keys, hidden)
+    facts = facts._replace(block=max(1, facts.block // parts))
+
+    def loop_on_device(queries: Any, keys: Any, hidden: _MaskAndDropout) -> Any:
+        first = jax.lax.axis_index(SEQ) * len(queries[0])
+        return loop(facts, first, queries, keys, hidden)
+
+    def gather(array: Array) -> Array:
+        rest = [PartitionSpec.UNCONSTRAINED] * (array.ndim - 1)
+        return jax.lax.with_sharding_constraint(array, PartitionSpec(None, *rest))
+
+    tokens, full = PartitionSpec(SEQ), PartitionSpec()
+    mapped = jax.shard_map(
+        loop_on_device,
+        in_specs=(tokens, full, full),
+        out_specs=tokens,
+        axis_names={SEQ},
+        check_vma=False,
+    )
+    hidden = hidden._replace(mask=None, segment_ids=None)
+    return mapped(queries, jax.tree.map(gather, keys), hidden)
+
+
+def _loop_forward(
+    facts: _Facts, first: Any, queries: Any, keys: Any, hidden: _MaskAndDropout
+):
+    """Returns the attended values, `(queries, heads, features)`."""
+    key, value, key_ids = keys
+
+    def attend(block: Any) -> Array:
+        position, query, mask, ids = block
+        weights = _weigh(
+            _compute_scores(query, key), facts, hidden, position, mask, ids, key_ids
+        )
+        return _multiply("qhk,khd->qhd", weights, value).astype(value.dtype)
+
+    attended = jax.lax.map(attend, _split_into_blocks(facts, first, queries))
+    return _join_blocks(attended, len(queries[0]))
+
+
+def _loop_backward(
+    facts: _Facts, first: Any, queries: Any, keys: Any, hidden: _MaskAndDropout
+):
+    """Returns the gradients of the queries, and `(1, ...)` those of keys and values."""
+    key, value, key_ids = keys
+
+    def add_block(sums: tuple[Array, Array], block: Any) -> Any:
+        position, query, gradient, mask, ids = block
+        weights, pull_back = jax.vjp(
+            lambda scores: _weigh(scores, facts, hidden, position, mask, ids, key_ids),
+            _compute_scores(query, key),
+        )
+        (d_scores,) = pull_back(_multiply("qhd,khd->qhk", gradient, value))
+        d_scores = d_scores / math.sqrt(query.shape[-1])
+        d_query = _multiply("qhk,khd->qhd", d_scores, key).astype(query.dtype)
+        d_key = sums[0] + _multiply("qhk,qhd->khd", d_scores, query)
+        d_value = sums[1] + _multiply("qhk,qhd->khd", weights, gradient)
+        return (d_key, d_value), d_query
+
+    start: Any = tuple(jnp.zeros(x.shape, _get_sum_dtype(x)) for x in (key, value))
+    blocks = _split_into_blocks(facts, first, queries)
+    (d_key, d_value), d_query = jax.lax.scan(add_block, start, blocks)
+    return _join_blocks(d_query, len(queries[0])), d_key[None], d_value[None]
+
+
+def _split_into_blocks(facts: _Facts, first: Any, queries: Any) -> Any:
+    """Returns positions, and arrays of the queries, as `(blocks, queries, ...)`."""
+    # The barrier makes positions depend on the queries. Otherwise JAX computes the
+    # causal masks of all blocks once, before the loop over a model's layers.
+    query, *others = queries
+    positions, query = jax.lax.optimization_barrier(
+        (first + jnp.arange(len(query)), query)
+    )
+    count = -(-len(query) // facts.block)
+
+    def split(array: Array) -> Array:
+        padding = [(0, -len(array) % count)] + [(0, 0)] * (array.ndim - 1)
+        return jnp.pad(array, padding).reshape(count, -1, *array.shape[1:])
+
+    return jax.tree.map(split, [positions, query, *others])
+
+
+def _join_blocks(blocks: Array, count: int) -> Array:
+    return blocks.reshape(-1, *blocks.shape[2:])[:count]
+
+
+def _compute_scores(query: Array, key: Array) -> Array:
+    return _multiply("qhd,khd->qhk", query, key) / math.sqrt(query.shape[-1])
+
+
+def _weigh(
+    scores: Array,
+    facts: _Facts,
+    hidden: _MaskAndDropout,
+    positions: Array,
+    mask: Array | None,
+    query_ids: Array | None,
+    key_ids: Array | None,
+) -> Array:
+    """Returns the weights of a block of queries, `(queries, heads, keys)`."""
+    is_visible = jnp.ones((1, 1, 1), bool) if mask is None else mask
+    if facts.causal:
+        keys = jnp.arange(scores.shape[-1])
+        is_visible &= (positions[:, None] >= keys[None])[:, None]
+    if query_ids is not None and key_ids is not None:
+        is_visible &= (query_ids[:, None] == key_ids[None])[:, None]
+    # Equinox's value for hidden keys, which matters where all keys are hidden.
+    weights = jax.nn.softmax(jnp.where(is_visible, scores, jnp.finfo(scores.dtype).min))
+    if hidden.rate is None:
+        return weights
+    # Drawn by the position of the query: the same on any number of devices.
+    keep_rate = (1 - hidden.rate).astype(weights.dtype)
+    keys = jax.vmap(functools.partial(jax.random.fold_in, hidden.key))(positions)
+    draw = functools.partial(jax.random.bernoulli, p=keep_rate, shape=weights.shape[1:])
+    return jnp.where(jax.vmap(draw)(keys), weights / keep_rate, 0)
+
+
+def _multiply(equation: str, one: Array, other: Array) -> Array:
+    """Multiplies in the narrower dtype of the two; sums in float32 or wider."""
+    narrow = min(one.dtype, other.dtype, key=lambda dtype: dtype.itemsize)
+    one, other = one.astype(narrow), other.astype(narrow)
+    dtype = _get_sum_dtype(one)
+    return jnp.einsum(equation, one, other, preferred_element_type=dtype)
+
+
+def _get_sum_dtype(array: Array) -> Any:
+    return jnp.promote_types(array.dtype, jnp.float32)

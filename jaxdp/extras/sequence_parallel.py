@@ -15,7 +15,7 @@ from ..strategies import FSDP
 from ..strategies.base import Rows, drop_micro_batch_axis, replace_attributes
 from ..strategies.meshes import Devices, check_sizes, find_devices, make_topology_mesh
 from ..strategies.shard_map_collectives import ShardMapCollectives
-from .attention_in_blocks import SEQ
+from .fuse_attention import SEQ
 
 
 class SequenceParallel(FSDP):
