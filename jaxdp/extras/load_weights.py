@@ -21,7 +21,6 @@ from ..fit import get_shapes
 from ..trainer import Trainer
 from .model_files import open_safetensors
 from .weight_names import (
-    INDEX_SUFFIX,
     LeafMapping,
     ModelLeaf,
     Tensor,
@@ -30,6 +29,9 @@ from .weight_names import (
     list_leaves,
     map_leaves,
 )
+
+_INDEX_SUFFIX: Final = ".safetensors.index.json"
+"""The end of the name of an index of several files."""
 
 # The titles of the table that shows what was loaded, or why nothing was.
 _FITS: Final = "fits"
@@ -152,13 +154,6 @@ def _load(
             f"`names`: the model and {os.fspath(path)} don't fit, so nothing was"
             f" loaded.\n{table}"
         )
-    for leaf, parts in mappings:
-        value = leaves[leaf.tree][leaf.index]
-        if (leaf.tree, leaf.index) not in filled and _is_shape(value):
-            raise ValueError(
-                f"`names`: {next(iter(parts.values()))[0]} is to stay as it is, but"
-                " `like` has only its shape; fill it, or make the model itself."
-            )
     for (tree, index), (leaf, views) in filled.items():
         leaves[tree][index] = _make_array(leaf.value, views)
     for norm in find_norms(*like).values():
@@ -176,10 +171,6 @@ def _load(
     return model.unflatten(leaves["model"]), state.unflatten(leaves["state"])
 
 
-def _is_shape(value: Any) -> bool:
-    return isinstance(value, jax.ShapeDtypeStruct)
-
-
 def _make_array(value: Any, views: Views) -> jax.Array:
     """Makes an array like `value` from views of the files.
 
@@ -195,7 +186,8 @@ def _make_array(value: Any, views: Views) -> jax.Array:
         return array.reshape([*map(len, ranges)]).astype(value.dtype, copy=False)
 
     sharding = getattr(value, "sharding", None)
-    if sharding is None or not _is_shape(value) and len(sharding.device_set) == 1:
+    is_shape = isinstance(value, jax.ShapeDtypeStruct)
+    if sharding is None or not is_shape and len(sharding.device_set) == 1:
         return jnp.asarray(read([slice(None)] * value.ndim))
     return jax.make_array_from_callback(value.shape, sharding, read)
 
@@ -211,43 +203,34 @@ def open_weights(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         CheckpointCorrupt: if a file can't be read, or is not what the index says.
     """
     check_is_local("path", path)
-    files, index = _list_files(expand_path(path))
     tensors: dict[str, np.ndarray] = {}
-    for name in files:
+    for name in _list_files(expand_path(path)):
         try:
             tensors |= open_safetensors(name)
         except FileNotFoundError:
-            raise FileNotFoundError(
-                f"`path`: there is no file {name}, which the index names."
-            ) from None
-    if missing := sorted(set(index) - tensors.keys()):
-        raise CheckpointCorrupt(
-            f"`path`: {expand_path(path)} names {len(missing)} tensors that no file"
-            f" has, such as {missing[0]}."
-        )
+            raise FileNotFoundError(f"`path`: there is no file {name}.") from None
     return tensors
 
 
-def _list_files(path: str) -> tuple[list[str], Mapping[str, str]]:
-    """Returns the files that a path stands for, and the index, empty without one."""
+def _list_files(path: str) -> list[str]:
+    """Returns the files that a path stands for."""
     if os.path.isdir(path):
         folder = glob.escape(path)
-        indices = glob.glob(os.path.join(folder, "*" + INDEX_SUFFIX))
+        indices = glob.glob(os.path.join(folder, "*" + _INDEX_SUFFIX))
         files = glob.glob(os.path.join(folder, "*.safetensors"))
         if len(indices) != 1 and len(files) != 1:
             raise FileNotFoundError(
                 f"`path`: {path} has {len(files)} files *.safetensors and"
-                f" {len(indices)} *{INDEX_SUFFIX}; name the one to read."
+                f" {len(indices)} *{_INDEX_SUFFIX}; name the one to read."
             )
         path = (indices if len(indices) == 1 else files)[0]
-    if not os.path.exists(path):
-        raise FileNotFoundError(f"`path`: there is no file {path}.")
     if not path.endswith(".json"):
-        return [path], {}
+        return [path]
     try:
-        index = read_json(path)["weight_map"]
-        names = sorted({*index.values()})
+        names = sorted({*read_json(path)["weight_map"].values()})
         files = [os.path.join(os.path.dirname(path), name) for name in names]
+    except FileNotFoundError:
+        raise FileNotFoundError(f"`path`: there is no file {path}.") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointCorrupt(
             f"`path`: {path} is no index of safetensors files: it has no `weight_map`."
@@ -257,7 +240,7 @@ def _list_files(path: str) -> tuple[list[str], Mapping[str, str]]:
             f"`path`: {path} names {outside[0]!r}; an index may only name files beside"
             " it, not paths, since it may come from a stranger."
         )
-    return files, index
+    return files
 
 
 def _match(

@@ -116,8 +116,8 @@ def load_model(
 
     Raises:
         FileNotFoundError, CheckpointCorrupt: as `Trainer.load`.
-        ValueError: if leaves differ and `partial` is False, or if none fits; it names
-            them.
+        ValueError: if leaves differ and `partial` is False, or if no leaf fits. It
+            names the leaves that differ.
     """
     check_is_local("path", path)
     path = expand_path(path)
@@ -200,7 +200,8 @@ def save_model(path: Path, model: PyTree) -> str:
 def write_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
     """Writes a .safetensors file, under any name."""
     contiguous = {name: np.asarray(x, order="C") for name, x in arrays.items()}
-    _import_safetensors().save_file(contiguous, path)
+    # Other programs look for this entry before they read tensors as torch's.
+    _import_safetensors().save_file(contiguous, path, metadata={"format": "pt"})
 
 
 def read_weights(path: Path, which: str = "scored") -> dict[str, np.ndarray]:

@@ -1,8 +1,6 @@
 """Weights into safetensors files, under other names than the model's."""
 
 import collections
-import json
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,20 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from ..basics.arguments import check_count, check_is_local, checks_arguments
+from ..basics.arguments import check_is_local, checks_arguments
 from ..basics.files import expand_path, sync_to_disk, write_atomically
 from ..basics.tree import format_paths
-from .import_package import import_package
 from .load_weights import open_weights
-from .weight_names import (
-    INDEX_SUFFIX,
-    ModelLeaf,
-    Operation,
-    Tensor,
-    find_norms,
-    list_leaves,
-    map_leaves,
-)
+from .model_files import write_arrays
+from .weight_names import ModelLeaf, Operation, find_norms, list_leaves, map_leaves
 
 
 @checks_arguments
@@ -38,7 +28,6 @@ def save_weights(
     state: eqx.nn.State | None = None,
     dtype: Any = None,
     like: str | os.PathLike[str] | None = None,
-    shard_bytes: int = 5_000_000_000,
 ) -> str:
     """Writes a model as `load_weights` reads it with the same `names`.
 
@@ -47,15 +36,13 @@ def save_weights(
 
     Args:
         model: what to write; `trainer.model`, say.
-        path: ends with `.safetensors`, or with `.safetensors.index.json` for several
-            files beside this index. Existing files are replaced.
+        path: ends with `.safetensors`. An existing file is replaced.
         names: as for `load_weights`.
         state: its `eqx.nn.State`, if `names` has leaves of it.
         dtype: of the floating-point tensors, such as "bfloat16". Default: those of the
             model, which keeps its own when `load_weights` fills it.
         like: the files that the weights came from, as for `load_weights`: each
             floating-point tensor gets the dtype that it has there.
-        shard_bytes: with an index, how large a file may be; a tensor may be larger.
 
     Returns:
         The absolute path.
@@ -65,39 +52,19 @@ def save_weights(
             that two leaves would fill, or that lacks a part.
     """
     check_is_local("path", path)
-    check_count("shard_bytes", shard_bytes)
     dtype = None if dtype is None else _parse_dtype(dtype)
     if dtype is not None and like is not None:
         raise ValueError(f"`like` and `dtype`={dtype} both say the dtypes; pass one.")
     source = {} if like is None else open_weights(like)
     path = expand_path(path)
-    if not path.endswith((".safetensors", INDEX_SUFFIX)):
-        raise ValueError(
-            f"`path`={path!r} must end with '.safetensors', or with"
-            f" {INDEX_SUFFIX!r} for several files."
-        )
-    save = import_package("safetensors.numpy", "`save_weights`").save_file
+    if not path.endswith(".safetensors"):
+        raise ValueError(f"`path`={path!r} must end with '.safetensors'.")
     dtypes = {name: tensor.dtype for name, tensor in source.items()}
     tensors = _make_tensors(model, state, names, dtype, dtypes)
 
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    if not path.endswith(INDEX_SUFFIX):
-        _write(save, path, tensors)
-        return path
-    shards = _split_into_shards(tensors, shard_bytes)
-    stem = path.removesuffix(INDEX_SUFFIX)
-    files = [
-        f"{stem}-{number:05}-of-{len(shards):05}.safetensors"
-        for number in range(1, len(shards) + 1)
-    ]
-    weight_map = {}
-    for file, shard in zip(files, shards, strict=True):
-        _write(save, file, shard)
-        weight_map |= dict.fromkeys(shard, os.path.basename(file))
-    size = sum(tensor.nbytes for tensor in tensors.values())
-    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
     with write_atomically(path) as temporary:
-        temporary.write_text(json.dumps(index))
+        write_arrays(temporary, tensors)
         sync_to_disk(temporary)
     return path
 
@@ -121,33 +88,29 @@ class _Part(NamedTuple):
     leaf: ModelLeaf
     index: tuple[int, ...]
     name: str
-    tensor: Tensor
-
-    @property
-    def split(self) -> int:
-        """The place of the split among the operations; -1 if there is none."""
-        kinds = [operation.kind for operation in self.tensor.operations]
-        return kinds.index("split") if "split" in kinds else -1
-
-    @property
-    def place(self) -> tuple[int, int, int]:
-        """The number of parts of the tensor, the number of this one, and the axis."""
-        if self.split < 0:
-            return 1, 0, 0
-        count, part, axis = (*self.tensor.operations[self.split].numbers, 0)[:3]
-        return count, part, axis
-
-    @property
-    def before(self) -> tuple[Operation, ...]:
-        """The operations of `load_weights` before the split."""
-        return self.tensor.operations[: max(self.split, 0)]
+    before: tuple[Operation, ...]
+    """The operations of `load_weights` before the split; none without a split."""
+    place: tuple[int, int, int]
+    """The number of parts of the tensor, the number of this one, and the axis."""
+    after: tuple[Operation, ...]
+    """The operations after the split."""
 
 
-class _FileTensor(NamedTuple):
-    """A tensor of a file, which is made when it is written."""
-
-    nbytes: int
-    make: Callable[[], np.ndarray]
+def _make_part(
+    leaf: ModelLeaf,
+    index: tuple[int, ...],
+    name: str,
+    operations: tuple[Operation, ...],
+) -> _Part:
+    kinds = [operation.kind for operation in operations]
+    if kinds.count("split") > 1:
+        raise ValueError(f"`names`: {name} has two splits, which can't be undone.")
+    if "split" not in kinds:
+        return _Part(leaf, index, name, (), (1, 0, 0), operations)
+    at = kinds.index("split")
+    count, part, axis = (*operations[at].numbers, 0)[:3]
+    place = count, part, axis
+    return _Part(leaf, index, name, operations[:at], place, operations[at + 1 :])
 
 
 def _make_tensors(
@@ -156,7 +119,7 @@ def _make_tensors(
     names: Mapping[str, Any],
     dtype: np.dtype | None,
     dtypes: Mapping[str, np.dtype],
-) -> dict[str, _FileTensor]:
+) -> dict[str, np.ndarray]:
     """Returns the tensors of the file by name, in `dtypes`, else in `dtype`."""
     mappings, unnamed = map_leaves(names, list_leaves(model, state))
     if unnamed:
@@ -168,10 +131,8 @@ def _make_tensors(
     for leaf, parts in mappings:
         for index, (name, tensor) in parts.items():
             if tensor is not None:
-                part = _Part(leaf, index, name, tensor)
+                part = _make_part(leaf, index, name, tensor.operations)
                 parts_by_name[tensor.name].append(part)
-    if not parts_by_name:
-        raise ValueError("`names` has None for all leaves, so there is none to write.")
     corrections = {}
     values = jax.tree.leaves(state)
     for norm in find_norms(model, state).values():
@@ -184,23 +145,20 @@ def _make_tensors(
             value = value / corrections[part.leaf.index]
         # JAX caches the host copy of a stack for its other blocks.
         array = np.asarray(value)[part.index]  # waits for the device
-        return _invert(part.tensor.operations[part.split + 1 :], array)
+        return _invert(part.after, array)
 
     tensors = {}
     for name, parts in parts_by_name.items():
         own = parts[0].leaf.value.dtype
         wanted = dtypes.get(name, dtype) or own
         are_float = all(jnp.issubdtype(each, jnp.floating) for each in (own, wanted))
-        tensors[name] = _join(name, parts, read, wanted if are_float else own)
+        tensors[name] = _join(name, parts, read).astype(wanted if are_float else own)
     return tensors
 
 
 def _join(
-    name: str,
-    parts: list[_Part],
-    read: Callable[[_Part], np.ndarray],
-    dtype: np.dtype,
-) -> _FileTensor:
+    name: str, parts: list[_Part], read: Callable[[_Part], np.ndarray]
+) -> np.ndarray:
     """Joins the parts of a tensor.
 
     Raises:
@@ -208,11 +166,6 @@ def _join(
     """
     parts = sorted(parts, key=lambda part: part.place)
     (count, _, axis), before = parts[0].place, parts[0].before
-    for part in parts:
-        if [x.kind for x in part.tensor.operations].count("split") > 1:
-            raise ValueError(
-                f"`names`: {part.name} has two splits, which can't be undone."
-            )
     complete = [(count, number, axis) for number in range(count)]
     is_alike = all(part.before == before for part in parts)
     if [part.place for part in parts] != complete or not is_alike:
@@ -221,42 +174,11 @@ def _join(
             f" that is not each of {count} parts once, split alike. Complete them; or"
             " give those None that are not to be written."
         )
-
-    def make() -> np.ndarray:
-        arrays = [read(part) for part in parts]
-        array = np.concatenate(arrays, axis) if count > 1 else arrays[0]
-        return _invert(before, array).astype(dtype, copy=False)
-
-    sizes = [math.prod(part.leaf.shape) for part in parts]
-    return _FileTensor(sum(sizes) * dtype.itemsize, make)
+    arrays = [read(part) for part in parts]
+    return _invert(before, np.concatenate(arrays, axis) if count > 1 else arrays[0])
 
 
 def _invert(operations: Sequence[Operation], array: np.ndarray) -> np.ndarray:
     for operation in reversed(operations):
         array = operation.invert(array)
     return array
-
-
-def _split_into_shards(
-    tensors: Mapping[str, _FileTensor], max_bytes: int
-) -> list[dict[str, _FileTensor]]:
-    """Splits tensors over files of at most `max_bytes`; a larger tensor is alone."""
-    shards: list[dict[str, _FileTensor]] = [{}]
-    size = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and size + tensor.nbytes > max_bytes:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor
-        size += tensor.nbytes
-    return shards
-
-
-def _write(save: Any, path: str, tensors: Mapping[str, _FileTensor]) -> None:
-    arrays = {  # on the host
-        name: np.asarray(tensor.make(), order="C") for name, tensor in tensors.items()
-    }
-    with write_atomically(path) as temporary:
-        # Other programs look for this entry before they read tensors as torch's.
-        save(arrays, temporary, metadata={"format": "pt"})
-        sync_to_disk(temporary)

@@ -20,9 +20,6 @@ from ..basics.tree import (
 )
 from ..strategies.stack import Stack
 
-INDEX_SUFFIX: Final = ".safetensors.index.json"
-"""The end of the name of an index of several files."""
-
 _OPERATIONS: Final = {
     "T": "('T', *axes)",
     "split": "('split', parts, index) or ('split', parts, index, axis)",

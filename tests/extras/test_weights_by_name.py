@@ -105,15 +105,9 @@ def test_fused_and_transposed_tensors_of_a_gpt2_are_taken_apart(tmp_path):
             np.testing.assert_array_equal(linear.weight[i], fused[:, columns].T)
             np.testing.assert_array_equal(linear.bias[i], biases[columns])
 
-    index = tmp_path / "out" / "model.safetensors.index.json"
-    out = jaxdp.save_weights(model, index, GPT2_NAMES, shard_bytes=6000)
-    files = sorted(path.name for path in (tmp_path / "out").iterdir())
-    assert files[0] == "model-00001-of-00004.safetensors" and len(files) == 5
-    again = jaxdp.load_weights(out, start, GPT2_NAMES)
-    assert eqx.tree_equal(again, model)
-    saved = {}
-    for file in files[:4]:
-        saved |= load_file(tmp_path / "out" / file)
+    out = jaxdp.save_weights(model, tmp_path / "out.safetensors", GPT2_NAMES)
+    assert eqx.tree_equal(jaxdp.load_weights(out, start, GPT2_NAMES), model)
+    saved = load_file(out)
     assert saved.keys() | {f"h.{i}.attn.bias" for i in range(3)} == tensors.keys()
     for name, tensor in saved.items():
         np.testing.assert_array_equal(tensor, tensors[name])
@@ -308,7 +302,7 @@ def test_files_that_are_not_there_or_damaged_are_named(tmp_path):
     path.unlink()
     sharded(tmp_path, llama())
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match="which the index names"):
+    with pytest.raises(FileNotFoundError, match="there is no file .*00002-of-00002"):
         jaxdp.load_weights(tmp_path, like, LLAMA_NAMES)
     index = tmp_path / "model.safetensors.index.json"
     for text in "{}", "[1]", '{"weight_map": [1]}', '{"weight_map": {"w": 3}}':
@@ -319,35 +313,20 @@ def test_files_that_are_not_there_or_damaged_are_named(tmp_path):
         index.write_text(json.dumps({"weight_map": {"w": name}}))
         with pytest.raises(CheckpointCorrupt, match="may only name files beside it"):
             jaxdp.load_weights(tmp_path, like, LLAMA_NAMES)
-    with pytest.raises(ValueError, match="stay as it is, but `like` has only"):
-        save_file({"w": numbers(32, WIDTH)}, tmp_path / "w.safetensors")
-        names = {"**": None, "embed.weight": "w"}
-        shapes = eqx.filter_eval_shape(Decoder)
-        jaxdp.load_weights(tmp_path / "w.safetensors", shapes, names)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", jnp.bfloat16])
 def test_weights_are_saved_in_the_dtype_that_is_asked_for(tmp_path, dtype, caplog):
-    model = {"weight": numbers(3, 2), "count": np.arange(3)}
-    for file in ("out.safetensors", "out.safetensors.index.json"):
-        out = jaxdp.save_weights(model, tmp_path / file, {"*": "*"}, dtype=dtype)
-        again = jaxdp.load_weights(out, model, {"*": "*"})
-        assert eqx.tree_equal(again["count"], jnp.arange(3))
-        narrow = model["weight"].astype(jnp.bfloat16)
-        np.testing.assert_array_equal(again["weight"], narrow.astype(np.float32))
-    kinds = {
-        n: x.dtype.name for n, x in load_file(tmp_path / "out.safetensors").items()
-    }
-    assert kinds == {"weight": "bfloat16", "count": model["count"].dtype.name}
-    jaxdp.save_weights(
-        model,
-        tmp_path / "like.safetensors",
-        {"*": "*"},
-        like=tmp_path / "out.safetensors",
-    )
-    for file in ("like", "out"):
-        found = load_file(tmp_path / f"{file}.safetensors")
-        assert {n: x.dtype.name for n, x in found.items()} == kinds
+    model, names = {"weight": numbers(3, 2), "count": np.arange(3)}, {"*": "*"}
+    asked = jaxdp.save_weights(model, tmp_path / "a.safetensors", names, dtype=dtype)
+    again = jaxdp.load_weights(asked, model, names)
+    assert eqx.tree_equal(again["count"], jnp.arange(3))
+    narrow = model["weight"].astype(jnp.bfloat16)
+    np.testing.assert_array_equal(again["weight"], narrow.astype(np.float32))
     assert "`save_weights(..., like=path)` writes those of the file" in caplog.text
+    alike = jaxdp.save_weights(model, tmp_path / "b.safetensors", names, like=asked)
+    for file in (asked, alike):
+        kinds = {name: tensor.dtype.name for name, tensor in load_file(file).items()}
+        assert kinds == {"weight": "bfloat16", "count": model["count"].dtype.name}
     with pytest.raises(ValueError, match="`like` and `dtype`=bfloat16"):
-        jaxdp.save_weights(model, out, {"*": "*"}, like=out, dtype=dtype)
+        jaxdp.save_weights(model, alike, names, like=asked, dtype=dtype)
