@@ -54,7 +54,7 @@ NEEDED = {
     "save_weights": {"path": "w.safetensors", "model": LINEAR, "names": {"*": "*"}},
     "steps_of": {"loader": batches(8), "max_epochs": 1},
     "tensor_rules": {"model": MODEL},
-    "lr_find": {"trainer": None, "train_loader": []},
+    "lr_find": {"trainer": None, "train_loader": [], "optimizer": optax.adam},
 }
 
 

@@ -111,8 +111,8 @@ callbacks=[NanGuard()] looks for NaN <- detect_anomaly terminate_on_nan
 callbacks=[GradientMonitor()] logs norms <- track_grad_norm
 callbacks=[WeightAveraging()] averages <- swa_params stochastic_weight_avg ema ema_decay
     use_ema
-jaxdp.finders.lr_find(trainer, loader) does it <- auto_lr_find start_lr end_lr num_it
-    stop_div
+jaxdp.finders.lr_find(trainer, loader, optimizer=optax.adam) does it <- auto_lr_find
+    start_lr end_lr num_it stop_div
 trainer.plan(loader).largest_batch() finds it <- auto_scale_batch_size
     auto_find_batch_size
 # What loaders do.
@@ -471,7 +471,7 @@ jaxdp.load_weights(path, like, names), or trainer.load(path) <- load_weights
 jaxdp.save_weights(trainer.model, path, names), or trainer.save(path) <- save_weights
 `python -m jaxdp export`, or jaxdp.save_model(path, trainer.model) <- export push_to_hub
     create_model_card
-jaxdp.finders.lr_find(trainer, loader) <- lr_find tuner tune
+jaxdp.finders.lr_find(trainer, loader, optimizer=optax.adam) <- lr_find tuner tune
 callbacks.OptunaPruning <- hyperparameter_search
 Trainer(model, optimizer, loss=...), which needs no such call <- compile
     create_optimizer create_scheduler create_optimizer_and_scheduler init_module
@@ -543,7 +543,8 @@ Callback, with hooks of your own <- LambdaCallback TrainerCallback RemoteMonitor
 its hook on_predict_batch_end of a Callback <- BasePredictionWriter
 a schedule as the optimizer's rate, of optax <- LearningRateScheduler LRScheduler
     OneCycleTrainer ParamScheduler
-jaxdp.finders.lr_find(trainer, loader) <- LearningRateFinder LRFinder
+jaxdp.finders.lr_find(trainer, loader, optimizer=optax.adam) <- LearningRateFinder
+    LRFinder
 trainer.plan(loader).largest_batch() <- BatchSizeFinder BatchSizeScaler
 Trainer(..., accumulate_grad_batches=...) <- GradientAccumulationScheduler
     GradientAccumulation

@@ -1,7 +1,6 @@
 """Finds a learning rate by trying many.
 
-The largest batch that fits is `trainer.plan(loader).largest_batch()`, from the compiled
-program.
+`trainer.plan(loader).largest_batch()` finds the largest batch, from compiled programs.
 """
 
 import contextlib
@@ -16,7 +15,6 @@ import optax
 
 from ..basics.arguments import check_count, checks_arguments
 from ..basics.console import log_info
-from ..callbacks.learning_rate_monitor import is_rate
 from ..data.random_states import find_torch_generators, get_states, set_states
 from ..engine.hyperparams import find_hyperparams
 from ..fit import checks
@@ -112,27 +110,28 @@ def lr_find(
     trainer: Trainer,
     train_loader: Iterable[Any],
     *,
+    optimizer: Callable[[float], optax.GradientTransformation],
     min_lr: float = 1e-8,
     max_lr: float = 1.0,
     num_training: int = 100,
     mode: Literal["exponential", "linear"] = "exponential",
     early_stop_threshold: float | None = 4.0,
-    optimizer: Callable[[float], optax.GradientTransformation] | None = None,
 ) -> LRFinder:
-    """A learning-rate range test (Smith, arXiv:1506.01186): the loss of steps whose
-    rate grows from `min_lr` to `max_lr`.
+    """Takes steps whose rate grows from `min_lr` to `max_lr`, and returns their losses.
 
         found = lr_find(trainer, loader, optimizer=optax.adam)
         found.plot("lr.png")
         trainer = Trainer(model, optax.adam(found.suggestion()))
 
-    The steps are taken by a copy of the trainer, from the weights that it has now and a
-    fresh optimizer: the trainer, its history and its callbacks stay as they are, and so
-    do generators of a torch loader.
+    This is the range test of Smith (arXiv:1506.01186). A copy of the trainer takes the
+    steps, with its present weights and a new optimizer. The trainer, its history and
+    its callbacks stay as they are, and so do the generators of a torch loader.
 
     Args:
         trainer: with the model, loss, strategy and so on to try.
         train_loader: as for `fit`; read from its start, again and again if it is short.
+        optimizer: a function from a rate to an optimizer, such as `optax.adam`. Its
+            updates must be proportional to the rate, as those of optax are.
         min_lr: the first rate.
         max_lr: the last rate.
         num_training: how many steps.
@@ -140,10 +139,6 @@ def lr_find(
         early_stop_threshold: stops when the smoothed loss (over some 50 steps) is this
             many times the best one; None never stops. A loss that is not finite is the
             last one in any case.
-        optimizer: a function from a rate to an optimizer, such as `optax.adam`. By
-            default the trainer's own optimizer is used, which must be made by
-            `optax.inject_hyperparams`. (Updates must be proportional to the rate, as
-            in optax's optimizers.)
     """
     if not 0 < min_lr < max_lr:
         raise ValueError(
@@ -163,7 +158,9 @@ def lr_find(
 
     # A copy takes the steps; the trainer does not change.
     twin = _make_twin(trainer, optimizer)
-    held = _make_rate_shapes(twin, only_added=optimizer is not None)
+    hyperparams = find_hyperparams(twin.run.engine.state)
+    rate_name = max(hyperparams, key=lambda name: hyperparams[name].index)
+    shape = hyperparams[rate_name].leaf.shape  # one for each member of an ensemble
     epochs = (twin.steps(train_loader) for _ in rates)
     steps = itertools.chain.from_iterable(epochs)
     losses: list[float] = []
@@ -174,7 +171,7 @@ def lr_find(
         generators = find_torch_generators(train_loader)
         stack.callback(set_states, generators, get_states(generators))
         for rate in rates:
-            twin.set_hyperparams(**{name: like * rate for name, like in held.items()})
+            twin.set_hyperparams(**{rate_name: np.full(shape, rate)})
             if (metrics := next(steps, None)) is None:
                 break  # an empty loader
             # waits for the device: the next step may be the last
@@ -192,39 +189,20 @@ def lr_find(
     return finder
 
 
-def _make_twin(trainer: Trainer, optimizer: Callable[[float], Any] | None) -> Trainer:
-    """Makes a trainer of the same model, which shares no state."""
+def _make_twin(trainer: Trainer, optimizer: Callable[[float], Any]) -> Trainer:
+    """Makes a trainer of the same model, which shares no state.
+
+    The last hyperparameter of its optimizer is the rate.
+    """
     fresh = not trainer.run.has_engine
     model = trainer.model if fresh else trainer.run.model_of(trainer.state)
+    scale = optax.inject_hyperparams(optax.scale)(step_size=1.0)
     changed = {
         "model": model,
         "state": trainer.model_state,
+        "optimizer": optax.chain(optimizer(1.0), scale),
         "callbacks": (),
         "enable_progress_bar": False,
         "steps_per_execution": 1,
     }
-    if optimizer is not None:  # at a rate of 1, whose updates are then scaled
-        scale = optax.inject_hyperparams(optax.scale)(step_size=1.0)
-        changed["optimizer"] = optax.chain(optimizer(1.0), scale)
     return Trainer(**{**trainer.run.arguments, **changed})
-
-
-def _make_rate_shapes(trainer: Trainer, only_added: bool) -> dict[str, np.ndarray]:
-    """Returns ones in the shapes of the rates to set: all, or only the added one."""
-    hyperparams_by_name = find_hyperparams(trainer.run.engine.state)
-    rates = {
-        name: hyperparam
-        for name, hyperparam in hyperparams_by_name.items()
-        if is_rate(name)
-    }
-    if only_added:  # at the end
-        rates = dict([max(rates.items(), key=lambda item: item[1].index)])
-    if not rates or any(rate.is_scheduled for rate in rates.values()):
-        raise ValueError(
-            "`lr_find`: the optimizer has no learning rate that can be set. Pass"
-            " a function from a rate to an optimizer, as in lr_find(...,"
-            " optimizer=optax.adam), or build the trainer's with"
-            " optax.inject_hyperparams and a number, as"
-            " optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)."
-        )
-    return {name: np.ones(hyperparam.leaf.shape) for name, hyperparam in rates.items()}

@@ -41,9 +41,9 @@ from jaxdp.losses import token_cross_entropy
 KEY = jax.random.key(0)
 
 
-def find_rate(optimizer=None, **options):
-    optimizer = optax.adam(0.1) if optimizer is None else optimizer
-    return lr_find(linear_on_one_device(optimizer=optimizer), batches(8), **options)
+def find_rate(**options):
+    trainer = linear_on_one_device()
+    return lr_find(trainer, batches(8), optimizer=optax.adam, **options)
 
 
 def attend(change=(), **options):
@@ -101,16 +101,10 @@ def split(rows, targets):
     return make_small(strategy=strategy, loss="mse").fit([(rows, targets)])
 
 
-def scheduled():
-    schedule = optax.linear_schedule(0.1, 0.0, 9)
-    return optax.inject_hyperparams(optax.sgd)(learning_rate=schedule)
-
-
 class OwnAttention(eqx.nn.MultiheadAttention):
     pass
 
 
-NO_RATE = "no learning rate.*optimizer=optax.adam"
 NO_ATTENTION = "has no eqx.nn.MultiheadAttention"
 DIFFERS = "`blocks`: number 1 differs from number"
 WRONG = ValueError, TypeError
@@ -141,8 +135,6 @@ REFUSED = {
         (lambda: find_rate(num_training=1), ValueError, "must be 2 or more"),
         (lambda: find_rate(mode="cosine"), ValueError,
          "must be one of 'exponential', 'linear'"),
-        (lambda: find_rate(), ValueError, NO_RATE),
-        (lambda: find_rate(scheduled()), ValueError, NO_RATE),
     ],
     "fuse_attention": [
         (lambda: fuse_attention(Model(), causal="decoder.*"), ValueError,
@@ -160,22 +152,19 @@ REFUSED = {
          "subclasses of it are left alone"),
     ],
     "fused attention": [
-        (lambda: attend({"value": tokens(16)}), ValueError,
-         "17 tokens and `value` of 16"),
         (lambda: attend({"query": jnp.ones((2, 13, 16))}), ValueError,
          "call the layer by jax.vmap"),
         (lambda: attend(causal=True), ValueError, "13 queries and 17 keys"),
+        (lambda: attend({"segment_ids": jnp.zeros(13, int)}), ValueError,
+         "13 queries and 17 keys"),
         (lambda: attend({"mask": jnp.ones((17, 13), bool)}), ValueError,
          r"\(13, 17\)"),
-        (lambda: attend({"mask": jnp.zeros((13, 17))}), TypeError,
+        (lambda: attend({"mask": jnp.zeros((13, 17))}), ValueError,
          "`mask` must be of booleans"),
-        (lambda: attend({"segment_ids": jnp.zeros(13, int)}), ValueError,
-         r"keys,\) = \(17,\)"),
-        (lambda: attend({"segment_ids": (jnp.zeros(13), jnp.zeros(17))}), TypeError,
-         "`segment_ids` must be integers; got float32"),
-        (lambda: attend(implementation="cudnn"), ValueError, "heads are float32"),
-        (lambda: attend({"process_heads": lambda q, k, v: (q[1:], k, v)}), ValueError,
-         "must not change the shape"),
+        (lambda: attend({"query": tokens(17), "segment_ids": jnp.zeros(17)}),
+         ValueError, "`segment_ids` must be integers.*got float32"),
+        (lambda: attend({"mask": jnp.ones((13, 17), bool)}, implementation="cudnn"),
+         ValueError, "computes no dropout, no `mask`"),
     ],
     "LocalSGD": [
         (lambda: make_small(strategy=LocalSGD(2), after_update=lambda model: model),
