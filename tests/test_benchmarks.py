@@ -223,23 +223,3 @@ def test_operations_are_those_that_xla_counts(name):
     found = compiled.cost_analysis()["flops"]
     # XLA also counts activations, biases and the loss: much of a tiny model.
     assert 0.6 * found < steps.count_operations(work) < found
-
-
-def test_times_that_noise_hides_are_not_shown():
-    case = {
-        "title": "MLP",
-        "precision": "32-true",
-        "product_rate": 1e12,
-        "seconds_per_step": {"expert": -1e-3, "jaxdp": 1e-3, "jaxdp, O1": 1e-3},
-        "too_short": ["expert"],
-        "mfu": {"expert": -6.5, "jaxdp": 0.5, "jaxdp, O1": 6.5},
-        "of_expert": {"jaxdp": -1.0},
-        "host_seconds_per_call": {},
-        "not_run": {},
-    }
-    assert [text for _, text in steps.format_rows({"tiny": case})][1:] == [
-        "too short to time",
-        "1 ms a step, MFU 50.0%",
-        "1 ms a step, MFU not known",
-    ]
-    assert steps.is_too_short(1.0, 0.9) and not steps.is_too_short(1.0, 2.0)

@@ -7,11 +7,12 @@ import os
 import pathlib
 import pydoc
 import re
+import subprocess
+import sys
 
 import jax
 import numpy as np
 import pytest
-from scripts import Scripts
 
 import jaxdp
 from jaxdp.extras import cli
@@ -60,17 +61,9 @@ def test_the_notebook_is_the_page():
     )
 
 
-@pytest.fixture(scope="module")
-def scripts():
-    own = {"XLA_FLAGS": "", "MPLBACKEND": "agg", "PYTHONPATH": str(DOCS.parent)}
-    started = Scripts(os.environ | own)
-    yield started
-    started.close()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("page", RECIPES, ids=lambda page: page.stem)
-def test_a_recipe_runs_as_a_script_and_draws_its_picture(page, tmp_path, scripts):
+def test_a_recipe_runs_as_a_script_and_draws_its_picture(page, tmp_path):
     draw_recipes = _script("draw_recipes")
     code = draw_recipes.code_of(page)
     assert sum(bool(line.strip()) for line in code.splitlines()) <= 40
@@ -79,8 +72,15 @@ def test_a_recipe_runs_as_a_script_and_draws_its_picture(page, tmp_path, scripts
 
     script = tmp_path / f"{page.stem}.py"
     script.write_text(code)
-    code, output = scripts.run(script)
-    assert code == 0, output
+    own = {"XLA_FLAGS": "", "MPLBACKEND": "agg", "PYTHONPATH": str(DOCS.parent)}
+    done = subprocess.run(
+        [sys.executable, script],
+        env=os.environ | own,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
     for picture in re.findall(r"\]\((\S+\.png)\)", page.read_text()):
         assert (page.parent / picture).is_file()
         assert (tmp_path / pathlib.Path(picture).name).is_file()

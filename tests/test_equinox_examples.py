@@ -6,7 +6,6 @@ numbers of a step has tests of its own.
 """
 
 import functools
-import itertools
 
 import equinox as eqx
 import jax
@@ -40,12 +39,12 @@ def by_hand(model, optimizer, batches, loss_of, **options):
     return hand_written(model, optimizer, batches, 1, loss_of, **options)
 
 
-def by_trainer(model, optimizer, batches, strategy, max_steps=None, **arguments):
+def by_trainer(model, optimizer, batches, strategy, **arguments):
     """The trainer, and the loss of every step."""
     recorder = Recorder()
     arguments |= {"strategy": strategy(), "callbacks": [recorder]}
     trainer = quiet(model, optimizer, **arguments)
-    trainer.fit(batches, max_steps=max_steps)
+    trainer.fit(batches)
     return trainer, recorder.losses
 
 
@@ -97,61 +96,6 @@ def test_a_cnn_learns_as_by_hand(strategy, arguments):
     trainer, losses = by_trainer(model, optax.adamw(3e-3), data, strategy, **arguments)
     assert_same(losses, cnn_by_hand())
     assert_same(trainer.predict(data), jax.vmap(trainer.model)(x), rtol=1e-4, atol=1e-5)
-
-
-class Rnn(eqx.Module):
-    """A GRU scanned over the sequence, and the probability of one class."""
-
-    hidden_size: int
-    cell: eqx.Module
-    linear: eqx.nn.Linear
-
-    def __init__(self, key):
-        keys = jr.split(key)
-        self.hidden_size = 6
-        self.cell = eqx.nn.GRUCell(2, 6, key=keys[0])
-        self.linear = eqx.nn.Linear(6, 1, key=keys[1])
-
-    def __call__(self, sequence):
-        def body(hidden, x):
-            return self.cell(x, hidden), None
-
-        hidden, _ = jax.lax.scan(body, jnp.zeros(self.hidden_size), sequence)
-        return jax.nn.sigmoid(self.linear(hidden))
-
-
-def spirals():
-    """Clockwise and other spirals of 8 points, as JAX arrays."""
-    angle = jnp.linspace(0, 6, 8)[None] + jr.uniform(jr.key(1), (20, 1)) * 6
-    sign = jnp.where(jnp.arange(20) % 2, 1.0, -1.0)[:, None]
-    x = jnp.stack([sign * jnp.sin(angle), jnp.cos(angle)], axis=-1)
-    return x, (sign + 1) / 2
-
-
-def binary_cross_entropy(p, y):
-    return -(y * jnp.log(p) + (1 - y) * jnp.log(1 - p))
-
-
-def rnn_loss(model, x, y):
-    return binary_cross_entropy(jax.vmap(model)(x), y).mean()
-
-
-@functools.cache
-def rnn_by_hand():
-    data = cut(*spirals())
-    return by_hand(Rnn(jr.key(0)), optax.adam(1e-2), data + data[:2], rnn_loss)[1]
-
-
-@pytest.mark.slow_cases("Pmap-arguments1")
-@pytest.mark.parametrize("strategy, arguments", [
-    (Sharded, {"loss_fn": rnn_loss}), (Pmap, {"loss": binary_cross_entropy}),
-])  # fmt: skip
-def test_an_rnn_learns_as_by_hand_from_an_endless_generator(strategy, arguments):
-    endless = itertools.cycle(cut(*spirals()))
-    _, losses = by_trainer(
-        Rnn(jr.key(0)), optax.adam(1e-2), endless, strategy, max_steps=5, **arguments
-    )
-    assert_same(losses, rnn_by_hand())
 
 
 class Stateful(eqx.Module):
