@@ -8,7 +8,7 @@ import runpy
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -23,17 +23,14 @@ from .reports import (
     compare_runs,
     read_run,
     tabulate_differences,
-    write_comparison,
     write_report,
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command; returns what the process is to exit with."""
-    parser, args = (
-        _make_parser(),
-        list(sys.argv[1:] if arguments is None else arguments),
-    )
+    """Runs a command; returns the exit code of the process."""
+    parser = _make_parser()
+    args = list(sys.argv[1:] if arguments is None else arguments)
     end = args.index("--") if "--" in args else len(args)
     options, others = parser.parse_known_args(args[:end])
     options.arguments = others + args[end + 1 :]
@@ -44,10 +41,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(options.arguments)}")
     try:
         return options.command(options) or 0
-    except BrokenPipeError:
-        # Python flushes the stream once more when it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141  # 128 + SIGPIPE, as other programs do
     except (OSError, ValueError, ImportError) as error:
         if os.environ.get("JAXDP_TRACEBACK"):
             raise
@@ -57,9 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="jaxdp",
-        description="Train Equinox models on one or many devices.",
-        epilog="`jaxdp COMMAND --help` says more about a command.",
+        "jaxdp", epilog="`jaxdp COMMAND --help` says more about a command."
     )
     version = get_versions().get("jaxdp", "unknown")
     parser.add_argument("--version", action="version", version=f"jaxdp {version}")
@@ -95,7 +86,6 @@ def _make_parser() -> argparse.ArgumentParser:
 
     option = add(_compare, "put several runs side by side")
     option("runs", nargs="+", help="folders of runs, or metrics.csv files")
-    option("-o", "--output", help="write an HTML page too, with curves")
 
     option = add(_export, "write the weights of a checkpoint into one file")
     option("checkpoint", help="the folder of a checkpoint, or of several")
@@ -111,9 +101,7 @@ def _doctor(_: argparse.Namespace) -> int:
     Every line is ok, a hint, or a problem with a remedy. The exit code is 1 when there
     is a problem.
     """
-    lines = examine()
-    print(*lines, sep="\n", flush=True)
-    return int(any(line.startswith("PROBLEM") for line in lines))
+    return int(not examine())
 
 
 class _PlanDone(BaseException):
@@ -138,7 +126,7 @@ def _plan(options: argparse.Namespace) -> None:
         raise _PlanDone
 
     # The script runs as usual, up to its first `fit`.
-    argv, path, code = sys.argv, list(sys.path), None
+    argv, path = sys.argv, list(sys.path)
     sys.argv = [script, *options.arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     try:
@@ -146,15 +134,13 @@ def _plan(options: argparse.Namespace) -> None:
             runpy.run_path(script, run_name="__main__")
     except _PlanDone:
         print(plans[0])
-    except SystemExit as error:
-        code = error.code
     finally:
         sys.argv, sys.path[:] = argv, path
     if not plans:
         raise ValueError(
-            f"{script} ended{f' with exit code {code}' if code else ''} without a call"
-            " of `Trainer.fit` or `Trainer.steps`, so there is nothing to plan. (It ran"
-            f" as a main program, with these arguments: {options.arguments}.)"
+            f"{script} ended without a call of `Trainer.fit` or `Trainer.steps`, so"
+            " there is nothing to plan. (It ran as a main program, with these"
+            f" arguments: {options.arguments}.)"
         )
     if options.json:
         options.json.write_text(json.dumps(plans[0].to_dict(), indent=2))
@@ -180,8 +166,6 @@ def _compare(options: argparse.Namespace) -> None:
     differing = tabulate_differences(runs)
     if len(differing) > 1:
         print("\nwhat differs", *format_columns(differing), sep="\n")
-    if options.output:
-        print(f"\n{write_comparison(runs, options.output)}")
 
 
 def _export(options: argparse.Namespace) -> None:
@@ -192,12 +176,11 @@ def _export(options: argparse.Namespace) -> None:
     path = options.output.absolute()
     if path.suffix not in (".safetensors", ".npz"):
         raise ValueError(f"`{options.output}` must end with .safetensors or .npz.")
-    arrays = read_weights(options.checkpoint, options.which)
+    arrays: Any = read_weights(options.checkpoint, options.which)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with write_atomically(path) as temporary:
+    with write_atomically(path) as temporary, temporary.open("wb") as file:
         if path.suffix == ".npz":
-            with temporary.open("wb") as file:
-                np.savez(file, **cast(Any, arrays))
+            np.savez(file, **arrays)
         else:
             write_arrays(temporary, arrays)
     count = sum(array.size for array in arrays.values())

@@ -26,23 +26,24 @@ from ..strategies.placement import gather_arrays
 if TYPE_CHECKING:
     from jaxdp import Trainer
 
-_SHOWN = 20
-"""Leaves in a printed table; the rest is counted."""
+_MAX_LEAVES = 20
+"""The number of leaves in a printed table; the rest is counted."""
 
 
 class Difference(NamedTuple):
     """The largest difference of a value from the reference's, over all steps."""
 
     largest: float
-    """0.0 for equal bits; else the largest difference relative to the largest
-    magnitude in the array, of all steps. Infinite where one is finite and one is not,
-    or where integers differ."""
+    """The difference relative to the largest magnitude in the array.
+
+    It is 0.0 for equal bits, and infinite where one value is finite and the other is
+    not, and where integers differ."""
     first_step: int | None
-    """The step, counted from 1, after which bits differ first; None if they never do.
-    """
+    """The first step, counted from 1, after which bits differ; None without one."""
 
     @property
     def is_equal(self) -> bool:
+        """Whether the value has the same bits in every step."""
         return self.first_step is None
 
     def __str__(self) -> str:
@@ -70,8 +71,7 @@ class Comparison:
 
     Attributes:
         reference: the run of the trainer's own strategy.
-        runs: the runs of the requested strategies, in order, compared with the
-            reference.
+        runs: those of the requested strategies, in order, compared with it.
     """
 
     def __init__(self, reference: Run, runs: Sequence[Run]):
@@ -90,9 +90,9 @@ class Comparison:
 
         Args:
             rtol: largest relative difference of a step's loss.
-            leaves_rtol: the same for every leaf, if leaves are to be looked at; an
-                optimizer such as Adam makes much of tiny differences in gradients that
-                should be zero.
+            leaves_rtol: the same for every leaf. Default: leaves are not compared, as
+                Adam turns tiny differences in gradients that should be zero into steps
+                of full size.
 
         Raises:
             AssertionError: naming the strategy, the value and the first step.
@@ -145,7 +145,7 @@ class Comparison:
         rows = [("leaf", *(run.strategy for run in self.runs))]
         rows += [
             (name, *(str(run.leaves[name]) for run in self.runs))
-            for name in names[:_SHOWN]
+            for name in names[:_MAX_LEAVES]
         ]
         hidden = len(names) - len(rows) + 1
         more = f"\nand {hidden} more that differ less" if hidden else ""

@@ -2,8 +2,6 @@
 
 import glob
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any, Final
@@ -16,54 +14,27 @@ from ..basics.environment import get_versions
 from ..basics.hardware import describe_mixed_kinds
 from ..basics.host_memory import HOST
 
-_TIMEOUT_SECONDS: Final = 120
-"""The time limit of all checks together."""
 
+def examine() -> bool:
+    """Prints the name of each check, and its lines; returns True if all are well.
 
-def examine() -> list[str]:
-    """Runs the checks in a process of their own, as they may hang or abort.
-
-    Returns:
-        Lines that begin with "ok", "hint" or "PROBLEM".
+    A check that hangs, or that ends the process, is the last one named.
     """
-    lines = [_format("ok", ", ".join(map(" ".join, get_versions().items())))]
-    command = [sys.executable, "-c", f"from {__name__} import check; check()"]
-    error, reason = b"", ""
-    try:
-        done = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_SECONDS)
-        output, error = done.stdout, done.stderr
-        if done.returncode:
-            reason = f"it ended with exit code {done.returncode}"
-    except subprocess.TimeoutExpired as late:
-        output, reason = (
-            late.stdout or b"",
-            f"no answer within {late.timeout:g} seconds",
-        )
-
-    current = "jaxdp"
-    for line in output.decode(errors="replace").splitlines():
-        if line.startswith("# "):
-            current = line[2:]
-        else:
-            lines.append(line)
-    if reason:
-        errors = error.decode(errors="replace").strip().splitlines() or [reason]
-        cause = [line for line in errors if "XLA_FLAGS" in line] or errors
-        text = f"{current} failed: {cause[-1][:300]}"
-        lines.append(_format("PROBLEM", text, "try JAX_PLATFORMS=cpu"))
-    return lines
-
-
-def check() -> None:
-    """Runs the checks in this process; prints the name of each, and its lines."""
+    print(_format("ok", ", ".join(map(" ".join, get_versions().items()))))
+    lines = []
     for name in CHECKS:
-        print(f"# {name}", flush=True)
+        print(f"{name}:", flush=True)
         for line in run_check(name):
             print(line, flush=True)
+            lines.append(line)
+    return not any(line.startswith("PROBLEM") for line in lines)
 
 
 def run_check(name: str) -> Iterator[str]:
-    """Yields the lines of one of `CHECKS`; an exception becomes a line."""
+    """Yields the lines of one of `CHECKS`; an exception becomes a line.
+
+    They begin with "ok", "hint" or "PROBLEM".
+    """
     try:
         yield from CHECKS[name]()
     except Exception as error:
@@ -96,11 +67,13 @@ def _check_devices() -> Iterator[str]:
 
     # Devices that the system has, and that JAX does not use.
     files = {"NVIDIA GPU": "nvidia[0-9]*", "TPU": "accel*", "AMD GPU": "kfd"}
-    for name in [name for name, file in files.items() if glob.glob(f"/dev/{file}")][:1]:
-        is_told = os.environ.get("JAX_PLATFORMS") == "cpu"
-        told, install = "unset JAX_PLATFORMS, which is 'cpu'", "see docs/install.md"
-        remedy = told if is_told else f"install JAX for it: {install}"
-        yield _format("PROBLEM", f"there is a {name}, and JAX does not use it", remedy)
+    is_asked_for = os.environ.get("JAX_PLATFORMS") == "cpu"
+    remedy = "unset JAX_PLATFORMS, which is 'cpu'"
+    remedy = remedy if is_asked_for else "install JAX for it: see docs/install.md"
+    for name, file in files.items():
+        if glob.glob(f"/dev/{file}"):
+            text = f"there is a {name}, and JAX does not use it"
+            yield _format("PROBLEM", text, remedy)
 
 
 def _check_arithmetic() -> Iterator[str]:

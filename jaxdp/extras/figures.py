@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 Points = Sequence[tuple[float, float]]
 
-_FEW: Final = 80
-"""The most points of a chart that get a marker each."""
+_MAX_MARKERS: Final = 80
+"""A chart of more points has lines alone."""
 
-_MANY: Final = 2000
-"""The most points of a chart for which matplotlib places the legend quickly."""
+_MAX_POINTS_FOR_PLACING: Final = 2000
+"""With more points, matplotlib takes long to find the best place of the legend."""
 
 
 class Curve(NamedTuple):
@@ -151,7 +151,7 @@ def _draw_chart(axes: "Axes", curves: Sequence[Curve]) -> None:
     ]
     drawable = [curve for curve in finite if curve.points]
     count = sum(len(curve.points) for curve in drawable if not curve.is_rough)
-    marker = {"marker": "o", "markersize": 4.5} if count <= _FEW else {}
+    marker = {"marker": "o", "markersize": 4.5} if count <= _MAX_MARKERS else {}
 
     for curve in drawable:
         x, y = zip(*curve.points, strict=True)
@@ -172,7 +172,7 @@ def _draw_chart(axes: "Axes", curves: Sequence[Curve]) -> None:
     if values:
         legend = axes.legend(
             frameon=False,
-            loc="best" if len(values) <= _MANY else "upper right",
+            loc="best" if len(values) <= _MAX_POINTS_FOR_PLACING else "upper right",
             fontsize="medium" if len(drawable) <= 4 else "x-small",
         )
         for text in legend.get_texts():

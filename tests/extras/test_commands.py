@@ -1,8 +1,6 @@
 """The commands, as a shell runs them, and what the doctor finds."""
 
 import json
-import os
-import subprocess
 import sys
 
 import jax
@@ -30,17 +28,11 @@ def runs(tmp_path):
     return tmp_path / "a", tmp_path / "b"
 
 
-def test_help_names_every_command(capsys):
-    with pytest.raises(SystemExit, match="0"):
-        run(capsys, "--help")
-    shown = capsys.readouterr().out
-    for command in ("doctor", "plan", "report", "compare", "export"):
-        assert f"\n    {command} " in shown
-
-
-def test_no_command_shows_the_help(capsys):
+def test_no_command_shows_the_help_which_names_every_command(capsys):
     code, out, _ = run(capsys)
     assert code == 2 and "usage: jaxdp" in out
+    for command in ("doctor", "plan", "report", "compare", "export"):
+        assert f"\n    {command} " in out
 
 
 def test_report_writes_a_page_into_the_run(capsys, runs):
@@ -52,23 +44,12 @@ def test_report_writes_a_page_into_the_run(capsys, runs):
 
 
 def test_compare_prints_what_is_best_and_what_differs(capsys, runs):
-    code, out, _ = run(capsys, "compare", *runs, "-o", runs[0] / "c.html")
+    code, out, _ = run(capsys, "compare", *runs)
     assert code == 0
     lines = {line.split("  ")[0]: line for line in out.splitlines() if line}
     assert lines["val_loss, best"].count("*") == 1
     assert lines["mine"].split() == ["mine", "a", "b"]
     assert lines["seed"].split() == ["seed", "0", "1"]
-    assert (runs[0] / "c.html").exists()
-
-
-def test_errors_are_one_line(capsys, tmp_path, monkeypatch):
-    code, out, err = run(capsys, "report", tmp_path)
-    assert code == 1 and out == ""
-    assert err.startswith("jaxdp: `") and "is not a run: a run is" in err
-    assert err.count("\n") == 1
-    monkeypatch.setenv("JAXDP_TRACEBACK", "1")
-    with pytest.raises(FileNotFoundError, match="is not a run"):
-        run(capsys, "report", tmp_path)
 
 
 SCRIPT = """
@@ -90,21 +71,6 @@ raise AssertionError("it trained")
 """
 
 
-@pytest.mark.parametrize("command", ["--help", "doctor"])
-def test_a_reader_that_goes_away_ends_a_command_quietly(command):
-    reader, writer = os.pipe()
-    os.close(reader)
-    done = subprocess.run(
-        [sys.executable, "-m", "jaxdp", *command.split()],
-        stdout=writer,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    os.close(writer)
-    assert done.stderr == ""
-    assert done.returncode == (0 if command == "--help" else 141)
-
-
 @pytest.mark.slow_cases("fit")
 @pytest.mark.parametrize("call", ["fit", "steps"])
 def test_plan_stops_a_script_where_it_would_train(capsys, tmp_path, call):
@@ -122,18 +88,22 @@ def test_plan_stops_a_script_where_it_would_train(capsys, tmp_path, call):
     mlp_trainer().fit(batches(8))  # `fit` is itself again
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [("print(1)", "without a call of `Trainer.fit`"), ("exit(3)", "exit code 3")],
-)
-def test_a_script_that_does_not_train_is_told(capsys, tmp_path, text, message):
-    (tmp_path / "a.py").write_text(text)
-    code, _, err = run(capsys, "plan", tmp_path / "a.py")
-    assert code == 1 and message in err
-    code, _, err = run(capsys, "plan", tmp_path / "missing.py")
-    assert code == 1 and "there is no such file" in err
-    code, _, err = run(capsys, "report", tmp_path / "missing")
-    assert code == 1 and "is not a run" in err
+@pytest.mark.parametrize("arguments, message", [
+    (["plan", "a.py"], "ended without a call of `Trainer.fit`"),
+    (["plan", "missing.py"], "there is no such file"),
+    (["report", "missing"], "is not a run: a run is"),
+    (["export", "missing", "w.pt"], "must end with .safetensors or .npz"),
+    (["export", "missing", "w.npz"], "missing"),
+])  # fmt: skip
+def test_errors_are_one_line(capsys, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.py").write_text("print(1)")
+    code, _, err = run(capsys, *arguments)
+    assert code == 1 and err.startswith("jaxdp: ") and message in err
+    assert err.count("\n") == 1
+    monkeypatch.setenv("JAXDP_TRACEBACK", "1")
+    with pytest.raises((OSError, ValueError), match=message):
+        run(capsys, *arguments)
 
 
 def test_what_is_not_the_plans_own_is_the_scripts(capsys, tmp_path):
@@ -169,13 +139,6 @@ def test_export_writes_the_arrays_of_a_checkpoint(capsys, tmp_path, file):
         assert_close(loaded, trainer.model, 0, 0)
 
 
-def test_what_cannot_be_exported_is_told(capsys, tmp_path):
-    code, _, err = run(capsys, "export", tmp_path / "saved", tmp_path / "w.pt")
-    assert code == 1 and "must end with .safetensors or .npz" in err
-    code, _, err = run(capsys, "export", tmp_path / "nothing", tmp_path / "w.npz")
-    assert code == 1
-
-
 def test_the_doctor_finds_this_machine_able(capsys):
     code, out, _ = run(capsys, "doctor")
     assert code == 0 and "PROBLEM" not in out
@@ -193,7 +156,7 @@ def test_the_doctor_finds_this_machine_able(capsys):
 
 
 def test_the_doctor_says_what_to_do(monkeypatch):
-    monkeypatch.setattr("glob.glob", lambda _: ["/dev/nvidia0"])
+    monkeypatch.setattr("glob.glob", lambda file: [file] if "nvidia" in file else [])
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     *_, unused = doctor._check_devices()
     assert unused.startswith("PROBLEM") and "-> unset JAX_PLATFORMS" in unused
@@ -207,30 +170,10 @@ def test_the_doctor_tells_wrong_numbers_and_errors(monkeypatch, capsys):
 
     monkeypatch.setattr(jax, "devices", fails)
     monkeypatch.setattr(jnp, "isfinite", jnp.isnan)
-    doctor.check()
-    lines = capsys.readouterr().out.splitlines()
+    code, out, _ = run(capsys, "doctor")
+    lines = out.splitlines()
+    assert code == 1
     failing, comparing = (line for line in lines if line.startswith("PROBLEM"))
     assert failing.endswith("  looking for devices: MemoryError: no room")
     assert comparing.endswith("  not so: random numbers are finite")
     assert any("-> wrong numbers" in line for line in lines)
-
-
-@pytest.mark.parametrize("code, text", [
-    ("print('# b'); raise ValueError('no')", "b failed: ValueError: no"),
-    ("import os; os._exit(7)", "jaxdp failed: it ended with exit code 7"),
-    ("import time; time.sleep(60)", "jaxdp failed: no answer within 2 seconds"),
-])  # fmt: skip
-def test_what_aborts_or_hangs_is_a_problem(monkeypatch, code, text):
-    def run(command, timeout, **options):
-        command = [sys.executable, "-c", code]
-        return subprocess_run(command, timeout=timeout / 60, **options)
-
-    subprocess_run = subprocess.run
-    monkeypatch.setattr(subprocess, "run", run)
-    assert doctor.examine()[-1].startswith(f"PROBLEM  {text}\n")
-
-
-def test_the_doctor_names_flags_that_abort_the_process(monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", "--xla_no_such_flag=1")
-    last = doctor.examine()[-1]
-    assert last.startswith("PROBLEM") and "--xla_no_such_flag" in last

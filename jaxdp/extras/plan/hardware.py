@@ -17,8 +17,9 @@ class Hardware(NamedTuple):
     flops: float
     """Dense bfloat16 matrix operations per second."""
     flops_float32: float
-    """The same on float32 arrays in JAX's default precision: TF32 on GPUs, bfloat16
-    on TPUs."""
+    """The rate on float32 arrays in JAX's default precision.
+
+    That is TF32 on GPUs, and bfloat16 on TPUs."""
     memory: int
     """Bytes of the device. JAX takes a share of a GPU's; see `get_usable_memory`."""
     memory_bandwidth: float
@@ -30,8 +31,9 @@ class Hardware(NamedTuple):
     far_bandwidth: float
     """Bytes per second that a device can send beyond its domain."""
     flops_highest: float | None = None
-    """On float32 arrays in float32, as under `"32-highest"`; None if it is not known,
-    and then as `flops_float32`."""
+    """The rate on float32 arrays under `precision="32-highest"`.
+
+    None if it is not known; plans then take `flops_float32`."""
     is_gpu: bool = False
 
     def rate(self, computed_in: str) -> float:

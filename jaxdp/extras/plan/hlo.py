@@ -41,8 +41,7 @@ _NOT_PLAIN: Final = re.compile(
 _PRODUCT_CALL: Final = re.compile(r'custom_call_target="[^"]*(gemm|matmul|conv)')
 """A product that a library computes (`__cublas$gemm`, `__cudnn$convForward`)."""
 _PRODUCT: Final = re.compile(r"\b(dot|convolution|fusion|while|call|custom-call)\(")
-"""Matches the text of a computation that multiplies matrices, or may call one that
-does."""
+"""Matches the text of a computation with a matrix product, or with a call."""
 
 
 _TRIP_COUNT: Final = re.compile(r'known_trip_count\\?":\s*\{\\?"n\\?":\\?"(\d+)')
@@ -107,18 +106,19 @@ class Collective(NamedTuple):
     operand_bytes: int
     result_bytes: int
     groups: tuple[tuple[int, ...], ...]
-    """Which partitions exchange data with one another. For a permutation, the sets of
-    partitions that are connected by it."""
+    """The sets of partitions that exchange data with one another.
+
+    A permutation connects partitions in pairs; a set has all that are connected."""
     times: int | None
     """The number of executions in a run; None in a loop of unknown length."""
     optional: bool
     """Whether it is in a branch, and so may not be executed."""
     overlapped: bool
-    """Whether it is split into a start and an end, so that computation may run in
-    between."""
+    """Whether it has a start and an end, between which computation may run."""
     hidden: bool
-    """Whether matrix products or convolutions do run in between, by the order in which
-    the compiler has put the instructions."""
+    """Whether matrix products or convolutions run between its start and its end.
+
+    The compiler's order of the instructions says so."""
     path: str
     """The place in the user's program that it comes from; may be empty."""
 
@@ -169,8 +169,9 @@ class HloProgram(NamedTuple):
 
     collectives: tuple[Collective, ...]
     aliased: dict[int, str]
-    """Inputs that a result overwrites: the number of the program's parameter, and
-    which result, as an index path such as `"3"` or `"0,2"`; `""` is the only one."""
+    """Maps the number of each overwritten input to the result that overwrites it.
+
+    A result is an index path, such as `"3"` or `"0,2"`; `""` if there is only one."""
 
 
 def read(text: str) -> HloProgram:

@@ -46,14 +46,8 @@ class Memory(NamedTuple):
     other: int
     """The key, the step's number and the sums of metrics."""
     batch: int
-    gradients: int
-    """The bytes of all: as many as the trained parameters that the step works with; for
-    parameters that are gathered block by block, as large as their shards. The compiler
-    decides how many gradients exist at a time, in `temporary` or in results. The peak
-    includes them already."""
     temporary: int
-    """Memory that is neither an argument nor a result, at its largest: activations,
-    buffers of collectives, and gradients."""
+    """The peak of activations, gradients, and buffers of collectives."""
     arguments: int
     """The bytes of all arguments, according to the compiler."""
     results: int
@@ -61,8 +55,10 @@ class Memory(NamedTuple):
     """The bytes of results that overwrite arguments."""
     program: int
     in_flight: int
-    """Batches on accelerators that wait for their step: as many as fit into 5 % of the
-    memory, at least 2 dispatches, at most 8. The batch of the step itself is apart."""
+    """The batches on an accelerator that wait for their step.
+
+    As many wait as fit into 5 % of its memory, for 2 to 8 dispatches. The batch of the
+    running step is not among them."""
     peak: int
     """arguments + results - overwritten + temporary + in_flight."""
     host: int
@@ -77,8 +73,10 @@ class Traffic(NamedTuple):
     group_size: int
     dtype: str
     part: str
-    """The part of the step, from the names of the program's operations: `"gradients"`
-    that are summed, `"parameters"` that are gathered, `"backward: eqx.nn.Linear"`."""
+    """The part of the step, from the names of the program's operations.
+
+    `"gradients"` are summed, `"parameters"` are gathered; a layer has its own name:
+    `"backward: eqx.nn.Linear"`."""
     count: int = 0
     """The number of instructions; each runs `times` times."""
     times: int | None = 1
@@ -109,12 +107,11 @@ class Bound(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """A roofline estimate: the seconds of a step at the hardware's peaks. Real steps
-    take longer.
+    """The seconds of a step at the hardware's peaks, by a roofline.
 
-    It is computed in the same way for every compiler, so that estimates for GPUs, TPUs
-    and faked CPU devices can be compared. It does not use the bytes that compilers
-    report, because each compiler counts them differently.
+    Real steps take longer. Estimates for GPUs, TPUs and faked CPU devices can be
+    compared: they do not use the bytes that compilers report, which each compiler
+    counts in its own way.
     """
 
     hardware: str

@@ -3,17 +3,13 @@
 import dataclasses
 import html
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
 
-from ...basics.arguments import check_choice
 from ...basics.console import format_columns, log_info
 from ...basics.units import format_bytes, format_seconds, format_short
-from ..figures import save_figure
-from ..import_package import import_package
 from .parts import (
     GROUPS,
     Bound,
@@ -100,25 +96,17 @@ class Plan:
     def scaling(
         self,
         counts: Sequence[int] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024),
-        *,
-        keep: str = "rows_per_device",
     ) -> "Scaling":
-        """Plans the same step for other numbers of devices.
+        """Plans the same step for other numbers of devices, with as many rows on each.
 
         Args:
             counts: numbers of devices; each means one compilation.
-            keep: what stays as in this plan: `"rows_per_device"` (the global batch
-                grows with the number of devices) or `"rows"`, the global batch.
         """
-        check_choice("keep", keep, ("rows_per_device", "rows"))
         planner = self._get_planner()
         per_shard = math.ceil(self._batch / planner.num_shards(self.num_devices))
         lines = []
         for count in counts:
-            rows = (
-                self._batch if keep == "rows" else per_shard * planner.num_shards(count)
-            )
-            plan = planner.plan(count, rows)
+            plan = planner.plan(count, per_shard * planner.num_shards(count))
             row = ScalingRow(count, plan.rows, plan.memory.peak, plan.wire_bytes)
             if (estimate := plan.estimate) is not None:
                 row = row._replace(
@@ -208,44 +196,6 @@ class Scaling(NamedTuple):
         names = "devices rows peak/device sent/device step rows/s efficiency"
         rows = [names.split(), *map(_format_scaling_row, self.rows)]
         return "\n".join(format_columns(rows, right=range(len(rows[0]))))
-
-    def to_dict(self) -> list[dict[str, Any]]:
-        """Returns a dict for each number of devices."""
-        return [row._asdict() for row in self.rows]
-
-    def plot(self, path: str | os.PathLike[str]) -> None:
-        """Plots memory, communication and speed against the number of devices.
-
-        Args:
-            path: where to save the picture; the suffix decides the format.
-        """
-        matplotlib = import_package("matplotlib.figure", "`Scaling.plot`")
-        figure = matplotlib.Figure(figsize=(9, 6), layout="constrained")
-        counts = [row.devices for row in self.rows]
-        for place, (field, title) in enumerate(_PANELS, 1):
-            values = [getattr(row, field) for row in self.rows]
-            if None in values:
-                continue  # speed needs a profile
-            axes = figure.add_subplot(2, 2, place)
-            axes.plot(counts, values, marker="o")
-            axes.set_title(title, fontsize=10)
-            axes.set_xlabel("devices")
-            axes.set_xscale("log", base=2)
-            axes.set_xticks(counts, [str(count) for count in counts], fontsize=8)
-            if 0 < 50 * min(values) < max(values):
-                axes.set_yscale("log")
-            else:
-                axes.set_ylim(0, 1.06 * max(values) or 1)
-            axes.grid(alpha=0.3)
-        save_figure(figure, path)
-
-
-_PANELS: Final = (
-    ("peak", "peak per device, bytes"),
-    ("wire_bytes", "sent per device and step, bytes"),
-    ("rows_per_second", "rows per second, estimated"),
-    ("efficiency", "efficiency"),
-)
 
 
 def find_largest(peak: Callable[[int], float], limit: int, start: int = 1) -> int:
@@ -348,12 +298,7 @@ def _format_memory(memory: Memory) -> list[str]:
             " early as the device's memory allows; it then counts as temporary."
         ]
     rows = [(label, format_bytes(size), f"{size:,}") for label, size in parts.items()]
-    return [
-        *format_columns(rows),
-        f"All gradients together take {format_bytes(memory.gradients)}. The compiler"
-        " decides how many of them exist at a time; the peak includes them.",
-        *moved,
-    ]
+    return [*format_columns(rows), *moved]
 
 
 def _format_limit(plan: Any) -> list[str]:

@@ -14,14 +14,13 @@ from ...basics.tree import leaf_path, nbytes
 from ...basics.units import format_bytes
 from ...engine import num_in_flight
 from ...step import LONG_IN_FLIGHT
-from ...strategies import Sharded
 from ..local_sgd import LocalSGD
 from . import hlo
 from .hardware import Hardware, get_usable_memory
 from .parts import GROUPS, Bound, Estimate, Memory, PlanLeaf, Traffic
 
-_MOST: Final = 3
-"""The number of places that a collective of several arrays names."""
+_MAX_PLACES: Final = 3
+"""The number of places that the text of a collective of several arrays names."""
 
 _UNNAMED: Final = re.compile(
     r"vmap|jvp|transpose|shard_map|while|body|cond|closed_call|branch_\d+_fun"
@@ -75,7 +74,6 @@ class StepAnalysis:
         )
         self.num_shards = math.prod(self.mesh[axis] for axis in self.batch_axes)
         self.params = [leaf for leaf in self.state if leaf.group == "parameters"]
-        self.gathered = self._find_gathered_in_calls(state, strategy)
         self.in_flight = 0 if memory is None else self._count_bytes_in_flight(memory)
 
     def memory(self) -> Memory:
@@ -98,7 +96,6 @@ class StepAnalysis:
             )
         return Memory(
             **{field: held[group] for field, group in GROUPS.items()},
-            gradients=int(sum(map(self._gradient_bytes, self.params))),
             temporary=temporary,
             arguments=arguments,
             results=results,
@@ -201,31 +198,6 @@ class StepAnalysis:
             ),
         )
 
-    def _find_gathered_in_calls(self, state: Any, strategy: Any) -> frozenset[str]:
-        """Finds the parameters that modules gather when they are called.
-
-        Yet a step may gather all parameters at once, for instance where it works
-        on rows one by one. Then no module gathers in a pass of the model.
-        """
-        places = [_describe_path(moved.path) for moved in self.program.collectives]
-        in_calls = any(
-            ": " in place and place.endswith("parameters") for place in places
-        )
-        if not isinstance(strategy, Sharded) or not in_calls:
-            return frozenset()
-        named = jax.tree_util.tree_leaves_with_path(state.params)
-        return frozenset(
-            leaf_path(path)
-            for path, leaf in named
-            if strategy.units.is_gathered(leaf_path(path), leaf.sharding.spec)
-        )
-
-    def _gradient_bytes(self, leaf: PlanLeaf) -> float:
-        """Returns the bytes of a leaf's gradient, which is full or one shard."""
-        if leaf.path in self.gathered:
-            return leaf.bytes_per_device
-        return self._count_gathered_bytes(leaf)
-
     def _count_gathered_bytes(self, leaf: PlanLeaf) -> float:
         """Returns the bytes of a leaf after gathering over the axes of the batch."""
         others = [name for name in self.mesh if name not in self.batch_axes]
@@ -285,8 +257,8 @@ def describe_place(each: hlo.Collective) -> str:
         _describe_path(path) for operand in each.operands for path in operand.paths
     ]
     places = [place for place in dict.fromkeys(moved) if place]
-    if len(places) > _MOST:
-        places[_MOST:] = [f"{len(places) - _MOST} more"]
+    if len(places) > _MAX_PLACES:
+        places[_MAX_PLACES:] = [f"{len(places) - _MAX_PLACES} more"]
     return ", ".join(places) or own_place or "other arrays"
 
 

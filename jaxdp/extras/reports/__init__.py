@@ -6,7 +6,6 @@ from .runs import (
     read_run,
     report_trainer,
     tabulate_differences,
-    write_comparison,
     write_report,
 )
 from .summary import Layer, Summary, summarize

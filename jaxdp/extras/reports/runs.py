@@ -34,8 +34,8 @@ _RATES: Final = {
     "flops_per_s": "FLOP/s of the model",
     "mfu": "MFU",
 }
-_MOST_CURVES: Final = 16
-"""The most curves in a chart of layers."""
+_MAX_CURVES: Final = 16
+"""The number of curves in a chart of layers; more are left out."""
 
 _PARTS: Final = "hyperparameters", "versions", "hardware"
 
@@ -286,7 +286,7 @@ def write_report(run: Run, path: str | os.PathLike[str], plan: Any = None) -> Pa
     """
     sections = {
         "Results": _format_table(compare_runs([run])),
-        "Curves": _draw_charts(make_metric_charts([run]), run.xlabel),
+        "Curves": _draw_charts(make_metric_charts(run), run.xlabel),
         "Throughput": _format_throughput(run),
         "Other values": _draw_charts(make_other_charts(run), run.xlabel),
         "Plan": "" if plan is None else f"<pre>{escape(str(plan))}</pre>",
@@ -298,8 +298,9 @@ def write_report(run: Run, path: str | os.PathLike[str], plan: Any = None) -> Pa
 def report_trainer(
     trainer: "Trainer", path: str | os.PathLike[str], plan: Any = None
 ) -> str:
-    """Implements `Trainer.report`, from the table of a `CSVLogger` if there is one,
-    else from the history.
+    """Implements `Trainer.report`.
+
+    It reads the table of a `CSVLogger`; without one, it takes the history.
     """
     check_is_local("path", path)
     record: dict[str, Any] = dict(collect_metadata(trainer, None))
@@ -317,18 +318,6 @@ def report_trainer(
     return str(write_report(run, file, plan or trainer.running_plan()))
 
 
-def write_comparison(runs: Sequence[Run], path: str | os.PathLike[str]) -> Path:
-    """Writes one self-contained HTML page about several runs."""
-    sections = {
-        "Results": _format_table(compare_runs(runs)),
-        "Curves": _draw_charts(make_metric_charts(runs), runs[0].xlabel),
-        "What differs": _format_table(tabulate_differences(runs))
-        or "<p>Nothing that was recorded.</p>",
-    }
-    names = ", ".join(shorten_names(runs))
-    return _write_page(path, f"{len(runs)} runs", names, sections)
-
-
 def _make_subtitle(run: Run) -> str:
     record = run.record
     settings, hardware = record.get("hyperparameters", {}), record.get("hardware", {})
@@ -341,31 +330,18 @@ def _make_subtitle(run: Run) -> str:
     return " | ".join(str(fact) for fact in facts if fact)
 
 
-def make_metric_charts(runs: Sequence[Run]) -> dict[str, list[Curve]]:
-    """Makes a chart per metric, with the curves of all runs."""
+def make_metric_charts(run: Run) -> dict[str, list[Curve]]:
+    """Makes a chart per metric."""
     charts = {}
-    for metric in _list_metrics(runs):
-        if len(runs) == 1:
-            columns = (EPOCH + metric, VALIDATION + metric, metric)
-            curves_of_run = (runs[0].columns.get(name, []) for name in columns)
-            charts[metric] = metric_curves(*curves_of_run)
-            continue
-        # Several runs have one curve each: that of the validation, where there is one.
-        charts[metric] = curves = []
-        for index, (name, run) in enumerate(
-            zip(shorten_names(runs), runs, strict=True)
-        ):
-            training = run.columns.get(EPOCH + metric, [])
-            validation = run.columns.get(VALIDATION + metric, [])
-            kind = "validation" if validation else "training"
-            points = validation or training
-            curves.append(Curve(f"{name}, {kind}", points, f"C{index % 10}"))
+    for metric in _list_metrics(run):
+        columns = (EPOCH + metric, VALIDATION + metric, metric)
+        curves = (run.columns.get(name, []) for name in columns)
+        charts[metric] = metric_curves(*curves)
     return charts
 
 
-def _list_metrics(runs: Sequence[Run]) -> list[str]:
-    names = [name for run in runs for name in run.columns]
-    means = [name for name in names if name.startswith((EPOCH, VALIDATION))]
+def _list_metrics(run: Run) -> list[str]:
+    means = [name for name in run.columns if name.startswith((EPOCH, VALIDATION))]
     metrics = (name.removeprefix(EPOCH).removeprefix(VALIDATION) for name in means)
     return list(dict.fromkeys(metrics))
 
@@ -404,13 +380,13 @@ def _format_throughput(run: Run) -> str:
 def make_other_charts(run: Run) -> dict[str, list[Curve]]:
     """Makes charts of other values, such as rates; one per kind of layer."""
     charts: dict[str, list[Curve]] = {}
-    known = {"epoch", *_list_metrics([run])}
+    known = {"epoch", *_list_metrics(run)}
     for name, points in run.columns.items():
         if name.startswith((EPOCH, VALIDATION, THROUGHPUT)) or name in known:
             continue
         kind, _, layer = name.partition("/")
         curves = charts.setdefault(f"{kind} by layer" if layer else kind, [])
-        if len(curves) < _MOST_CURVES:
+        if len(curves) < _MAX_CURVES:
             curves.append(Curve(layer or kind, points, f"C{len(curves) % 10}"))
     return charts
 
@@ -445,8 +421,7 @@ def _draw_charts(charts: Mapping[str, Sequence[Curve]], xlabel: str) -> str:
 def _write_page(
     path: str | os.PathLike[str], title: str, subtitle: str, sections: dict[str, str]
 ) -> Path:
-    """Writes a page, of the HTML of each section by its title; empty ones are left
-    out."""
+    """Writes a page of sections, HTML by title, without the empty ones."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     body = "\n".join(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Layer(NamedTuple):
-    """A module with arrays of its own, not counting the modules inside it."""
+    """A module and the arrays that lie directly in it."""
 
     path: str
     """The path, `layers[0]`; empty for the model itself."""
@@ -195,9 +195,7 @@ def _find_owner_depth(model: PyTree, path: Sequence[Any]) -> int:
 
 
 def _format_name(path: Sequence[Any], leaf: Any) -> str:
-    """Returns the name of an array within its layer, with its dtype if that is
-    unusual.
-    """
+    """Returns the name of an array in its layer, with a dtype other than float32."""
     name, dtype = leaf_path(path) or "value", str(leaf.dtype)
     return name if dtype == "float32" else f"{name} {dtype}"
 

@@ -1,7 +1,6 @@
 """The largest batch that fits, and a step on other numbers of devices."""
 
 import math
-import xml.etree.ElementTree
 
 import pytest
 from planned import PARAMS, batch, trainer
@@ -52,7 +51,7 @@ def test_the_search_finds_the_largest(peak, limit, start):
 
 
 @pytest.mark.slow
-def test_scaling_keeps_what_it_is_told_to():
+def test_scaling_keeps_the_rows_of_a_device():
     plan = trainer(Sharded(4)).plan([batch(64)], hardware="h100")
     grown = plan.scaling([1, 4, 32]).rows
     assert [row.rows for row in grown] == [16, 64, 512]
@@ -62,21 +61,11 @@ def test_scaling_keeps_what_it_is_told_to():
     assert grown[1].peak == plan.memory.peak
     assert grown[0].efficiency == 1.0
     assert grown[1].step == plan.estimate.worst
-    kept = plan.scaling([1, 8], keep="rows").rows
-    assert [row.rows for row in kept] == [64, 64]
-    with pytest.raises(ValueError, match="`keep` must be"):
-        plan.scaling([1], keep="batch")
 
 
-@pytest.mark.slow_cases("h100")
 @pytest.mark.parametrize("hardware", [None, "h100"])
-def test_scaling_is_drawn(tmp_path, hardware):
-    plan = trainer(Sharded(4)).plan([batch(64)], hardware=hardware)
-    scaling = plan.scaling([1, 2])
-    scaling.plot(tmp_path / "new" / "scaling.svg")
-    xml.etree.ElementTree.parse(tmp_path / "new" / "scaling.svg")
-    scaling.plot(tmp_path / "scaling.png")
-    assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
+def test_scaling_is_printed(hardware):
+    scaling = trainer(Sharded(4)).plan([batch(64)], hardware=hardware).scaling([1, 2])
     header, *lines = str(scaling).splitlines()
     assert header.split()[0] == "devices"
     assert [line.split()[0] for line in lines] == ["1", "2"]
