@@ -119,12 +119,6 @@ def test_the_last_step_of_an_epoch_is_saved_with_its_score(
     assert float(scores_in(tmp_path / str(last))[last]) == expected
 
 
-def test_an_iterator_is_read_no_further_than_a_fit_goes():
-    stream = iter(DATA)
-    make().fit(stream, max_steps=4)
-    assert len(list(stream)) == 2
-
-
 LATE = {"check_val_every_n_epoch": 10, "max_epochs": 5}
 
 

@@ -62,6 +62,26 @@ def test_a_step_without_enough_memory_is_refused_before_it_runs():
     assert trainer.run.engine.steps["train"].packer.size == 4
 
 
+def test_a_state_that_a_failed_step_has_overwritten_is_lost():
+    def overwrite(leaves, groups):
+        leaves[0].delete()
+        raise jax.errors.JaxRuntimeError("INTERNAL: a bad day")
+
+    trainer = make_small()
+    trainer.fit(DATA)
+    (program,) = trainer.run.engine.steps["train"].programs.values()
+    program.compiled, program.is_compiled = overwrite, False
+    with pytest.raises(jax.errors.JaxRuntimeError, match="a bad day"):
+        trainer.fit(DATA, max_epochs=2)
+    for use in (
+        lambda: trainer.fit(DATA, max_epochs=2),
+        lambda: trainer.validate(DATA),
+        lambda: trainer.model,
+    ):
+        with pytest.raises(RuntimeError, match="the state is lost.*ckpt_path"):
+            use()
+
+
 def test_an_earlier_step_without_enough_memory_has_remedies():
     def finds_no_memory(array):
         raise jax.errors.JaxRuntimeError(SAID)
