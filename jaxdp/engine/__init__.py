@@ -2,4 +2,4 @@
 
 from .engine import Engine
 from .in_flight import num_in_flight, wait
-from .step import Program, StepKind, StepOptions
+from .step import Program, SlowInLoop, StepKind, StepOptions

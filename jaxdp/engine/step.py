@@ -67,6 +67,10 @@ class StepOptions(NamedTuple):
     """Whether a step with NaN or infinity in it keeps the old state."""
 
 
+class SlowInLoop(ValueError):
+    """Raised if single steps are faster than several at a time; says why."""
+
+
 class Program:
     """A step compiled for batches of one shape.
 
@@ -218,7 +222,8 @@ class Step:
 
         Raises:
             ValueError: if the step calls Python that may raise, on several devices or
-                in several steps; and for convolutions in several steps on a CPU.
+                in several steps.
+            SlowInLoop: for convolutions in several steps on a CPU.
         """
         groups, num_steps = self._get_global_shapes(dispatch), len(dispatch.rows)
         make = STEP_FUNCTIONS[self.kind]
@@ -274,9 +279,9 @@ class Step:
             raise ValueError(GATHERED_IN_BRANCH)
         is_looped = num_steps > 1
         if is_looped and steps.unroll_convolutions and has_convolutions(jaxpr):
-            raise ValueError(
-                "`steps_per_execution` must be 1 for a model with convolutions on CPUs:"
-                " XLA's code for them is slow inside a loop of steps."
+            raise SlowInLoop(
+                "`steps_per_execution` should be 1 for convolutions on CPUs: XLA's code"
+                " for them is slow inside a loop of steps."
             )
         if not isinstance(leaf, jax.Array) or not calls_python(jaxpr):
             return False

@@ -13,7 +13,7 @@ from ..data import (
     have_equal_shapes,
     take_until_error,
 )
-from ..engine import wait
+from ..engine import SlowInLoop, wait
 from ..step import Batch
 from .progress import Limits
 
@@ -67,11 +67,11 @@ class Feed:
         first = next(dispatches, None)
         if first is not None:
             try:
-                self._compile(first)
+                compiled = self._compile(first)
             except Exception as wrong:
                 add_batch_note(run, wrong)
                 raise
-            self._begun = itertools.chain([first], dispatches)
+            self._begun = itertools.chain(compiled, dispatches)
         elif not progress.done:
             raise ValueError(self._source.explain_no_batches())
         elif not progress.epoch_ended and self._compile_for_end():
@@ -134,9 +134,21 @@ class Feed:
             self._compile(engine.pack([window]))
         return bool(engine.steps["train"].facts.names)
 
-    def _compile(self, dispatch: Dispatch) -> None:
-        self._run.config.decide_loss(self._engine, dispatch.windows[0][0])
-        self._engine.get_program("train", dispatch)
+    def _compile(self, dispatch: Dispatch) -> list[Dispatch]:
+        """Compiles the step; returns the dispatch, or single steps if these are faster.
+
+        So a script for GPUs runs on a CPU unchanged.
+        """
+        config, engine = self._run.config, self._engine
+        config.decide_loss(engine, dispatch.windows[0][0])
+        try:
+            engine.get_program("train", dispatch)
+        except SlowInLoop as reason:
+            log_info(f"{reason} This trainer runs one at a time.")
+            config.steps_per_execution = 1
+            first, *others = [engine.pack([window]) for window in dispatch.windows]
+            return [*self._compile(first), *others]
+        return [dispatch]
 
     def _make_dispatches(self) -> Iterator[Dispatch]:
         """Reads windows of batches and packs them, for one or several steps each."""
