@@ -25,8 +25,7 @@ class Stopwatch:
 
     The time of a phase inside another one counts only for the inner phase, so that the
     seconds add up to the elapsed time. A validation or a checkpoint counts all phases
-    inside of it as its own. A callback that calls `trainer.record.measure_phases` in
-    its `setup` has the fit measured; otherwise nothing is wrapped.
+    inside of it as its own.
 
     Args:
         is_on: False for a stopwatch that measures and wraps nothing.
@@ -48,9 +47,6 @@ class Stopwatch:
     @contextmanager
     def measure(self, phase: Phase) -> Iterator[None]:
         """Counts the time inside as that of `phase`."""
-        if not self.is_on:
-            yield
-            return
         self.read()
         outer = self._stack[-1]
         self._stack.append(outer if outer in _COVERING_PHASES else phase)
@@ -80,8 +76,6 @@ class Stopwatch:
 
     def time_methods(self, phase: Phase, owner: Any, names: tuple[str, ...]) -> Any:
         """Returns a copy of `owner` with its named methods counted as `phase`."""
-        if not self.is_on:
-            return owner
         timed = copy.copy(owner)
         for name in names:
             setattr(timed, name, self.time_function(phase, getattr(owner, name)))

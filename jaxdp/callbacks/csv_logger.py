@@ -21,12 +21,10 @@ class CSVLogger(Logger):
 
     The columns are `epoch` (counted from 0), `step` (optimizer steps done), one
     for each value of a step, then `epoch_<name>` for the training means of an epoch and
-    `val_<name>` for its validation; a cell that does not apply is empty. A name that
-    first appears later gets its column then.
+    `val_<name>` for its validation; a cell that does not apply is empty.
 
-    Several fits of one trainer, and a resumed run, share one table; rows from after
-    the checkpoint are written anew. The files of another run in the folder are moved
-    to a folder `before-1`, `before-2` and so on in it.
+    Several fits of one trainer, and a resumed run, share one table. The files of
+    another run in the folder are moved to a folder `before-1`, `before-2` and so on.
 
     Beside the table, `metrics.json` has the hyperparameters, versions and hardware of
     the run, and how it ended. `python -m jaxdp report <dirpath>` and `... compare` read
@@ -63,21 +61,19 @@ class CSVLogger(Logger):
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
-        files = self._list_files(self._folder(trainer))
-        for other in trainer.callbacks:
-            if isinstance(other, CSVLogger) and other is not self:
-                if files == other._list_files(other._folder(trainer)):
-                    raise ValueError(
-                        f"`callbacks` has two CSVLogger that write to {files[0]}, which"
-                        " would have each row twice. Pass one of them, or another"
-                        " `dirpath` or `name`."
-                    )
+        path = self._folder(trainer) / self.name
+        loggers = [c for c in trainer.callbacks if isinstance(c, CSVLogger)]
+        if [c._folder(trainer) / c.name for c in loggers].count(path) > 1:
+            raise ValueError(
+                f"`callbacks` has two CSVLogger that write to {path}, which would have"
+                " each row twice. Pass one of them, or another `dirpath` or `name`."
+            )
 
     def open(self, trainer: Trainer, folder: Path) -> None:
         self.path, self._facts = folder / self.name, {}
         if not self.path.exists() or _read_run_id(self.path) != trainer.record.run_id:
             self._rows = 0
-            self.set_aside(self._list_files(folder))
+            self.set_aside([self.path, self.path.with_suffix(".json")])
         self._table = Table(self.path)
         # Add the columns that are known to be needed, so that the table is seldom
         # rewritten.
@@ -88,9 +84,8 @@ class CSVLogger(Logger):
     def rewind(self, step: int) -> None:
         rows = self._table.read_rows()
         if self._rows < 0:  # the checkpoint was saved without this logger
-            rows = [row for row in rows if int(row["step"]) <= step]
-        else:
-            rows = rows[: self._rows]
+            self._rows = sum(int(row["step"]) <= step for row in rows)
+        rows = rows[: self._rows]
         self._rows = len(rows)
         self._table.replace_rows(rows)
 
@@ -111,10 +106,6 @@ class CSVLogger(Logger):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._rows = state["rows"]
-
-    def _list_files(self, folder: Path) -> list[Path]:
-        table = folder / self.name
-        return [table, table.with_suffix(".json")]
 
     def _update_metadata(self, **facts: Any) -> None:
         """Adds to the metadata beside the table."""

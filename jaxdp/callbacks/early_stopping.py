@@ -21,22 +21,19 @@ class EarlyStopping(MonitorCallback):
 
     Args:
         monitor: name of an epoch's value, such as `"val_loss"` or `"accuracy"`.
-        patience: how many checks without improvement to allow; at least 1 is needed
-            to stop, and 0 stops at the first.
-        min_delta: an improvement must be larger than this, in the unit of the value; an
-            equal value is none.
-        mode: `"min"` when smaller is better, `"max"` when larger is; `"auto"` goes by
-            the name, whatever is computed: `"max"` for names like `accuracy`, `auroc`
-            and `f1`, else `"min"`.
+        patience: the number of checks without improvement that stops a fit; 0 and 1
+            stop at the first.
+        min_delta: the difference that an improvement exceeds, in the unit of the value.
+        mode: `"min"` if smaller is better, `"max"` if larger is; `"auto"` goes by the
+            name: `"max"` for names like `accuracy`, `auroc` and `f1`, else `"min"`.
         check_finite: whether to stop at once when the value is NaN or infinite.
         stopping_threshold: stop at once when the value is better than this.
         divergence_threshold: stop at once when the value is worse than this.
-        verbose: whether to print why the fit was stopped.
-        restore_best: whether a fit ends with the weights and the optimizer state of
-            the best check. A copy is kept on the host, so each improvement waits for
-            the device. Checkpoints do not contain it: after a resume, those of an
-            earlier check are taken from a `ModelCheckpoint` with the same `monitor`;
-            a warning says so where none has them.
+        verbose: whether to log why the fit was stopped.
+        restore_best: whether a fit ends with the weights and the optimizer state of the
+            best check. They are copied to the host, so each improvement waits for the
+            device. Checkpoints do not contain the copy: a resumed run reads it from a
+            `ModelCheckpoint` of the same `monitor`, or warns that none has it.
 
     Attributes:
         wait_count: checks since the last improvement.
@@ -60,11 +57,12 @@ class EarlyStopping(MonitorCallback):
         restore_best: bool = False,
     ):
         super().__init__(monitor, patience, min_delta, mode)
-        if stopping_threshold is not None:
-            check_number("stopping_threshold", stopping_threshold, suffix=", or None")
-        if divergence_threshold is not None:
-            number = divergence_threshold
-            check_number("divergence_threshold", number, suffix=", or None")
+        for name, threshold in (
+            ("stopping_threshold", stopping_threshold),
+            ("divergence_threshold", divergence_threshold),
+        ):
+            if threshold is not None:
+                check_number(name, threshold, suffix=", or None")
         self.check_finite = check_finite
         self.stopping_threshold = stopping_threshold
         self.divergence_threshold = divergence_threshold
@@ -74,37 +72,34 @@ class EarlyStopping(MonitorCallback):
         self.reason: str | None = None
         self._last_check: tuple[int, float] | None = None  # its step and value
         self._is_restored = self._has_failed = False
-        # The steps that have the best weights (a fit may continue with them), and a
-        # copy, if they were seen in this run.
+        # The steps that have the best weights: the one of the best check, and the last
+        # one of a fit that ended with these weights. And a copy, unless the best check
+        # is older than the resume.
         self._best_steps: list[int] = []
         self._best: dict[str, Any] | None = None
 
     def on_fit_start(self, trainer: Trainer) -> None:
         super().on_fit_start(trainer)
-        self._has_failed, was_restored = False, self._is_restored
-        self._is_restored = False
+        was_restored, self._is_restored = self._is_restored, False
+        self._has_failed = False
         if not was_restored or self._last_check is None:
             return
-        # A run that was killed when it was to stop has nothing more to do, unless its
-        # rules have changed. Between two checks it is the next one that decides, as it
-        # did before a minimum of the fit was reached.
+        # The wish to stop is not saved: the last check is asked again, by the rules of
+        # this run. Between two checks the next one decides.
         step, value = self._last_check
         if step == trainer.global_step or self.stopped_epoch is not None:
             self._stop_if_due(trainer, value)
-        if self.restore_best and self.best_score is not None:
-            if trainer.global_step in self._best_steps:
-                self._best = _copy_parts(trainer)
-            elif self.reason is None and self._find_best_path(trainer) is None:
-                self._warn_best_is_lost("no `ModelCheckpoint` of this trainer has them")
+        if self.restore_best and trainer.global_step in self._best_steps:
+            self._best = _copy_parts(trainer)
 
     def check(self, trainer: Trainer, values: Mapping[str, float]) -> None:
         value = values[self.monitor]
         self._last_check = trainer.global_step, value
-        if not self.update_best(value):
-            self.wait_count += 1
-        else:
+        if self.update_best(value):
             self._best_steps = [trainer.global_step]
             self._best = _copy_parts(trainer) if self.restore_best else None
+        else:
+            self.wait_count += 1
         self._stop_if_due(trainer, value)
         if self.reason is not None and trainer.should_stop:
             self.stopped_epoch = trainer.current_epoch
@@ -113,52 +108,47 @@ class EarlyStopping(MonitorCallback):
         self._has_failed = True  # a resumed run continues from this end
 
     def on_fit_end(self, trainer: Trainer) -> None:
-        if not self.restore_best or self._has_failed or self.best_score is None:
-            return
-        if trainer.global_step in self._best_steps:
+        is_best = trainer.global_step in self._best_steps or self.best_score is None
+        if not self.restore_best or self._has_failed or is_best:
             return
         source = self._find_best_path(trainer) if self._best is None else self._best
         try:
             if source is None:
-                raise ValueError("no `ModelCheckpoint` of this trainer has them")
+                raise ValueError("no `ModelCheckpoint` of this trainer has them.")
             trainer.run.put_back(_list_parts(trainer), source)
         except (OSError, ValueError) as error:
-            return self._warn_best_is_lost(str(error))
+            step = f" of step {self._best_steps[0]}" if self._best_steps else ""
+            warn(
+                f"`EarlyStopping(restore_best=True)`: the best weights{step} are older"
+                " than the resume, so the fit ends with its last ones:"
+                f" {error} `trainer.load(path)` restores those that you have saved."
+            )
+            return
+        step, score = self._best_steps[0], self.best_score
         where = f", from {source}" if isinstance(source, str) else ""
-        text = (
-            f"back to step {self._best_steps[0]}, where {self.monitor} was"
-            f" {self.best_score:.6g}{where}"
-        )
-        self._best_steps = [self._best_steps[0], trainer.global_step]
+        text = f"back to step {step}, where {self.monitor} was {score:.6g}{where}"
         announce(trainer, "EarlyStopping", text)
+        self._best_steps = [step, trainer.global_step]
 
     def _find_best_path(self, trainer: Trainer) -> str | None:
-        """Returns the checkpoint of the best weights, if a callback has one."""
+        """Returns the checkpoint of the best check, if a callback has one."""
 
         def find() -> str | None:
             savers = [c for c in trainer.callbacks if isinstance(c, ModelCheckpoint)]
-            # A checkpoint of any other step is no candidate.
+            # That of a fit's last step has the weights before the best were put back.
             paths = (c.find_path(step) for step in self._best_steps[:1] for c in savers)
             return next(filter(None, paths), None)
 
         processes = trainer.run.processes
         return processes.run_on_rank_zero("where the best weights are", find)
 
-    def _warn_best_is_lost(self, why: str) -> None:
-        step = f" of step {self._best_steps[0]}" if self._best_steps else ""
-        warn(
-            f"`EarlyStopping(restore_best=True)`: the best weights{step} are older than"
-            f" the resume: {why}. Without a better check the fit ends with its last"
-            " weights. A `ModelCheckpoint` of the same `monitor` keeps them;"
-            " `trainer.load(path)` brings back those that you have saved yourself."
-        )
-
     def state_dict(self) -> dict[str, Any]:
-        of_run = {"stopped_epoch": self.stopped_epoch, "best_steps": self._best_steps}
         last = self._last_check
-        return (
-            super().state_dict() | of_run | {"last_check": last and [*map(str, last)]}
-        )
+        return super().state_dict() | {
+            "stopped_epoch": self.stopped_epoch,
+            "best_steps": self._best_steps,
+            "last_check": last and [*map(str, last)],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
@@ -167,24 +157,22 @@ class EarlyStopping(MonitorCallback):
         if last is None and state.get("last"):  # of 0.2, without the step
             last = [-1, state["last"][0]]
         self._last_check = (int(last[0]), float(last[1])) if last else None
-        self._best_steps = list(state.get("best_steps", []))  # in no older checkpoint
+        self._best_steps = list(state.get("best_steps", []))  # not in 0.2
         # The best weights belong to steps that are undone, or to another trainer.
         self.reason = self._best = None
 
     def _stop_if_due(self, trainer: Trainer, value: float) -> None:
-        """Stops if the last check, which found `value`, says so."""
-        self.reason = self._find_limit(value)
-        if self.reason is None and self.wait_count >= max(self.patience, 1):
-            self.reason = f"{self.describe_wait()}."
+        """Stops the fit if the last check, of `value`, says so."""
+        self.reason = self._find_reason(value)
         # `should_stop` stays set once it is set. So it is not set before the minimum of
         # the fit, or it would end a run that improves later.
         step, epochs = trainer.global_step, trainer.record.epochs_done
         if self.reason is not None and trainer.record.limits.may_stop(step, epochs):
-            was_said, trainer.should_stop = trainer.should_stop, True
-            if self.verbose and not was_said:
+            if self.verbose and not trainer.should_stop:
                 announce(trainer, "EarlyStopping", self.reason)
+            trainer.should_stop = True
 
-    def _find_limit(self, value: float) -> str | None:
+    def _find_reason(self, value: float) -> str | None:
         """Returns the reason to stop at this value, or None."""
         got = f"{self.monitor} is {value:.6g}"
         better, worse = self.stopping_threshold, self.divergence_threshold
@@ -194,7 +182,8 @@ class EarlyStopping(MonitorCallback):
             return f"{got}, better than the `stopping_threshold` of {better:.6g}."
         if worse is not None and is_better(self.mode, worse, value):
             return f"{got}, worse than the `divergence_threshold` of {worse:.6g}."
-        return None
+        is_over = self.wait_count >= max(self.patience, 1)
+        return f"{self.describe_wait()}." if is_over else None
 
 
 def _copy_parts(trainer: Trainer) -> dict[str, Any]:

@@ -26,18 +26,15 @@ class GradientMonitor(Callback):
     - `grad_norm`, the norm of the whole gradient before clipping, and
       `grad_norm/<layer>` for each layer, such as `blocks[3].attention`;
     - `update_ratio`, the norm of the update divided by the norm of the weights it was
-      added to, and `update_ratio/<layer>`. With Adam, about 1e-3 is common. Much less
-      means that the model hardly learns; much more means that training is unstable. (If
+      added to, and `update_ratio/<layer>`. With Adam, about 1e-3 is common: much less
+      means that the model hardly learns, much more that training is unstable. (If
       `after_update` changes the weights, the divisor is the changed weights minus the
       update.)
 
-    They are computed inside the compiled step, in one pass over gradients, updates and
-    weights; the host reads them some steps late.
+    They are computed inside the compiled step; the host reads them some steps late.
 
-    After `check_steps` steps, a warning names leaves (arrays) whose gradient was
-    exactly zero in all of them (nothing depends on them, or a layer before them is
-    dead), and leaves that had a gradient but were never updated (the optimizer leaves
-    them out, or its rate was zero until then).
+    After `check_steps` steps, a warning names leaves (arrays) whose gradient was zero
+    in all of them, and leaves that had a gradient but were never updated.
 
     Args:
         max_layers: how many layers to log at most; 0 logs only the whole model.
@@ -62,7 +59,7 @@ class GradientMonitor(Callback):
         self._layers: dict[str, list[int]] = {}
         self._run_id: str | None = None
         self._checked = 0
-        self._alive: Any = False
+        self._alive: Any = False  # bool `(2, leaves)`: had a gradient, was updated
 
     def inside_step(
         self, grads: PyTree, updates: PyTree, state: Any
@@ -101,28 +98,26 @@ class GradientMonitor(Callback):
             return
         self._alive |= np.asarray(row.values[_SQUARES])[:2] != 0  # waits for the device
         self._checked += 1
-        if self._checked != self.check_steps:
+        if self._checked < self.check_steps:
             return
-        for path, has_gradient, is_updated in zip(
-            self._leaves, *self._alive, strict=True
-        ):
-            if not has_gradient:
-                self.dead.append(path)
-            elif not is_updated:
-                self.never_updated.append(path)
-        for leaves, what in (
-            (self.dead, "the gradient was exactly zero (the loss does not depend on"
-             " it, or a layer before it is dead)"),
-            (self.never_updated, "there was a gradient and no update (the optimizer"
-             " leaves it out, its rate is zero, or it updates after more steps than"
-             " these: pass a larger `check_steps`)"),
+        has_gradient, is_updated = self._alive
+        self.dead = self._name(~has_gradient)
+        self.never_updated = self._name(has_gradient & ~is_updated)
+        for leaves, problem in (
+            (self.dead, "zero gradients (the loss does not depend on them, or a layer"
+             " before them is dead)"),
+            (self.never_updated, "a gradient and no update (the optimizer leaves them"
+             " out, its rate is zero, or it updates after more than `check_steps`)"),
         ):  # fmt: skip
             if leaves:
                 warn(
-                    f"`GradientMonitor`: in the first {self._checked} steps {what}:"
-                    f" {join_some(leaves)}. Leaves that are not to be trained cost less"
-                    " when `filter_spec` leaves them out."
+                    f"`GradientMonitor`: in the first {self._checked} steps, these"
+                    f" leaves had {problem}: {join_some(leaves)}. Leaves that are not"
+                    " to be trained cost less when `filter_spec` leaves them out."
                 )
+
+    def _name(self, is_chosen: np.ndarray) -> list[str]:
+        return [self._leaves[i] for i in np.flatnonzero(is_chosen)]
 
 
 class _Value:
@@ -133,31 +128,28 @@ class _Value:
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
         squares = np.asarray(self._metrics[_SQUARES])  # waits for the device
-        with np.errstate(
-            all="ignore"
-        ):  # of weights that are zero, the ratio is infinite
-            gradient, update, weight = np.sqrt(squares[:, self._leaves].sum(axis=1))
-            ratio = update / weight if update else update
-        value = gradient if self._kind == "grad_norm" else ratio
-        return np.asarray(value, dtype)  # on the host
+        gradient, update, weight = np.sqrt(squares[:, self._leaves].sum(axis=1))
+        if self._kind == "grad_norm":
+            return np.asarray(gradient, dtype)  # on the host
+        with np.errstate(all="ignore"):  # infinite where the weights are zero
+            return np.asarray(
+                update / weight if update else update, dtype
+            )  # on the host
 
 
 def group_by_layer(paths: list[Any], max_layers: int) -> dict[str, list[int]]:
     """Returns the indices of leaves by layer: the deepest parts of the model, without
     the last key (`weight`, `bias`), of which there are `max_layers` at most."""
-    max_depth = max(map(len, paths), default=0) - 1
-    for depth in range(max_depth, 0, -1):
+    for depth in range(max(map(len, paths), default=0) - 1, 0, -1):
         grouped: dict[str, list[int]] = {}
         for index, path in enumerate(paths):
-            cut = path[: max(min(depth, len(path) - 1), 1)]
-            grouped.setdefault(leaf_path(cut), []).append(index)
+            layer = path[: max(min(depth, len(path) - 1), 1)]
+            grouped.setdefault(leaf_path(layer), []).append(index)
         if len(grouped) <= max_layers:
             return grouped
     return {}
 
 
 def _square(leaf: Array) -> Array:
-    """Returns the sum of squares, in float32; zero only if each element is."""
-    wide = jnp.abs(leaf).astype(jnp.float32)
-    least = jnp.where((wide != 0).any(), jnp.finfo(jnp.float32).tiny, 0)
-    return jnp.maximum(jnp.sum(wide * wide), least)
+    """Returns the sum of squares, in float32, of which those below 1e-45 are zero."""
+    return jnp.sum(jnp.square(jnp.abs(leaf).astype(jnp.float32)))

@@ -1,6 +1,6 @@
 """Keeps the processes of a job in step, and reports where each one is if not."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -38,9 +38,8 @@ class Lockstep(Callback):
 
     When a fit starts, the processes compare versions, arguments, the model and the
     compiled step. Then they wait for each other before every step and every batch of an
-    evaluation, and at the end. If they are about to do different things, all of
-    them raise a RuntimeError that says where each process is. Nothing waits for the
-    device.
+    evaluation, and at the end; nothing waits for the device. If they are about to do
+    different things, all of them raise a RuntimeError that says where each process is.
 
     Args:
         every_n_steps: the number of steps, or batches of evaluations, between two
@@ -64,16 +63,25 @@ class Lockstep(Callback):
         self.timeout = timeout
         self.warn_after = warn_after
         self._programs: tuple[str, ...] = ()
-        self._has_compared_model = False
-        self._has_failed = False
+        self._has_compared_model = self._has_failed = False
 
     def setup(self, trainer: Trainer) -> None:
         self._has_failed = False
         if not coordination.has_peers():
             return
-        facts = dict(_list_facts(trainer))
+        # All waits of processes for each other use these from now on.
+        barrier = process_group.get_barrier()
+        barrier.timeout, barrier.warn_after = self.timeout, self.warn_after
+        barrier.every_n_steps = self.every_n_steps
+        facts = {f"the version of {k}": v for k, v in get_versions().items()}
+        arguments = trainer.run.arguments
+        facts |= {f"`{name}`": repr(arguments[name]) for name in _ARGUMENTS}
+        for name in ("max_epochs", "max_steps"):
+            facts[f"`{name}`"] = repr(getattr(trainer, name))
+        facts["steps done"] = str(trainer.global_step)
+        facts["epochs done"] = str(trainer.current_epoch)
         if not self._has_compared_model:
-            facts |= _describe_model(trainer.run.arguments["model"])
+            facts |= _describe_model(arguments["model"])
             self._has_compared_model = True
         self._wait(trainer, f"the start of {trainer.run.doing}", facts)
 
@@ -98,17 +106,12 @@ class Lockstep(Callback):
 
     def on_fit_end(self, trainer: Trainer) -> None:
         if not self._has_failed:
-            self._wait(trainer, f"the end of the fit after step {trainer.global_step}")
+            end = f"the end of the fit after step {trainer.global_step}"
+            self._wait(trainer, end, {})
 
-    def _wait(
-        self, trainer: Trainer, where: str, facts: Mapping[str, str] | None = None
-    ) -> None:
+    def _wait(self, trainer: Trainer, where: str, facts: Mapping[str, str]) -> None:
         if coordination.has_peers():
-            # All waits of processes for each other use these from now on.
-            barrier = process_group.get_barrier()
-            barrier.timeout, barrier.warn_after = self.timeout, self.warn_after
-            barrier.every_n_steps = self.every_n_steps
-            self._add_entry(trainer, where, facts or {}).wait_for_all()
+            self._add_entry(trainer, where, facts).wait_for_all()
 
     def _add_entry(
         self, trainer: Trainer, where: str, facts: Mapping[str, str]
@@ -123,23 +126,11 @@ class Lockstep(Callback):
         return barrier
 
 
-def _list_facts(trainer: Trainer) -> Iterator[tuple[str, str]]:
-    for name, version in get_versions().items():
-        yield f"the version of {name}", version
-    for name in _ARGUMENTS:
-        yield f"`{name}`", repr(trainer.run.arguments[name])
-    for name in ("max_epochs", "max_steps"):
-        yield f"`{name}`", repr(getattr(trainer, name))
-    yield "steps done", str(trainer.global_step)
-    yield "epochs done", str(trainer.current_epoch)
-
-
 def _describe_model(model: Any) -> dict[str, str]:
     """Returns the shapes of a model's arrays, and fingerprints of their bits."""
-    named = jax.tree_util.tree_leaves_with_path(model)
     arrays = {
         leaf_path(path): checkpoint.key_to_data(leaf)
-        for path, leaf in named
+        for path, leaf in jax.tree_util.tree_leaves_with_path(model)
         if isinstance(leaf, jax.Array)
     }
     facts = {f"the model's {name}": _shapes(leaf) for name, leaf in arrays.items()}

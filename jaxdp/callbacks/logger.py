@@ -21,10 +21,8 @@ class Logger(Callback):
     under their own names, read some steps late so that the device never waits. After
     every epoch its training means follow as `epoch_<name>` and the validation means as
     `val_<name>`. Once per fit hyperparameters, versions and hardware are recorded. Only
-    one process of a run logs.
-
-    A resumed run continues from its checkpoint: what was logged after it is removed
-    and logged again.
+    process 0 logs. A resumed run continues from its checkpoint: what was logged after
+    it is removed and logged again.
 
     Args:
         dirpath: folder to write to, made if it is missing; None means
@@ -109,17 +107,15 @@ class Logger(Callback):
         paths = [path for path in paths if path.exists()]
         if not paths:
             return
-        numbered = (paths[0].with_name(f"before-{n}") for n in itertools.count(1))
-        names = {path.name for path in paths}
-        folder = next(
-            folder
-            for folder in numbered
-            if not folder.exists() or names.isdisjoint(os.listdir(folder))
-        )
+        parent = paths[0].parent
+        folders = (parent / f"before-{n}" for n in itertools.count(1))
+        for folder in folders:
+            if not any((folder / path.name).exists() for path in paths):
+                break
         folder.mkdir(exist_ok=True)
         for path in paths:
             path.rename(folder / path.name)
-        text = f"what another run has logged to {paths[0].parent} is now in {folder}."
+        text = f"what another run has logged to {parent} is now in {folder}."
         announce(self._trainer, type(self).__name__, text)
 
     def _folder(self, trainer: Trainer) -> Path:

@@ -22,7 +22,7 @@ from ..distributed import PeriodicVote, is_graceful_stop
 from ..history import rank
 from ..record import LogRow
 from .base import Trainer
-from .monitor import MetricCallback, announce, check_mode, check_monitor
+from .monitor import MetricCallback, announce, check_mode
 from .state_matching import match_state
 
 Scores = Mapping[int, float | None]
@@ -32,36 +32,32 @@ Scores = Mapping[int, float | None]
 class ModelCheckpoint(MetricCallback):
     """Saves the whole `TrainState`, one folder per saved step, named by the step.
 
-    Without `monitor` the newest `save_top_k` are kept; with it, the best. A fit that
-    ends has a checkpoint of its last step, too. Resume with
+    Without `monitor` the newest `save_top_k` are kept; with it, the best. Resume with
     `fit(..., ckpt_path="last")`, `"best"` or `"auto"`, or load one with
     `trainer.load(callback.best_model_path)`.
 
-    **The score of a checkpoint is its own**: the value of `monitor` that was measured
-    on these very weights. So with a `monitor` of a validation, a checkpoint is saved
-    right after each validation, if it is among the best. A checkpoint saved at another
-    step (by `every_n_train_steps`, `train_time_interval`, a signal) has no score, is
-    never the best, and is kept only while it is the newest of all. With a `monitor` of
-    the steps, such as "loss", it has the value of that step.
+    **The score of a checkpoint is its own**: the value of `monitor` at the validation,
+    or the end of an epoch, that saw these very weights. It is saved right after that,
+    if it is among the best. A checkpoint of another step (by `every_n_train_steps`,
+    `train_time_interval`, a signal) has no score, is never the best, and is kept only
+    while it is the newest of all.
 
-    Saving happens in the background, one checkpoint at a time. An old one is removed
-    only after the new one is on disk, and `fit` returns only when all are. Ctrl-C and
-    SIGTERM save a checkpoint before the fit stops. While a fit runs, it locks the
-    folder: a second run that would save there is refused. Checkpoints of another run
-    in the folder are moved to a folder `before-<n>` in it.
+    Saving happens in the background, one checkpoint at a time; an old one is removed
+    only after the new one is on disk. Ctrl-C and SIGTERM save a checkpoint before the
+    fit stops. A fit locks the folder, so a second run that would save there is refused.
+    Checkpoints of another run in it are moved to a folder `before-<n>`.
 
     Args:
         dirpath: where to save; `trainer.default_root_dir` + "/checkpoints" by default.
-        monitor: name of a value, such as "val_loss". `best` in the folder is a link to
-            the best checkpoint.
-        mode: whether "min" or "max" of it is best; "auto" goes by the name, whatever is
-            computed: "max" for names like `accuracy`, `auroc` and `f1`, else "min". Of
-            equal checkpoints, the older one stays.
+        monitor: name of a value of epochs, such as "val_loss". `best` in the folder is
+            a link to the best checkpoint.
+        mode: "min" if smaller is better, "max" if larger is; "auto" goes by the name:
+            "max" for names like `accuracy`, `auroc` and `f1`, else "min". Of equal
+            checkpoints, the older one stays.
         save_top_k: how many to keep; -1 keeps all, 0 none.
-        save_last: True also keeps the newest of all, whatever its score, with a link
-            `last` to it. None does so at the end of a fit alone: its last step is
-            saved if it is not yet (unless `save_top_k` is 0), and stays until a later
-            fit saves a newer one. With False, the end of a fit saves nothing.
+        save_last: True also keeps the newest of all, with a link `last` to it. None
+            saves the last step of a fit (unless `save_top_k` is 0), which stays until a
+            later fit saves a newer one. False saves nothing at the end of a fit.
         every_n_train_steps: save every so many optimizer steps (a step that is also
             validated, or the last of its epoch, after that).
         every_n_epochs: save at the end of every n-th epoch, or after the validations
@@ -69,11 +65,10 @@ class ModelCheckpoint(MetricCallback):
         train_time_interval: save whenever so much time has passed; like `max_time`.
         keep_every_n_steps: of the checkpoints, keep all whose step is a multiple of
             this, whatever their score. It makes none due.
-        save_on_exception: also save when the fit raises, in a single process. (For
-            Ctrl-C and signals that end a fit, this needs no argument.)
-        on_save_error: what to do if a checkpoint can't be written, for example to a
-            full disk: `"raise"` a SaveFailed at the next step, or `"warn"` and try
-            again when the next one is due. Older checkpoints stay.
+        save_on_exception: also save when the fit raises, in a single process.
+        on_save_error: if a checkpoint can't be written, for example to a full disk,
+            `"raise"` a SaveFailed at the next step, or `"warn"` and try again when the
+            next one is due. Older checkpoints stay.
 
     Attributes:
         best_model_path: folder of the best checkpoint (without `monitor`, the newest).
@@ -100,7 +95,6 @@ class ModelCheckpoint(MetricCallback):
         on_save_error: Literal["raise", "warn"] = "raise",
     ):
         check_count("save_top_k", save_top_k, minimum=-1, suffix=", -1 for all")
-
         for name, value in (
             ("every_n_train_steps", every_n_train_steps),
             ("every_n_epochs", every_n_epochs),
@@ -128,15 +122,12 @@ class ModelCheckpoint(MetricCallback):
         self.every_n_train_steps = every_n_train_steps
         self.every_n_epochs = every_n_epochs
         self.train_time_interval = train_time_interval
-        # True if steps, and not only epochs, make a checkpoint due.
-        self._saves_by_step = (every_n_train_steps or train_time_interval) is not None
         self.keep_every_n_steps = keep_every_n_steps
         self.save_on_exception = save_on_exception
         self.on_save_error = on_save_error
 
         self._dir: CheckpointDir | None = None  # during a fit
         self._scores: dict[int, float | None] = {}
-        self._last_step: tuple[int, Any] = (0, {})  # and its metrics
         self._measured: tuple[int, float] | None = None  # a step, and the value there
         self._is_due = False
         # A step that stays, whatever its score, while it is the newest.
@@ -174,40 +165,22 @@ class ModelCheckpoint(MetricCallback):
         """Returns the scored steps in a saved state of this callback, best first."""
         return _rank_steps(_from_json(state["scores"]), self.mode)
 
-    @property
-    def _best(self) -> int | None:
-        return next(iter(_rank_steps(self._scores, self.mode)), None)
-
-    def _select_kept(self, scores: Scores) -> set[int]:
-        """Returns the steps to keep: the best, those that `keep_every_n_steps` names,
-        and the newest if that is pinned, has no score, or `save_last` asks for it."""
-        if self.save_top_k == -1:
-            return set(scores)
-        steps = set(_rank_steps(scores, self.mode)[: self.save_top_k])
-        if (every := self.keep_every_n_steps) is not None:
-            steps |= {step for step in scores if step % every == 0}
-        newest = max(scores, default=None)
-        if newest is not None and (
-            self.save_last
-            or newest == self._pinned_step
-            or (self.save_top_k and scores[newest] is None)
-        ):
-            steps.add(newest)
-        return steps
-
     # When to save.
 
     def setup(self, trainer: Trainer) -> None:
         """Locks the folder, so that an unwritable one is an error before training."""
         super().setup(trainer)
-        if trainer.run.doing == "a loop of steps" and not self._saves_by_step:
+        saves_by_step = (
+            self.every_n_train_steps or self.train_time_interval
+        ) is not None
+        if trainer.run.doing == "a loop of steps" and not saves_by_step:
             warn(
                 "`ModelCheckpoint`: a loop of `steps` ends no epoch, so this saves"
                 " nothing. Pass `every_n_train_steps`, or call `trainer.save(path)`."
             )
         self._dir, self._processes = self.find_folder(trainer), trainer.run.processes
         self._clock = PeriodicVote(self._processes, "the time of a checkpoint")
-        self._last_step, first = (0, {}), self._processes.run_on_rank_zero
+        first = self._processes.run_on_rank_zero
         first("ModelCheckpoint: its folder", self._dir.open)
         claim = functools.partial(self._claim_checkpoints, trainer)
         self._scores = dict(first("ModelCheckpoint: what is there", claim))
@@ -218,35 +191,31 @@ class ModelCheckpoint(MetricCallback):
         self.on_boundary(trainer)  # a kill may have come before
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        if self.monitor is not None:
-            check_monitor(trainer, self, self.monitor)
+        super().on_fit_start(trainer)
         self._saved_at = time.monotonic()
 
     def on_train_batch_end(
         self, trainer: Trainer, metrics: Any, batch_idx: int
     ) -> None:
-        if not self._saves_by_step:
-            return
-        step, every = trainer.global_step, self.every_n_train_steps
-        self._last_step = step, metrics
-        if every is not None and step % every == 0:
+        every, interval = self.every_n_train_steps, self.train_time_interval
+        if every is not None and trainer.global_step % every == 0:
             self._is_due = True
-        if self.train_time_interval is not None:
-            interval = self.train_time_interval.total_seconds()
-            is_over = time.monotonic() - self._saved_at >= interval
+        if interval is not None:
+            seconds = time.monotonic() - self._saved_at
+            is_over = seconds >= interval.total_seconds()
             if self._clock.poll(is_over or None):
                 self._is_due = True
 
     def handle_means(self, trainer: Trainer, row: LogRow) -> None:
         """Keeps the value of the monitor on the present weights, which are now due."""
-        is_end = row.kind == "epoch"
-        if is_end and self.monitor is not None:
-            check_monitor(trainer, self, self.monitor, row)
-        if is_end and (self.monitor is None or self._monitors_steps()):
-            self._is_due |= self._is_epoch_due(trainer)
-        elif self.monitor is not None and self.monitor in row.values:
+        super().handle_means(trainer, row)
+        every = self.every_n_epochs
+        is_due = every is not None and (trainer.current_epoch + 1) % every == 0
+        if self.monitor is None:
+            self._is_due |= is_due and row.kind == "epoch"
+        elif self.monitor in row.values:
             self._measured = row.step, row.values[self.monitor]
-            self._is_due |= self.every_n_epochs is None or self._is_epoch_due(trainer)
+            self._is_due |= is_due or every is None
 
     def on_boundary(self, trainer: Trainer) -> None:
         # A step costs few calls where nothing is to be done.
@@ -257,25 +226,6 @@ class ModelCheckpoint(MetricCallback):
         if self._is_due and not trainer.record.is_at_epoch_end:
             self._is_due = False
             self._save(trainer)
-
-    def _is_epoch_due(self, trainer: Trainer) -> bool:
-        every = self.every_n_epochs
-        return every is not None and (trainer.current_epoch + 1) % every == 0
-
-    def _monitors_steps(self) -> bool:
-        """Returns True if single steps log the monitor, and make checkpoints due."""
-        return self._saves_by_step and self.monitor in (*self._last_step[1],)
-
-    def _find_score(self, step: int) -> float | None:
-        """Returns the value measured on the weights of a step, if there is one."""
-        if self.monitor is None:
-            return float(step)  # the best is the newest
-        if self._monitors_steps():
-            last, metrics = self._last_step
-            value = metrics[self.monitor]
-            return float(value) if last == step else None  # waits for the device
-        measured_step, value = self._measured or (None, None)
-        return value if measured_step == step else None
 
     # The end of a fit, and the state.
 
@@ -288,15 +238,13 @@ class ModelCheckpoint(MetricCallback):
             self._save_last_step(trainer)
 
     def on_fit_end(self, trainer: Trainer) -> None:
-        keeps_none = self.save_top_k == 0 and not self.save_last
-        if self._error is None and self.save_last is not False and not keeps_none:
+        keeps_any = self.save_top_k != 0 or self.save_last
+        if self._error is None and self.save_last is not False and keeps_any:
             self._save_last_step(trainer)
         self._finish_save(wait=True)
-        if self._error is None and not self._scores and not keeps_none:
-            text = (
-                f"nothing is saved in {self.dirpath}: no checkpoint was due in this"
-                " fit, and with `save_last=False` its end is not saved"
-            )
+        if self._error is None and keeps_any and not self._scores:
+            why = "no checkpoint was due, and `save_last` is False"
+            text = f"nothing is saved in {self.dirpath}: {why}"
             announce(trainer, "ModelCheckpoint", text)
 
     def _save_last_step(self, trainer: Trainer) -> None:
@@ -316,8 +264,6 @@ class ModelCheckpoint(MetricCallback):
 
     def identity(self, trainer: Trainer) -> str:
         unit = f"{self.monitor}, {self.mode}" if self.monitor else "no monitor"
-        if self._saves_by_step and not (self.monitor or "val_").startswith("val_"):
-            unit += ", of steps"  # and not of epochs
         return f"{self.find_folder(trainer).path}\n{unit}"
 
     def state_dict(self) -> dict[str, Any]:
@@ -340,18 +286,22 @@ class ModelCheckpoint(MetricCallback):
     def _save(self, trainer: Trainer) -> None:
         """Starts to save the present step, if it would be kept."""
         self._finish_save(wait=True)
-        step = trainer.global_step
-        score = self._find_score(step)
-        if step not in self._scores:
-            if step in self._select_kept({**self._scores, step: score}):
-                self._start_saving(trainer, score)
-        elif self._scores[step] is None:  # saved before it was measured
-            self._scores[step] = score
-            self._remove_unkept()
-
-    def _start_saving(self, trainer: Trainer, score: float | None) -> None:
         assert self._dir is not None
-        step = trainer.global_step
+        step, (measured_step, value) = (
+            trainer.global_step,
+            self._measured or (None, None),
+        )
+        if self.monitor is None:
+            score = float(step)  # the best is the newest
+        else:
+            score = value if measured_step == step else None
+        if step in self._scores:
+            if self._scores[step] is None:  # saved before it was measured
+                self._scores[step] = score
+                self._remove_unkept()
+            return
+        if step not in self._select_kept({**self._scores, step: score}):
+            return
         self._scores[step] = score  # the checkpoint has its own score
         self._saved_at = time.monotonic()
         try:
@@ -376,9 +326,9 @@ class ModelCheckpoint(MetricCallback):
         except checkpoint.SaveFailed as error:
             self._saving = None
             self._fail(step, error)
-            return
-        self._saving = None
-        self._remove_unkept()
+        else:
+            self._saving = None
+            self._remove_unkept()
 
     def _fail(self, step: int, error: Exception) -> None:
         del self._scores[step]
@@ -390,6 +340,29 @@ class ModelCheckpoint(MetricCallback):
             error.add_note(remedy)
             raise error
         warn(f"{error} Training continues; the next one is tried when it is due.")
+
+    # The checkpoints in the folder.
+
+    @property
+    def _best(self) -> int | None:
+        return next(iter(_rank_steps(self._scores, self.mode)), None)
+
+    def _select_kept(self, scores: Scores) -> set[int]:
+        """Returns the steps to keep: the best, those that `keep_every_n_steps` names,
+        and the newest if that is pinned, has no score, or `save_last` asks for it."""
+        if self.save_top_k == -1:
+            return set(scores)
+        steps = set(_rank_steps(scores, self.mode)[: self.save_top_k])
+        if (every := self.keep_every_n_steps) is not None:
+            steps |= {step for step in scores if step % every == 0}
+        newest = max(scores, default=None)
+        if newest is not None and (
+            self.save_last
+            or newest == self._pinned_step
+            or (self.save_top_k and scores[newest] is None)
+        ):
+            steps.add(newest)
+        return steps
 
     def _remove_unkept(self) -> None:
         assert self._dir is not None
@@ -414,9 +387,13 @@ class ModelCheckpoint(MetricCallback):
         assert self._dir is not None
         now, scores, others = trainer.global_step, {}, self._dir.find_non_folders()
         for step in self._dir.steps():
-            run_id, saved_scores = self._read_owner(step, trainer)
+            run_id, saved_scores = None, {}
+            with contextlib.suppress(OSError, ValueError):  # a damaged checkpoint
+                meta = checkpoint.read_meta(self._dir.get_path(step))
+                run_id, state = meta["run_id"], match_state(trainer, meta, self)
+                saved_scores = _from_json(state["scores"]) if state else {}
             is_of_run = run_id == trainer.record.run_id
-            if step in self._scores and (is_of_run or run_id is None):  # damaged
+            if step in self._scores and (is_of_run or run_id is None):
                 scores[step] = self._scores[step]
             elif is_of_run and step <= now and step in saved_scores:
                 scores[step] = saved_scores[step]
@@ -432,15 +409,6 @@ class ModelCheckpoint(MetricCallback):
             )
             announce(trainer, "ModelCheckpoint", text)
         return list(scores.items())
-
-    def _read_owner(self, step: int, trainer: Trainer) -> tuple[str | None, Scores]:
-        """Returns the run that saved a step, and the scores of this callback then."""
-        try:
-            meta = checkpoint.read_meta(self._make_path(step))
-        except (OSError, ValueError):
-            return None, {}
-        state = match_state(trainer, meta, self)
-        return meta["run_id"], _from_json(state["scores"]) if state else {}
 
     def _make_path(self, step: int | None) -> str:
         """Returns the folder of a step; "" if that is None."""

@@ -1,91 +1,69 @@
-"""Helpers of callbacks: monitored values, messages, notebooks."""
+"""Monitored values of callbacks, and messages."""
 
 import functools
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..basics.arguments import check_choice, check_count, check_number, checks_arguments
+from ..basics.arguments import check_choice, check_count, check_number
 from ..basics.columns import infer_mode, resolve_mode
 from ..basics.console import log_info, log_info_once
 from ..record import LogRow
 from .base import Callback, Trainer
 
 
-def check_monitor(
-    trainer: Trainer, callback: Callback, monitor: str, row: LogRow | None = None
-) -> None:
-    """Raises if a fit that starts will log no value named `monitor`, or if the `row` of
-    an ended epoch lacks it.
-    """
-    is_of_validation = monitor.startswith("val_")
-    if row is None:
-        logged = trainer.record.names
-        # A callback of the user may log it, and a `PassMetric` may have any values.
-        may_come = (is_of_validation and not trainer.record.names_are_all) or any(
-            not type(other).__module__.startswith("jaxdp.")
-            for other in trainer.callbacks
-        )
-    else:
-        logged = (*row.values, *trainer.record.validation)
-        may_come = monitor in trainer.history or (
-            is_of_validation
-            and not trainer.record.validation  # which comes in another epoch
-            and any(name.startswith("val_") for name in trainer.record.names)
-        )
-    if monitor not in logged and not may_come:
-        raise ValueError(
-            f"`{type(callback).__name__}(monitor={monitor!r})`: nothing of that name is"
-            f" logged; what is logged: {', '.join(map(repr, logged))}. Names with"
-            " `val_` need a `val_loader` in `fit`; a callback logs a value of its own"
-            " by `trainer.log(name, value)`."
-        )
-
-
-def check_mode(callback: Callback, monitor: Any, mode: Any) -> str:
-    """Returns `"min"` or `"max"`, as `mode` or the name of `monitor` says; logs once
-    which one it takes if neither does."""
-    check_choice("mode", mode, ("auto", "min", "max"))
-    if mode == "auto" and infer_mode(str(monitor)) is None:
-        log_info_once(
-            f"`{type(callback).__name__}(monitor={monitor!r})`: the name does not tell"
-            ' which values are better, so it is the smaller ones; `mode="max"` if'
-            ' larger ones are, or `mode="min"`'
-        )
-    return resolve_mode(str(monitor), mode)
-
-
-def is_better(
-    mode: str, value: float, best: float | None, min_delta: float = 0.0
-) -> bool:
-    """Returns True if `value` is better than `best` by more than `min_delta`. NaN is
-    never better, and every other value is better than NaN and None."""
-    if math.isnan(value) or best is None or math.isnan(best):
-        return not math.isnan(value)
-    return value < best - min_delta if mode == "min" else value > best + min_delta
-
-
 class MetricCallback(Callback):
     """A callback that gets the means of each validation and epoch of a fit, with all
-    values that callbacks have logged for them."""
+    values that callbacks have logged for them, and that may watch one: `monitor`."""
 
     skip_in_fast_dev_run = True
     only_in_training = True
 
-    def handle_means(self, trainer: Trainer, row: LogRow) -> None:
-        """Acts on the values of a validation or an epoch."""
-        raise NotImplementedError
+    monitor: str | None
 
     def setup(self, trainer: Trainer) -> None:
         trainer.record.read_means(functools.partial(self.handle_means, trainer))
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        """Raises if the fit will log no value named `monitor`."""
+        record, monitor = trainer.record, self.monitor
+        # A callback of the user may log it, and a `PassMetric` may have any values.
+        modules = [type(callback).__module__ for callback in trainer.callbacks]
+        may_come = not all(module.startswith("jaxdp.") for module in modules) or (
+            monitor is not None
+            and monitor.startswith("val_")
+            and not record.names_are_all
+        )
+        if not may_come:
+            self._check_is_logged(record.names)
+
+    def handle_means(self, trainer: Trainer, row: LogRow) -> None:
+        """Acts on the values of a validation or an epoch; raises if an ended epoch has
+        no value named `monitor`, and none can come in another one."""
+        record, monitor = trainer.record, self.monitor
+        if row.kind != "epoch" or monitor is None or monitor in trainer.history:
+            return
+        validates = any(name.startswith("val_") for name in record.names)
+        if record.validation or not (monitor.startswith("val_") and validates):
+            self._check_is_logged((*row.values, *record.validation))
+
+    def _check_is_logged(self, names: Iterable[str]) -> None:
+        if self.monitor is not None and self.monitor not in names:
+            raise ValueError(
+                f"`{type(self).__name__}(monitor={self.monitor!r})`: nothing of that"
+                f" name is logged; what is logged: {', '.join(map(repr, names))}. Names"
+                " with `val_` need a `val_loader` in `fit`; a callback logs a value of"
+                " its own by `trainer.log(name, value)`."
+            )
 
 
 class MonitorCallback(MetricCallback):
     """A callback that checks the value `monitor` after each validation or epoch that
     has it, and counts the checks without improvement."""
 
-    @checks_arguments
+    monitor: str
+
     def __init__(self, monitor: str, patience: int, min_delta: float, mode: str | None):
         check_count("patience", patience, minimum=0)
         suffix = "; `mode` says in which direction"
@@ -112,13 +90,11 @@ class MonitorCallback(MetricCallback):
     def describe_wait(self) -> str:
         """Returns a sentence about the checks without improvement."""
         best = "none" if self.best_score is None else f"{self.best_score:.6g}"
-        checks = "check" if self.wait_count == 1 else "checks"
-        return (
-            f"{self.monitor} did not improve on {best} for {self.wait_count} {checks}"
-        )
+        checks = f"{self.wait_count} check{'s' * (self.wait_count != 1)}"
+        return f"{self.monitor} did not improve on {best} for {checks}"
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        check_monitor(trainer, self, self.monitor)
+        super().on_fit_start(trainer)
         is_late = not trainer.record.limits.validates_before_end()
         if is_late and self.monitor.startswith("val_"):
             raise ValueError(
@@ -128,8 +104,7 @@ class MonitorCallback(MetricCallback):
             )
 
     def handle_means(self, trainer: Trainer, row: LogRow) -> None:
-        if row.kind == "epoch":
-            check_monitor(trainer, self, self.monitor, row)
+        super().handle_means(trainer, row)
         if self.monitor in row.values:
             self.check(trainer, row.values)
 
@@ -145,9 +120,27 @@ class MonitorCallback(MetricCallback):
         self.best_score = None if best is None else float(best)
 
 
-def is_fitting(trainer: Trainer) -> bool:
-    """Returns True if hooks are called by a fit, and not by `validate`, say."""
-    return trainer.run.doing == "a fit"
+def check_mode(callback: Callback, monitor: str, mode: str) -> str:
+    """Returns `"min"` or `"max"`, as `mode` or the name of `monitor` says; logs once
+    that it is `"min"` if neither does."""
+    check_choice("mode", mode, ("auto", "min", "max"))
+    if mode == "auto" and infer_mode(monitor) is None:
+        log_info_once(
+            f"`{type(callback).__name__}(monitor={monitor!r})`: the name does not tell"
+            ' which values are better, so it is the smaller ones; `mode="max"` if'
+            ' larger ones are, or `mode="min"`'
+        )
+    return resolve_mode(monitor, mode)
+
+
+def is_better(
+    mode: str, value: float, best: float | None, min_delta: float = 0.0
+) -> bool:
+    """Returns True if `value` is better than `best` by more than `min_delta`. NaN is
+    never better, and every other value is better than NaN and None."""
+    if math.isnan(value) or best is None or math.isnan(best):
+        return not math.isnan(value)
+    return value < best - min_delta if mode == "min" else value > best + min_delta
 
 
 def announce(trainer: Trainer, callback_name: str, text: str) -> None:
@@ -156,8 +149,12 @@ def announce(trainer: Trainer, callback_name: str, text: str) -> None:
         log_info(f"{callback_name}: {text}")
 
 
+def is_fitting(trainer: Trainer) -> bool:
+    """Returns True if hooks are called by a fit, and not by `validate`, say."""
+    return trainer.run.doing == "a fit"
+
+
 def is_in_notebook() -> bool:
     """Returns True if a notebook runs this process, and so can show pictures."""
     ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    return shell is not None and hasattr(shell, "kernel")
+    return hasattr(ipython and ipython.get_ipython(), "kernel")

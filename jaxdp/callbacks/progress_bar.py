@@ -5,35 +5,26 @@ import functools
 import os
 import sys
 import time
-import warnings
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, NamedTuple
 
 from ..basics.arguments import check_number, checks_arguments
 from ..basics.console import SafeStream
 from ..basics.units import format_number, format_seconds
-from ..record import LogRow
+from ..record import LogRow, Record
 from .base import Callback, Trainer
 from .monitor import is_fitting, is_in_notebook
-
-# In a file and on a terminal, without and with a known total.
-_FORMATS: Final = {
-    (False, False): "{desc}: {n_fmt} batches%s%s",
-    (False, True): "{desc}: {n_fmt}/{total_fmt} batches%s, {remaining} left%s",
-    (True, False): "{desc} {n_fmt} batches%s [{elapsed}%s]",
-    (True, True): "{desc} |{bar}| {n_fmt}/{total_fmt}%s [{elapsed}<{remaining}%s]",
-}
 
 
 class ProgressBar(Callback):
     """A tqdm bar for training, one for validation, and a line for every epoch.
 
-    The bar shows how many batches of the epoch are done, the loss of a few steps ago
-    (reading the newest would make the device wait), the time left, and examples per
-    second of the epoch, its validations included. With `accumulate_grad_batches` it
-    counts optimizer steps. If the output is not a terminal (the log of a job), or one
-    without a width, it prints lines instead: one per epoch, and more in long epochs.
-    Epochs count from 0.
+    The bar shows how many batches (or, with `accumulate_grad_batches`, optimizer steps)
+    of the epoch are done, the loss of a few steps ago (reading the newest would make
+    the device wait), the time left, and examples per second of the epoch, its
+    validations included. If the output is not a terminal (the log of a job), or one
+    without a width, it prints lines: one per epoch, and more in long epochs. Epochs
+    count from 0.
 
     Args:
         refresh_per_second: how often the bar is redrawn at most.
@@ -59,7 +50,9 @@ class ProgressBar(Callback):
         self.file = file
         self._out: SafeStream | None = None  # in the process that shows anything
         self._is_live = False
-        self._train: _Pass | None = None  # the pass over an epoch
+        self._bar: Any = None  # one line for all passes, once it is drawn
+        self._due = 0.0
+        self._train: _Pass | None = None
         self._validation: _Pass | None = None
 
     def setup(self, trainer: Trainer) -> None:
@@ -71,14 +64,14 @@ class ProgressBar(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer) -> None:
         last = "" if trainer.max_epochs is None else f"/{trainer.max_epochs - 1}"
-        name = f"epoch {trainer.current_epoch}{last}"
-        self._train = self._begin(name, trainer.record.steps_of_epoch, trainer)
+        name, record = f"epoch {trainer.current_epoch}{last}", trainer.record
+        self._train = self._begin(name, record.steps_of_epoch, record.batch_idx)
 
     def on_train_batch_end(
         self, trainer: Trainer, metrics: Mapping[str, Any], batch_idx: int
     ) -> None:
         if self._train is not None:
-            self._train.show(batch_idx + 1)
+            self._show(trainer, self._train, batch_idx + 1)
 
     def on_validation_start(self, trainer: Trainer) -> None:
         total = trainer.record.limits.val_batches if is_fitting(trainer) else None
@@ -86,111 +79,87 @@ class ProgressBar(Callback):
 
     def on_validation_batch_end(self, trainer: Trainer, batch_idx: int) -> None:
         if self._validation is not None:
-            self._validation.show(batch_idx + 1)
-
-    def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        if self._validation is not None:
-            self._validation.close()
-            self._validation = None
+            self._show(trainer, self._validation, batch_idx + 1)
 
     def teardown(self, trainer: Trainer) -> None:
-        for shown in filter(None, (self._validation, self._train)):
-            shown.close()
-        self._train = self._validation = None
+        if self._bar is not None:
+            self._bar.close()
+        self._bar = self._train = self._validation = None
 
-    def _begin(
-        self, name: str, total: int | None, trainer: Trainer | None = None
-    ) -> "_Pass | None":
-        if self._out is None:
-            return None
-        interval = (
-            1 / self.refresh_per_second if self._is_live else self.every_n_seconds
-        )
-        return _Pass(self._out, self._is_live, interval, name, total, trainer)
+    def _begin(self, name: str, total: int | None, batches: int = 0) -> "_Pass":
+        start = time.perf_counter()
+        self._due = start + self._get_interval()  # a short pass shows nothing
+        return _Pass(name, total, batches, start)
+
+    def _get_interval(self) -> float:
+        return 1 / self.refresh_per_second if self._is_live else self.every_n_seconds
+
+    def _show(self, trainer: Trainer, shown: "_Pass", n: int) -> None:
+        """Shows that `n` batches of a pass are done, if that is due."""
+        now, record, total = time.perf_counter(), trainer.record, shown.total
+        if self._out is None or now < self._due:
+            return
+        self._due, seconds = now + self._get_interval(), now - shown.start
+        text = f"{n} batches" if total is None else f"{n}/{total} batches"
+        if shown is self._train and (loss := record.latest("loss")) is not None:
+            text += f", loss {loss:.3g}"
+        if total is not None and n < total:
+            left = seconds * (total - n) / (n - shown.batches)
+            text += f", {format_seconds(left)} left"
+        if shown is self._train:
+            text += _format_speed(record, shown, seconds)
+        if not self._is_live:
+            self._out.write(f"{shown.name}: {text}\n")
+            self._out.flush()
+            return
+        bar = "" if total is None else "|{bar}| "
+        # tqdm flushes the standard streams by itself, which may be closed.
+        with contextlib.suppress(OSError, ValueError):
+            if self._bar is None:
+                self._bar = _open_bar(self._out)
+            self._bar.n, self._bar.total = n, total
+            self._bar.bar_format = f"{shown.name} {bar}{text}"
+            self._bar.refresh()
 
     def _end_epoch(self, trainer: Trainer, row: LogRow) -> None:
-        if row.kind != "epoch" or (epoch := self._train) is None:
+        if self._bar is not None:
+            self._bar.clear()
+        self._validation = None
+        if row.kind != "epoch" or (epoch := self._train) is None or self._out is None:
             return
-        self.teardown(trainer)
         means = {**row.values, **trainer.record.validation}
         facts = [f"{n} {mean:.4g}" for n, mean in means.items() if not n.endswith("]")]
         seconds = time.perf_counter() - epoch.start
-        text = ", ".join([*facts, format_seconds(seconds)]) + epoch.format_speed(
-            seconds
-        )
-        _bar_class().write(f"{epoch.name}: {text}", file=epoch.out)
-        epoch.out.flush()
+        text = ", ".join([*facts, format_seconds(seconds)])
+        text += _format_speed(trainer.record, epoch, seconds)
+        self._out.write(f"{epoch.name}: {text}\n")
+        self._out.flush()
+        self._train = None
 
 
-class _Pass:
-    """A pass over a loader, shown as a bar or as lines, once per interval."""
+class _Pass(NamedTuple):
+    """A pass over a loader."""
 
-    def __init__(
-        self,
-        out: SafeStream,
-        is_live: bool,
-        interval: float,
-        name: str,
-        total: int | None,
-        trainer: Trainer | None,
-    ):
-        self.out, self.name, self.start = out, name, time.perf_counter()
-        self._is_live, self._interval, self._total = is_live, interval, total
-        self._trainer = trainer  # has the loss and the rows of an epoch
-        self._first = self._n = 0 if trainer is None else trainer.record.batch_idx
-        self._bar: Any = None
-        self._due = self.start + interval  # a short pass ends before
-
-    def show(self, n: int) -> None:
-        """Shows that `n` batches are done, if that is due."""
-        self._n, now = n, time.perf_counter()
-        if now < self._due:
-            return
-        self._due, seconds = now + self._interval, now - self.start
-        facts: dict[str, Any] = {"total": self._total, "initial": self._first}
-        loss = self._trainer and self._trainer.record.latest("loss")
-        metrics = "" if loss is None else f", loss {loss:.3g}"
-        form = _FORMATS[self._is_live, self._total is not None]
-        facts["bar_format"] = form % (metrics, self.format_speed(seconds))
-        if not self._is_live:
-            about = {"elapsed": seconds, "prefix": self.name, **facts}
-            self.out.write(_bar_class().format_meter(n, **about) + "\n")
-            self.out.flush()
-            return
-        if self._bar is None:  # all on one line: they are never drawn by turns
-            facts |= {"desc": self.name, "file": self.out, "delay": 1e-9}
-            facts |= {"leave": False, "position": 0, "dynamic_ncols": True}
-            # It flushes the standard streams by itself, which may be closed.
-            with contextlib.suppress(OSError, ValueError):
-                self._bar = _bar_class()(**facts)
-                self._bar.start_t -= seconds  # by the clock of tqdm, which began now
-        if (bar := self._bar) is not None:
-            bar.n = n
-            bar.bar_format = facts["bar_format"]
-            bar.refresh()
-
-    def format_speed(self, seconds: float) -> str:
-        """Returns ", 8 examples/s"; "" of a validation and before the first step."""
-        steps = self._n - self._first
-        if self._trainer is None or steps == 0:
-            return ""
-        # An earlier fit may have done some batches of the epoch.
-        rows = steps / self._n * self._trainer.record.examples
-        return f", {format_number(rows / max(seconds, 1e-9))} examples/s"
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
+    name: str
+    total: int | None
+    """Batches; None if unknown."""
+    batches: int
+    """Batches of the epoch that an earlier fit has done."""
+    start: float
 
 
-@functools.cache
-def _bar_class() -> Any:
-    with warnings.catch_warnings():
-        # It warns in a notebook without ipywidgets, where a text bar does as well.
-        warnings.simplefilter("ignore")
-        from tqdm.auto import tqdm
+def _format_speed(record: Record, epoch: _Pass, seconds: float) -> str:
+    steps = record.batch_idx - epoch.batches
+    rows = steps / max(record.batch_idx, 1) * record.examples
+    return f", {format_number(rows / max(seconds, 1e-9))} examples/s" if rows else ""
 
-    return type("Bar", (tqdm,), {"monitor_interval": 0})  # no thread
+
+def _open_bar(out: SafeStream) -> Any:
+    from tqdm import tqdm
+
+    kind = type("Bar", (tqdm,), {"monitor_interval": 0})  # no thread
+    # The delay keeps tqdm from drawing it now.
+    return kind(file=out, position=0, leave=False, dynamic_ncols=True, delay=1e-9)
 
 
 def _can_draw_on(out: SafeStream) -> bool:

@@ -19,19 +19,17 @@ class ReduceLROnPlateau(MonitorCallback):
 
     A check happens after every validation when `monitor` begins with `val_`, and after
     every training epoch otherwise. The new rate is used from the next step on; nothing
-    is compiled again. If the optimizer has several learning rates, as members of an
-    ensemble may have, all are lowered. The optimizer must be made with
-    `optax.inject_hyperparams`, so that its rate can be set.
+    is compiled again. All learning rates of an optimizer are lowered; it must be made
+    with `optax.inject_hyperparams`, so that they can be set.
 
     Args:
         monitor: name of an epoch's value, such as `"val_loss"` or `"accuracy"`.
         factor: the rate is multiplied by this; less than 1.
-        patience: how many checks in a row without improvement to wait.
-        verbose: whether to print each new rate.
-        mode: `"min"` when smaller is better, `"max"` when larger is; `"auto"` goes by
-            the name, whatever is computed: `"max"` for names like `accuracy`, `auroc`
-            and `f1`, else `"min"`.
-        min_delta: an improvement must be larger than this, in the unit of the value.
+        patience: the number of checks in a row without improvement.
+        verbose: whether to log each new rate.
+        mode: `"min"` if smaller is better, `"max"` if larger is; `"auto"` goes by the
+            name: `"max"` for names like `accuracy`, `auroc` and `f1`, else `"min"`.
+        min_delta: the difference that an improvement exceeds, in the unit of the value.
         cooldown: after a reduction the check of this number is the first that counts,
             as in Keras: 2 skips one check, 1 none.
         min_lr: the lowest rate.
@@ -100,8 +98,8 @@ class ReduceLROnPlateau(MonitorCallback):
             return
         trainer.set_hyperparams(**lowered)
         if self.verbose:
-            shown = ", ".join(f"{name} is {rate}" for name, rate in lowered.items())
-            text = f"{self.describe_wait()}: {shown} from now on"
+            rates = ", ".join(f"{name} is {rate}" for name, rate in lowered.items())
+            text = f"{self.describe_wait()}: {rates} from now on"
             announce(trainer, "ReduceLROnPlateau", text)
         self.cooldown_count, self.wait_count = self.cooldown, 0
 

@@ -26,22 +26,20 @@ def collect_metadata(
         trainer: the running trainer.
         hyperparameters: the user's own, which come first.
     """
-    custom = {name: plain(value) for name, value in (hyperparameters or {}).items()}
-    arguments = dict(trainer.run.arguments)
-    settings = {name: plain(value) for name, value in arguments.items()}
+    settings = {name: plain(value) for name, value in trainer.run.arguments.items()}
     settings["optimizer"] = describe_optimizer(trainer.run.optimizer)
     for name in ("max_epochs", "max_steps", "num_training_batches"):
         if getattr(trainer, name) is not None:
             settings[name] = getattr(trainer, name)
     state = trainer.state
     (device, *_) = jax.tree.leaves(state)[0].sharding.device_set
-    precision = find_precision(arguments["precision"])
+    precision = find_precision(trainer.run.arguments["precision"])
     settings["float32_products"] = float32_products(precision, device)
     settings["parameters"] = _count((state.params, state.buffers))
     settings["trained_parameters"] = _count(state.params)
+    custom = {name: plain(value) for name, value in (hyperparameters or {}).items()}
     return {
-        "hyperparameters": custom
-        | {k: v for k, v in settings.items() if k not in custom},
+        "hyperparameters": custom | settings | custom,
         "versions": get_versions(),
         "hardware": describe_hardware(),
     }
@@ -49,10 +47,10 @@ def collect_metadata(
 
 def plain(value: Any) -> Any:
     """Converts `value` to JSON: numbers and texts stay, other objects become names."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
     if isinstance(value, np.generic):
         return value.item()  # on the host
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
     if isinstance(value, list | tuple):
         return ", ".join(str(plain(item)) for item in value)
     if isinstance(value, Mapping):
@@ -60,7 +58,7 @@ def plain(value: Any) -> Any:
     if hasattr(value, "__qualname__"):
         return value.__qualname__
     # An argument of a custom callback may be a secret.
-    is_named = isinstance(value, Callback) or _is_model(value)
+    is_named = isinstance(value, Callback) or _has_arrays(value)
     if type(value).__repr__ is object.__repr__ or is_named:
         return type(value).__name__
     return str(value)[:200]
@@ -139,7 +137,7 @@ def _find_injected(init: Any) -> Iterator[tuple[str, Any]]:
         yield from _find_injected(stage)
 
 
-def _is_model(value: Any) -> bool:
+def _has_arrays(value: Any) -> bool:
     leaves = jax.tree.leaves(value)
     return any(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves)
 

@@ -1,5 +1,6 @@
 """Matches saved states to callbacks, and resets callbacks for another trainer."""
 
+import contextlib
 import copy
 import os
 from collections.abc import Iterable, Iterator
@@ -15,20 +16,12 @@ def reset_reused(callbacks: Iterable[Callback], trainer_id: str) -> None:
     """Restores the first state of callbacks that another trainer has used."""
     for callback in callbacks:
         user, first = vars(callback).get(_USED_BY, (None, None))
-        if user is None:
-            first = _read_first_state(callback)
-        elif user != trainer_id and first is not None:
+        if user is None and overrides(callback, "state_dict"):
+            with contextlib.suppress(Exception):  # it may get values when a fit starts
+                first = copy.deepcopy(callback.state_dict())
+        elif user not in (None, trainer_id) and first is not None:
             callback.load_state_dict(copy.deepcopy(first))
         vars(callback)[_USED_BY] = trainer_id, first
-
-
-def _read_first_state(callback: Callback) -> dict[str, Any] | None:
-    if not overrides(callback, "state_dict"):
-        return None
-    try:
-        return copy.deepcopy(callback.state_dict())
-    except Exception:  # it may get its values when a fit starts
-        return None
 
 
 def name_callbacks(callbacks: Iterable[Callback]) -> Iterator[tuple[str, Callback]]:
@@ -54,50 +47,35 @@ def match_states(trainer: Trainer, meta: dict[str, Any]) -> dict[str, Any]:
     remaining, matched = dict(meta["callbacks"]), dict[str, Any]()
     for is_moved in (False, True):
         for name, identity in list_identities(trainer).items():
-            if name in matched:
-                continue
-            fitting = [
-                saved
-                for saved in remaining
-                if saved.partition(":")[0] == name.partition(":")[0]
-                and _fits(identity, meta["identities"].get(saved, ""), is_moved)
-            ]
-            if fitting:
+            kind, (folder, *unit) = name.partition(":")[0], identity.split("\n")
+            fitting = []
+            for saved in remaining:
+                saved_folder, *saved_unit = (
+                    meta["identities"].get(saved, "").split("\n")
+                )
+                is_same = os.path.isabs(folder) if is_moved else folder == saved_folder
+                # Checkpoints of 0.2 have no units.
+                is_same = is_same and saved_unit in (unit, [])
+                if is_same and saved.partition(":")[0] == kind:
+                    fitting.append(saved)
+            if fitting and name not in matched:
                 saved = name if name in fitting else fitting[0]
                 matched[name] = remaining.pop(saved)
     return matched
 
 
-def _fits(identity: str, saved: str, is_moved: bool) -> bool:
-    (folder, *unit), (saved_folder, *saved_unit) = (
-        identity.split("\n"),
-        saved.split("\n"),
-    )
-    is_same = os.path.isabs(folder) if is_moved else folder == saved_folder
-    return is_same and saved_unit in (unit, [])  # checkpoints of 0.2 have no units
-
-
 def describe_unmatched(trainer: Trainer, matched: dict[str, Any]) -> str:
     """Returns the callbacks that have a state and none in a checkpoint, as a text such
     as "EarlyStopping (val_loss, min) and ..."; "" if there are none."""
-    identities = {
-        name: callback.identity(trainer).replace("\n", ", ")
-        for name, callback in name_callbacks(trainer.callbacks)
-        if name not in matched and callback.state_dict()
-    }
-    return " and ".join(
-        f"{name.partition(':')[0]} ({identity})" if identity else name
-        for name, identity in identities.items()
-    )
+    texts = []
+    for name, callback in name_callbacks(trainer.callbacks):
+        if name not in matched and callback.state_dict():
+            identity = callback.identity(trainer).replace("\n", ", ")
+            texts.append(f"{name.partition(':')[0]} ({identity})" if identity else name)
+    return " and ".join(texts)
 
 
 def match_state(trainer: Trainer, meta: dict[str, Any], callback: Callback) -> Any:
     """Returns the state of one callback in a checkpoint, or None."""
-    return match_states(trainer, meta).get(find_name(trainer, callback))
-
-
-def find_name(trainer: Trainer, callback: Callback) -> str:
-    """Returns the name under which a checkpoint has the state of a callback."""
-    return next(
-        name for name, other in name_callbacks(trainer.callbacks) if other is callback
-    )
+    matched, named = match_states(trainer, meta), name_callbacks(trainer.callbacks)
+    return next(matched.get(name) for name, other in named if other is callback)

@@ -13,13 +13,12 @@ from .monitor import announce
 
 
 class ThroughputMonitor(Callback):
-    """Measures a fit's speed, and where its time goes.
+    """Measures a fit's speed, and where its time goes, without a wait for the device.
 
-    The clock runs from the first step to the end of the fit, where callbacks before
-    this one have done their work. It includes validations and checkpoints, but not the
-    compilation before the first step. Every `trainer.log_every_n_steps` steps, these
-    values join the metrics of the step, and so all loggers. They describe the time
-    since the last row:
+    The clock runs from the first step, which is compiled by then, to the end of the
+    fit; it includes validations and checkpoints. Every `trainer.log_every_n_steps`
+    steps, these values join the metrics of the step, and so all loggers. They describe
+    the time since the last row:
 
     - `throughput/seconds`, its length, and `throughput/examples`, the rows trained on;
     - `throughput/examples_per_s` and `throughput/steps_per_s`;
@@ -27,18 +26,15 @@ class ThroughputMonitor(Callback):
       its share of the hardware's peak, if you pass that too;
     - `throughput/data`, `.../device`, `.../callbacks`, `.../checkpoints`,
       `.../validation` and `.../loop`: the shares of that time, which add up to 1.
-      `loop` is packing batches and calling the step. Of several processes, the wait for
-      others is in `callbacks`;
+      A large share of `data` means that the device waited for batches; of `device`,
+      that a faster loader would not help. `loop` is packing batches and calling the
+      step. Waiting for other processes is in `callbacks`;
     - `throughput/peak_bytes`, the most memory that a device of this process has had in
       use since the process started, where devices report it (CPUs do not).
 
-    A large share of `data` means that the device waited for batches; of `device`, that
-    a faster loader would not help. Nothing here waits for the device.
-
     Args:
-        flops_per_example: the operations of the training step per row. A plan of the
-            step counts its products and convolutions: `trainer.plan(loader).flops`,
-            divided by the rows of a batch.
+        flops_per_example: the operations of the training step per row:
+            `trainer.plan(loader).flops`, divided by the rows of a batch.
         peak_flops_per_device: the peak of one device per second.
             `jaxdp.plan.hardware_of(jax.devices()[0]).flops` knows those of common GPUs
             and TPUs.
@@ -55,17 +51,17 @@ class ThroughputMonitor(Callback):
         flops_per_example: float | None = None,
         peak_flops_per_device: float | None = None,
     ):
-        flops, peak, none = flops_per_example, peak_flops_per_device, ", or None"
-        if flops is not None:
-            check_number("flops_per_example", flops, above=0, suffix=none)
-        if peak is not None:
-            check_number("peak_flops_per_device", peak, above=0, suffix=none)
-            if flops is None:
-                raise ValueError(
-                    "`peak_flops_per_device` needs `flops_per_example`: for `mfu`, pass"
-                    " the operations of a step per row too, as"
-                    " trainer.plan(loader).flops / batch_size."
-                )
+        for name, value in (
+            ("flops_per_example", flops_per_example),
+            ("peak_flops_per_device", peak_flops_per_device),
+        ):
+            if value is not None:
+                check_number(name, value, above=0, suffix=", or None")
+        if peak_flops_per_device is not None and flops_per_example is None:
+            raise ValueError(
+                "`peak_flops_per_device` needs `flops_per_example`, the operations of a"
+                " step per row: trainer.plan(loader).flops / batch_size."
+            )
         self.flops_per_example = flops_per_example
         self.peak_flops_per_device = peak_flops_per_device
         self.summary: dict[str, float] = {}
