@@ -23,10 +23,9 @@ class Callback:
     """An object with hooks that run at fixed moments of a fit. Override what you need.
 
     A hook that you do not override costs nothing. Hooks of several callbacks run in the
-    order of `Trainer(callbacks=[...])`, but see `fit_end_order`.
-    `trainer.log(name, value)` adds a value of your own to what is logged.
-    `trainer.global_step`, `trainer.current_epoch` and `trainer.history` say how far the
-    fit is, and setting `trainer.should_stop = True` ends it at the next boundary.
+    order of `Trainer(callbacks=[...])`, but see `fit_end_order`. In a hook,
+    `trainer.log(name, value)` logs a value of your own, and
+    `trainer.should_stop = True` ends the fit at the next boundary.
 
     `metrics` per batch is a mapping from name to value, `"loss"` first. It is lazy:
     nothing leaves the device until you read a value, so `float(metrics["loss"])`
@@ -38,8 +37,7 @@ class Callback:
 
     With `steps_per_execution=N` batch hooks run for each of the N steps that one call
     takes: `metrics` and `trainer.global_step` are of that step, but the state, the
-    model and hyperparameters are those after the last of them, and the fit stops there
-    at the earliest.
+    model and hyperparameters are those after the last of them.
     """
 
     skip_in_fast_dev_run: bool = False
@@ -128,17 +126,14 @@ class Callback:
 
     def identity(self, trainer: Trainer) -> str:
         """Returns a text that distinguishes this callback from others of its class, so
-        that it gets its own state from a checkpoint: its folder, or its `monitor`. A
-        second line may name the unit, such as `"val_loss, min"`. A callback with
-        another identity does not get the state, but one whose folder was moved does."""
+        that it gets its own state from a checkpoint: its folder (which may be moved),
+        or its `monitor`. A second line may name the unit, such as `"val_loss, min"`."""
         return ""
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state that a checkpoint saves of this callback: JSON values only.
-
-        When a second trainer uses the callback, it gets the state back that it had
-        before the first one; everything else that it keeps stays.
-        """
+        A second trainer that uses the callback restores its state from before the first
+        one; other attributes stay."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -147,8 +142,7 @@ class Callback:
     def __repr__(self) -> str:
         return format_call(self)
 
-    # Methods that are part of the compiled step. One that is not overridden costs
-    # nothing.
+    # Methods that are part of the compiled step.
 
     def step_options(self, options: StepOptions) -> StepOptions:
         """Returns the options of the step that it needs: `options._replace(...)`.
@@ -170,11 +164,8 @@ class Callback:
         return {}
 
     def wrap_optimizer(self, optimizer: Any) -> Any:
-        """Returns the optax transformation to use instead of `optimizer`.
-
-        Called once, by `Trainer(...)`. Its state is placed, donated, saved and loaded
-        like that of any optimizer.
-        """
+        """Returns the optax transformation to use instead of `optimizer`. Called once,
+        by `Trainer(...)`."""
         return optimizer
 
     def after_step(self, state: Any) -> Any:
@@ -257,30 +248,18 @@ class Hooks:
 
     def evaluated_state(self) -> Callable[[Any], Any] | None:
         """Returns the function that chooses the weights to evaluate, if any."""
-        evaluating = self._find_overriding("evaluated_state")
-        if len(evaluating) > 1:
-            names = " and ".join(type(callback).__name__ for callback in evaluating)
+        callbacks = [c for c in self.callbacks if overrides(c, "evaluated_state")]
+        if len(callbacks) > 1:
+            names = " and ".join(type(callback).__name__ for callback in callbacks)
             raise ValueError(
                 f"`callbacks`: {names} each choose the weights for evaluation;"
                 " pass only one of them."
             )
-        return evaluating[0].evaluated_state if evaluating else None
+        return callbacks[0].evaluated_state if callbacks else None
 
-    def inside_step(self) -> tuple[Callable[..., dict[str, Any]], ...]:
-        """Returns the functions of callbacks to trace into the compiled step."""
-        return tuple(
-            callback.inside_step for callback in self._find_overriding("inside_step")
-        )
-
-    def after_step(self) -> tuple[Callable[[Any], Any], ...]:
-        """Returns the functions of callbacks that the train step ends with."""
-        return tuple(
-            callback.after_step for callback in self._find_overriding("after_step")
-        )
-
-    def _find_overriding(self, name: str) -> list[Callback]:
-        """Returns the callbacks that override the method `name`."""
-        return [callback for callback in self.callbacks if overrides(callback, name)]
+    def list_methods(self, name: str) -> tuple[Callable[..., Any], ...]:
+        """Returns the method `name` of each callback that overrides it."""
+        return tuple(getattr(c, name) for c in self.callbacks if overrides(c, name))
 
 
 def _is_in_step(callback: Callback) -> bool:

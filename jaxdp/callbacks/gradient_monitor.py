@@ -1,5 +1,6 @@
 """Logs norms of gradients and updates, and finds leaves that do not learn."""
 
+import functools
 from typing import Any, Final
 
 import jax
@@ -20,8 +21,7 @@ _SQUARES: Final = "gradient_monitor/squares"
 class GradientMonitor(Callback):
     """Logs norms of gradients and updates, and finds leaves that do not learn.
 
-    Every `trainer.log_every_n_steps` steps, these values join the metrics of the step,
-    and so all loggers:
+    Every `trainer.log_every_n_steps` steps, all loggers get:
 
     - `grad_norm`, the norm of the whole gradient before clipping, and
       `grad_norm/<layer>` for each layer, such as `blocks[3].attention`;
@@ -59,7 +59,7 @@ class GradientMonitor(Callback):
         self._layers: dict[str, list[int]] = {}
         self._run_id: str | None = None
         self._checked = 0
-        self._alive: Any = False  # bool `(2, leaves)`: had a gradient, was updated
+        self._alive: Any = False  # which of `_SQUARES` were ever more than zero
 
     def inside_step(
         self, grads: PyTree, updates: PyTree, state: Any
@@ -77,32 +77,30 @@ class GradientMonitor(Callback):
         if self._run_id != trainer.record.run_id:  # the model may be another one
             self._run_id, self._checked, self._alive = trainer.record.run_id, 0, False
             self.dead, self.never_updated = [], []
-        if self._checked < self.check_steps:
-            trainer.record.read_steps(self._check)
+        trainer.record.read_steps(functools.partial(self._read, trainer))
 
-    def on_train_batch_end(
-        self, trainer: Trainer, metrics: Any, batch_idx: int
-    ) -> None:
-        if trainer.global_step % trainer.log_every_n_steps == 0:
-            metrics.add(
-                {
-                    kind + layer: _Value(metrics, kind, leaves)
-                    for layer, leaves in self._layers.items()
-                    for kind in ("grad_norm", "update_ratio")
-                }
-            )
-
-    def _check(self, row: LogRow) -> None:
-        """Names the leaves that do not learn, once, after the first steps."""
-        if self._checked >= self.check_steps:
+    def _read(self, trainer: Trainer, row: LogRow) -> None:
+        """Adds the norms of a step to its row, which loggers get after this."""
+        is_logged = row.step % trainer.log_every_n_steps == 0
+        if not is_logged and self._checked >= self.check_steps:
             return
-        self._alive |= np.asarray(row.values[_SQUARES])[:2] != 0  # waits for the device
-        self._checked += 1
+        metrics: Any = row.values
+        squares = np.asarray(metrics[_SQUARES])  # waits for the device
+        for layer, leaves in self._layers.items() if is_logged else ():
+            gradient, update, weight = np.sqrt(squares[:, leaves].sum(axis=1))
+            with np.errstate(all="ignore"):  # infinite where the weights are zero
+                ratio = update / weight if update else update
+            metrics.add({f"grad_norm{layer}": gradient, f"update_ratio{layer}": ratio})
         if self._checked < self.check_steps:
-            return
-        has_gradient, is_updated = self._alive
-        self.dead = self._name(~has_gradient)
-        self.never_updated = self._name(has_gradient & ~is_updated)
+            self._checked, self._alive = self._checked + 1, self._alive | (squares != 0)
+            if self._checked == self.check_steps:
+                self._name_idle_leaves()
+
+    def _name_idle_leaves(self) -> None:
+        has_gradient, is_updated, _ = self._alive
+        leaves = np.asarray(self._leaves)  # on the host
+        self.dead = leaves[~has_gradient].tolist()
+        self.never_updated = leaves[has_gradient & ~is_updated].tolist()
         for leaves, problem in (
             (self.dead, "zero gradients (the loss does not depend on them, or a layer"
              " before them is dead)"),
@@ -115,26 +113,6 @@ class GradientMonitor(Callback):
                     f" leaves had {problem}: {join_some(leaves)}. Leaves that are not"
                     " to be trained cost less when `filter_spec` leaves them out."
                 )
-
-    def _name(self, is_chosen: np.ndarray) -> list[str]:
-        return [self._leaves[i] for i in np.flatnonzero(is_chosen)]
-
-
-class _Value:
-    """A value of a step, computed when it is read, for `Metrics.add`."""
-
-    def __init__(self, metrics: Any, kind: str, leaves: list[int]):
-        self._metrics, self._kind, self._leaves = metrics, kind, leaves
-
-    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
-        squares = np.asarray(self._metrics[_SQUARES])  # waits for the device
-        gradient, update, weight = np.sqrt(squares[:, self._leaves].sum(axis=1))
-        if self._kind == "grad_norm":
-            return np.asarray(gradient, dtype)  # on the host
-        with np.errstate(all="ignore"):  # infinite where the weights are zero
-            return np.asarray(
-                update / weight if update else update, dtype
-            )  # on the host
 
 
 def group_by_layer(paths: list[Any], max_layers: int) -> dict[str, list[int]]:
@@ -151,5 +129,5 @@ def group_by_layer(paths: list[Any], max_layers: int) -> dict[str, list[int]]:
 
 
 def _square(leaf: Array) -> Array:
-    """Returns the sum of squares, in float32, of which those below 1e-45 are zero."""
+    """Returns the sum of squares, in float32: zero if all values are below 1e-19."""
     return jnp.sum(jnp.square(jnp.abs(leaf).astype(jnp.float32)))

@@ -23,8 +23,8 @@ _MEANINGS: Final = {
 
 
 def check_hooks(callback: Callback) -> None:
-    """Raises for a hook that is never called, or is called with other arguments; warns
-    about names that look like a misspelt hook."""
+    """Raises for a hook that is never called, or is called with other arguments, and
+    warns of names that look like a misspelt hook."""
     others = INSTEAD["Callback"]
     for name in _list_methods(callback):
         where = f"`{type(callback).__name__}.{name}`"

@@ -1,6 +1,5 @@
 """Logs the learning rate of every step, read from the optimizer's state."""
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,14 +14,12 @@ from .base import Callback, Trainer
 class LearningRateMonitor(Callback):
     """Adds the learning rate to the metrics of every step, and so to all loggers.
 
-    The history, and the row of an epoch, have the rate of its last step.
-
         optimizer = optax.inject_hyperparams(optax.adam)(learning_rate=schedule)
         Trainer(model, optimizer, callbacks=[LearningRateMonitor()])
 
     This is the rate of the latest update, read inside the compiled step from the state
-    of `optax.inject_hyperparams`; the first step shows `schedule(0)`. The rate of other
-    optimizers can't be read: pass their schedule here as well.
+    of `optax.inject_hyperparams`; the first step shows `schedule(0)`. The history, and
+    the row of an epoch, have the rate of its last step.
 
     Several rates in an optimizer have names of their own: `lr/<label>` with the label
     of `optax.partition`, or `lr/0`, `lr/1`, ... (see `trainer.hyperparams`). The rates
@@ -30,7 +27,7 @@ class LearningRateMonitor(Callback):
 
     Args:
         schedule: a number, or a function from the number of earlier steps to the rate,
-            to show instead of the optimizer's state.
+            to show for an optimizer without its rate in its state.
         name: the name of the metric.
     """
 
@@ -67,7 +64,7 @@ class LearningRateMonitor(Callback):
             name: hyperparam.leaf for name, hyperparam in held.items() if is_rate(name)
         }
         labels = [name.rpartition("/")[0] or name for name in rates]
-        if len({*labels}) < len(labels):
+        if len({*labels}) < len(labels):  # several rates of one label
             labels = list(rates)
         logged: dict[str, Array] = {}
         for label, rate in zip(labels, rates.values(), strict=True):
@@ -79,14 +76,11 @@ class LearningRateMonitor(Callback):
         return logged
 
     def on_train_epoch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        pattern = rf"{re.escape(self.name)}(/.*)?(\[\d+\])?"
-        latest = trainer.callback_metrics.items()
-        rates = {name: rate for name, rate in latest if re.fullmatch(pattern, name)}
-        # A run that resumes after its last step has taken none since.
-        for name, rate in (
-            rates or self.inside_step(None, None, trainer.state)
-        ).items():
-            trainer.log(name, rate)
+        latest = trainer.callback_metrics
+        # A run that resumes after its last step has logged no rate since.
+        rates = self.inside_step(None, None, trainer.state)
+        for name, rate in rates.items():
+            trainer.log(name, latest.get(name, rate))
 
 
 def make_no_rate_error(

@@ -108,10 +108,12 @@ class Logger(Callback):
         if not paths:
             return
         parent = paths[0].parent
-        folders = (parent / f"before-{n}" for n in itertools.count(1))
-        for folder in folders:
-            if not any((folder / path.name).exists() for path in paths):
-                break
+        numbered = (parent / f"before-{n}" for n in itertools.count(1))
+        folder = next(
+            each
+            for each in numbered
+            if not any((each / path.name).exists() for path in paths)
+        )
         folder.mkdir(exist_ok=True)
         for path in paths:
             path.rename(folder / path.name)

@@ -1,5 +1,6 @@
 """Drops updates with NaN or infinity, and stops the fit or warns."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -25,15 +26,14 @@ class NanGuard(Callback):
     the optimizer state or the means of the epoch. The host reads the findings some
     steps later, so nothing waits.
 
-    Under "16-mixed" gradients overflow now and then while the loss is finite, most of
-    all in the first steps. Such a step is skipped to lower the loss scale, and is no
-    finding, unless more than `max_skips` of them come in a row.
+    Under "16-mixed" gradients overflow now and then while the loss is finite. Such a
+    step is skipped to lower the loss scale, and is no finding, unless more than
+    `max_skips` of them come in a row.
 
     Args:
         action: `"stop"` raises a FloatingPointError that names the step and what was
-            not finite; `trainer.model` is then the last good one. `"end"` warns and
-            ends the fit as `trainer.should_stop` does: validated, saved and without an
-            exception. `"skip"` warns and drops that update.
+            not finite. `"end"` warns and ends the fit as `trainer.should_stop` does,
+            without an exception. `"skip"` warns and drops that update.
         max_skips: with `"skip"`, how many steps in a row may be dropped before a
             FloatingPointError after all.
 
@@ -52,10 +52,7 @@ class NanGuard(Callback):
         self.action = action
         self.max_skips = max_skips
         self.skipped_steps: list[int] = []
-
-        # Of the present run.
         self._in_a_row = 0
-        self._trainer: Any = None
         self._leaves: tuple[str, ...] = ()
         self._failed = False
 
@@ -63,8 +60,8 @@ class NanGuard(Callback):
         return options._replace(skip_nonfinite=True)
 
     def setup(self, trainer: Trainer) -> None:
-        self._trainer, self._failed = trainer, False
-        trainer.record.read_steps(self._check)
+        self._failed = False
+        trainer.record.read_steps(functools.partial(self._check, trainer))
 
     def inside_step(
         self, grads: PyTree, updates: PyTree, state: Any
@@ -83,13 +80,10 @@ class NanGuard(Callback):
         self.skipped_steps = list(state["skipped_steps"])
         self._in_a_row = state.get("in_a_row", 0)
 
-    def _check(self, row: LogRow) -> None:
-        if self._failed:
-            return
-        trainer, metrics = self._trainer, row.values
-        skipped = bool(metrics["skipped"])
-        self._in_a_row = self._in_a_row + 1 if skipped else 0
-        if not skipped:
+    def _check(self, trainer: Trainer, row: LogRow) -> None:
+        metrics, is_skipped = row.values, bool(row.values["skipped"])
+        self._in_a_row = self._in_a_row + 1 if is_skipped else 0
+        if self._failed or not is_skipped:
             return
         # An overflow under "16-mixed", which halves its loss scale.
         is_scaled = "loss_scale" in metrics and np.isfinite(metrics["loss"])

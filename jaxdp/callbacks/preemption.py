@@ -12,11 +12,11 @@ from .base import Callback, Trainer
 class Preemption(Callback):
     """Chooses which signals end a fit at the next boundary, and what happens then.
 
-    Without this callback, SIGTERM (which SLURM, Kubernetes and spot machines send
-    before they take the machine away) and SIGHUP (the terminal was closed) do the
-    following: the step finishes, `ModelCheckpoint` saves and waits until the checkpoint
-    is on disk, and the process exits with code 143. A second signal ends the process at
-    once; the last checkpoint stays intact. Under `nohup`, SIGHUP is ignored.
+    Without this callback, these are SIGTERM (which SLURM, Kubernetes and spot machines
+    send before they take the machine away) and SIGHUP (the terminal was closed, unless
+    under `nohup`): the step finishes, `ModelCheckpoint` saves, and the process exits
+    with code 143. A second signal ends the process at once; the last checkpoint stays
+    intact.
 
     Args:
         signals: names of signals, such as `("SIGTERM", "SIGUSR1")` for

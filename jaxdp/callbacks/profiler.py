@@ -26,9 +26,9 @@ class Profiler(Callback):
     Args:
         dirpath: folder to write to; None means `profile` in
             `trainer.default_root_dir`.
-        start_step: how many steps of a fit to skip first, as a warm-up; with
-            `steps_per_execution` the trace begins with the next call of so many.
+        start_step: how many steps of a fit to skip first, as a warm-up.
         num_steps: how many steps to trace; 5 to 20 is common, since traces are large.
+            With `steps_per_execution` both are rounded up to whole calls.
     """
 
     skip_in_fast_dev_run = True
@@ -53,7 +53,6 @@ class Profiler(Callback):
         self._first = start_step  # the trace begins after this step
         self._step = contextlib.ExitStack()
         self._is_tracing = self._done = False
-        self._is_at_boundary = True  # and not between the steps of one dispatch
 
     def setup(self, trainer: Trainer) -> None:
         root = trainer.default_root_dir
@@ -64,68 +63,54 @@ class Profiler(Callback):
     def on_fit_start(self, trainer: Trainer) -> None:
         self._is_tracing, self._done = False, not trainer.is_global_zero
         self._first = trainer.global_step + self.start_step
-        self._is_at_boundary = True
+        self.on_boundary(trainer)
+
+    def on_boundary(self, trainer: Trainer) -> None:
+        if self._is_tracing and trainer.global_step >= self._first + self.num_steps:
+            self._stop(trainer)
+        elif not self._is_tracing and not self._done:
+            if trainer.global_step >= self._first:
+                self._start(trainer)
 
     def on_train_batch_start(
         self, trainer: Trainer, batch: Any, batch_idx: int
     ) -> None:
-        if self._done or trainer.global_step < self._first:
-            return
-        if not self._is_tracing:
-            if not self._is_at_boundary:
-                return
-            self._start(trainer)
-        number = trainer.global_step + 1
-        step = jax.profiler.StepTraceAnnotation("train", step_num=number)
-        self._step.enter_context(step)
+        if self._is_tracing:
+            number = trainer.global_step + 1
+            step = jax.profiler.StepTraceAnnotation("train", step_num=number)
+            self._step.enter_context(step)
 
     def on_train_batch_end(
         self, trainer: Trainer, metrics: Mapping[str, Any], batch_idx: int
     ) -> None:
-        self._is_at_boundary = False
-        if self._is_tracing:
-            self._step.close()
-            if trainer.global_step >= self._first + self.num_steps:
-                self._stop(trainer)
-
-    def on_boundary(self, trainer: Trainer) -> None:
-        self._is_at_boundary = True
+        self._step.close()
 
     def on_fit_end(self, trainer: Trainer) -> None:
         if self._is_tracing:
             self._step.close()
             self._stop(trainer)
         elif not self._done:
-            done = trainer.global_step - self._first + self.start_step
-            text = f"the fit had {done} steps, and `start_step` is {self.start_step}."
-            announce(trainer, "Profiler", f"nothing was traced: {text}")
+            text = f"nothing was traced: the fit ended before {self.start_step} steps."
+            announce(trainer, "Profiler", text)
 
     def _start(self, trainer: Trainer) -> None:
         jax.block_until_ready(trainer.state)  # waits for the device
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # Python's calls would slow the host down
-        try:
-            jax.profiler.start_trace(
-                str(self._folder), create_perfetto_trace=True, profiler_options=options
-            )
-        except RuntimeError as error:
-            error.add_note("`Profiler`: only one trace can run in a process at a time.")
-            raise
+        jax.profiler.start_trace(
+            str(self._folder), create_perfetto_trace=True, profiler_options=options
+        )
         self._first, self._is_tracing = trainer.global_step, True
 
     def _stop(self, trainer: Trainer) -> None:
         self._is_tracing, self._done = False, True
-        first, steps = self._first, trainer.global_step - self._first
         try:
             jax.block_until_ready(trainer.state)  # waits for the device
         finally:
             jax.profiler.stop_trace()
-        if steps == 0:
-            return
-
         traces = self._folder.glob("plugins/profile/*/perfetto_trace.json.gz")
         trace = max(traces, key=lambda path: path.stat().st_mtime)
-        text = f"steps {first + 1} to {trainer.global_step} are traced in {trace}"
+        text = f"steps {self._first + 1} to {trainer.global_step} are traced in {trace}"
         announce(trainer, "Profiler", text)
         device, *_ = jax.tree.leaves(trainer.state)[0].sharding.device_set
         if lacks_device_events(trace.parent, device.platform):

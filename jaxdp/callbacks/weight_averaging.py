@@ -1,5 +1,6 @@
 """Averages the weights over the steps of a run, and evaluates the average."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -20,16 +21,15 @@ class WeightAveraging(Callback):
     `test`, `predict` and `trainer.model` use the average. The average is part of the
     optimizer's state, and is sharded, donated, saved and loaded with it. It costs one
     copy of the weights (at least float32) and one pass over them per step. Running
-    statistics of BatchNorm are not averaged; those of the training model are used.
+    statistics of BatchNorm are those of the training model.
 
     Args:
         decay: how much of the average each step keeps; 0.999 looks back over about a
             thousand steps. It begins with the weights after the first step, as in
-            torch; Keras's begins with the initial ones. None takes the plain mean of
-            all steps since `start_step` (stochastic weight averaging).
+            torch. None takes the plain mean of all steps since `start_step`
+            (stochastic weight averaging).
         every_n_steps: average only the weights after steps n, 2 n, 3 n and so on, as
-            `every_n_train_steps` of `ModelCheckpoint` counts. (Lightning's average has
-            those after the steps 1, n + 1, 2 n + 1.)
+            `every_n_train_steps` of `ModelCheckpoint` counts.
         start_step: how many steps to skip; until then the average is the weights.
         evaluate: whether validation, `test`, `predict` and `trainer.model` use the
             average. If not, only `averaged_model` returns it.
@@ -78,11 +78,8 @@ class WeightAveraging(Callback):
 
     def after_step(self, state: Any) -> Any:
         """Returns `state` with its weights added to the average."""
-
-        def update_average(averaging: AveragingState) -> AveragingState:
-            return self._update_average(state.params, averaging)
-
-        opt_state = map_nodes(AveragingState, update_average, state.opt_state)
+        update = functools.partial(self._update_average, state.params)
+        opt_state = map_nodes(AveragingState, update, state.opt_state)
         return state._replace(opt_state=opt_state)
 
     def evaluated_state(self, state: Any) -> Any:

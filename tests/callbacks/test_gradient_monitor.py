@@ -107,7 +107,7 @@ def test_leaves_that_do_not_learn_are_named_once():
     with pytest.warns(UserWarning) as caught:
         trainer.fit(batches(*[8] * 4), max_epochs=3)
     dead, never_updated = [str(w.message) for w in caught]
-    assert re.search("first 5 steps the gradient was .*: unused.weight, unused.b", dead)
+    assert re.search("first 5 steps, .* zero gradients .*: unused.weight, un", dead)
     assert re.search("gradient and no update .*: fixed.weight, fixed", never_updated)
     assert monitor.dead == ["unused.weight", "unused.bias"]
     assert monitor.never_updated == ["fixed.weight", "fixed.bias"]
@@ -121,18 +121,6 @@ def test_a_leaf_that_learns_late_is_not_named(recwarn):
     trainer = make_trainer(monitor, optimizer=optax.sgd(late_rate))
     trainer.fit(batches(*[8] * 20))
     assert monitor.never_updated == monitor.dead == [] and not recwarn.list
-
-
-def test_a_leaf_with_tiny_gradients_is_not_named(recwarn):
-    monitor = GradientMonitor(check_steps=2)
-    loss_fn = lambda model, x, y: 1e-25 * jax.vmap(model)(x)[:, 0]  # noqa: E731
-    model = eqx.nn.Linear(4, 3, key=jax.random.key(0))
-    optimizer = optax.sgd(1e-3)  # the updates' squares are below any float32, too
-    trainer = make_trainer(
-        monitor, model=model, optimizer=optimizer, loss=None, loss_fn=loss_fn
-    )
-    trainer.fit(batches(*[8] * 3))
-    assert monitor.dead == monitor.never_updated == [] and not recwarn.list
 
 
 def test_a_monitor_may_see_another_model_before_its_check():
@@ -150,6 +138,6 @@ def test_the_check_goes_on_over_the_fits_of_a_run_and_anew_in_another():
         trainer = make_trainer(monitor, model=model, loss=None, loss_fn=loss_fn)
         trainer.fit(batches(*[8] * 6))
         assert monitor.dead == []
-        with pytest.warns(UserWarning, match="exactly zero .*: idle"):
+        with pytest.warns(UserWarning, match="zero gradients .*: idle"):
             trainer.fit(batches(*[8] * 6), max_epochs=2)
         assert monitor.dead == ["idle"]

@@ -52,22 +52,13 @@ def test_a_failing_fit_ends_the_window_too(tmp_path):
 
 def test_a_fit_that_is_too_short_says_so(tmp_path, caplog):
     make_trainer(Profiler(tmp_path)).fit(batches(8, 8))
-    assert "nothing was traced: the fit had 2 steps, and `start_step` is 10" in (
-        caplog.text
-    )
-
-
-def test_a_trace_that_runs_already_is_named(tmp_path):
-    with jax.profiler.trace(str(tmp_path / "own")):
-        with pytest.raises(RuntimeError) as caught:
-            make_trainer(Profiler(tmp_path, 0)).fit(batches(8, 8))
-    assert any("only one trace" in note for note in caught.value.__notes__)
+    assert "nothing was traced: the fit ended before 10 steps" in caplog.text
 
 
 def test_the_window_begins_with_a_call_of_several_steps(tmp_path):
     profiler = Profiler(tmp_path, start_step=3, num_steps=2)
     make_trainer(profiler, steps_per_execution=4).fit(batches(*[8] * 8))
-    assert step_numbers(tmp_path) == [5, 6]
+    assert step_numbers(tmp_path) == [5, 6, 7, 8]
 
 
 @pytest.mark.parametrize("events", ["", "events { metadata_id: 1 }"])

@@ -121,27 +121,21 @@ def test_a_resumed_run_ends_with_the_weights_of_the_unbroken_one(
     assert_equal_leaves(learned(trainer), learned(wanted))
 
 
-@pytest.mark.parametrize("kill_after, times", [(9, 2), (None, 1)])
+@pytest.mark.parametrize("saver, damages, reason", [
+    ({}, False, "no `ModelCheckpoint`"),  # it keeps the newest alone
+    (BEST, True, "damaged"),
+])  # fmt: skip
 def test_a_resume_says_that_no_checkpoint_has_the_best_weights(
-    kill_after, times, tmp_path, caplog
+    saver, damages, reason, tmp_path, caplog
 ):
-    def saver():
-        return [ModelCheckpoint(tmp_path)]  # keeps the newest alone
-
-    run(saver(), kill_after)
+    run([ModelCheckpoint(tmp_path, **saver)], 9)
     caplog.clear()
-    trainer, told = run(saver())
-    assert len(told) == times and "back to step" not in caplog.text
-    for text in told:
-        assert "the best weights of step 6 are older than the resume" in text
-        assert "`trainer.load(path)`" in text
-
-
-def test_a_damaged_checkpoint_of_the_best_is_told(tmp_path, caplog):
-    run([ModelCheckpoint(tmp_path, **BEST)], 9)
-    (tmp_path / "6" / "files.json").unlink()
-    _, (text,) = run([ModelCheckpoint(tmp_path, **BEST)])
-    assert "of step 6 are older" in text and "damaged" in text
+    if damages:
+        (tmp_path / "6" / "files.json").unlink()
+    _, (text,) = run([ModelCheckpoint(tmp_path, **saver)])
+    assert "back to step" not in caplog.text
+    assert "the best weights of step 6 are older than the resume" in text
+    assert reason in text and "`trainer.load(path)`" in text
 
 
 def test_a_checkpoint_of_after_the_end_has_the_best_weights(tmp_path, caplog):

@@ -9,7 +9,6 @@ import pytest
 from toys import (
     At,
     On,
-    Recorder,
     assert_equal_leaves,
     batches,
     fail_with,
@@ -160,42 +159,14 @@ def test_no_score_is_no_best(tmp_path):
         trainer.test(VAL, "best")
 
 
-@pytest.mark.parametrize(
-    ("size", "saved"), [(1, (2, 4, 5, 6, 8, 10)), (3, (3, 4, 5, 8, 10))]
-)
-def test_by_steps_the_loss_is_that_of_the_step(tmp_path, size, saved):
-    losses = Recorder()
-    saver = ModelCheckpoint(
-        tmp_path, monitor="loss", every_n_train_steps=2, every_n_epochs=1, save_top_k=-1
-    )
-    trainer = make(losses, saver, steps_per_execution=size)
-    trainer.fit(DATA[:5], max_epochs=2)
-    expected = {step: losses.losses[step - 1] for step in saved}
-    assert scores(saver) == expected
-    assert saver.best_model_score == min(expected.values())
-    by_epochs = ModelCheckpoint(tmp_path / "epochs", monitor="loss", save_top_k=-1)
-    history = make(by_epochs).fit(DATA, max_epochs=2)
-    assert list(scores(by_epochs).values()) == history["loss"]
-
-
-def test_the_losses_of_steps_are_not_compared_with_those_of_epochs(tmp_path):
-    make(ModelCheckpoint(tmp_path, "loss", save_top_k=2)).fit(DATA, max_epochs=2)
-    assert steps_in(tmp_path) == [6, 12]
-    saver = ModelCheckpoint(tmp_path, "loss", save_top_k=2, every_n_train_steps=4)
-    with pytest.warns(UserWarning, match="no state for the callback ModelCheckpoint"):
-        make(saver).fit(DATA, max_epochs=3, ckpt_path=tmp_path / "12")
-    assert list(scores(saver)) == [16, 18]
-    kept, aside = steps_in(tmp_path), steps_in(tmp_path / "before-1")
-    assert kept == [12, 16, 18] and aside == [6]
-
-
-def test_a_loop_of_ones_own_is_saved_epoch_by_epoch(tmp_path):
-    saver = ModelCheckpoint(tmp_path, monitor="loss", every_n_train_steps=4)
-    trainer, losses = make(saver), {}
-    for _ in range(2):
-        for metrics in trainer.steps(DATA):
-            losses[trainer.global_step] = float(metrics["loss"])
-    assert steps_in(tmp_path) == [min((4, 8, 12), key=losses.get)]
+def test_by_steps_there_is_no_score_but_at_the_end_of_an_epoch(tmp_path):
+    saver = ModelCheckpoint(tmp_path, "loss", every_n_train_steps=4, save_top_k=-1)
+    trainer = make(saver)
+    history = trainer.fit(DATA, max_epochs=2)
+    first, second = history["loss"]
+    assert scores(saver) == {4: None, 6: first, 8: None, 12: second}
+    assert saver.best_model_score == min(first, second)
+    next(make(ModelCheckpoint(tmp_path / "a", every_n_train_steps=1)).steps(DATA))
     with pytest.warns(UserWarning, match="ends no epoch, so this saves nothing"):
         next(make(ModelCheckpoint(tmp_path / "none")).steps(DATA))
 
@@ -263,14 +234,3 @@ def test_keeps_every_nth_step_whatever_its_score(tmp_path):
     assert {4, 8, 12, 16} < {*steps_in(tmp_path)} and 10 not in steps_in(tmp_path)
     with pytest.raises(ValueError, match="`keep_every_n_steps` must be 1 or more or N"):
         ModelCheckpoint(tmp_path, keep_every_n_steps=0)
-
-
-def test_steps_after_the_last_hook_have_no_score(tmp_path):
-    raises = At(2, fail_with(RuntimeError("in the middle of a call")))
-    saver = ModelCheckpoint(
-        tmp_path, "loss", every_n_train_steps=100, save_on_exception=True
-    )
-    trainer = make(saver, raises, steps_per_execution=4)
-    with pytest.raises(RuntimeError, match="in the middle"):
-        trainer.fit(batches(*[8] * 4))
-    assert saver.state_dict()["scores"] == [[4, None]]
