@@ -84,7 +84,7 @@ class EarlyStopping(MonitorCallback):
         self._has_failed = False
         if not was_restored or self._last_check is None:
             return
-        # The wish to stop is not saved: the last check is asked again, by the rules of
+        # No reason to stop is saved: the last check is judged again, by the rules of
         # this run. Between two checks the next one decides.
         step, value = self._last_check
         if step == trainer.global_step or self.stopped_epoch is not None:
