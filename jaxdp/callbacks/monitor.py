@@ -27,26 +27,23 @@ class MetricCallback(Callback):
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Raises if the fit will log no value named `monitor`."""
-        record, monitor = trainer.record, self.monitor
         # A callback of the user may log it, and a `PassMetric` may have any values.
         modules = [type(callback).__module__ for callback in trainer.callbacks]
-        may_come = not all(module.startswith("jaxdp.") for module in modules) or (
-            monitor is not None
-            and monitor.startswith("val_")
-            and not record.names_are_all
-        )
-        if not may_come:
-            self._check_is_logged(record.names)
+        is_of_validation = (self.monitor or "").startswith("val_")
+        may_come = is_of_validation and not trainer.record.names_are_all
+        if not may_come and all(module.startswith("jaxdp.") for module in modules):
+            self._check_is_logged(trainer.record.names)
 
     def handle_means(self, trainer: Trainer, row: LogRow) -> None:
         """Acts on the values of a validation or an epoch; raises if an ended epoch has
         no value named `monitor`, and none can come in another one."""
-        record, monitor = trainer.record, self.monitor
+        monitor = self.monitor
         if row.kind != "epoch" or monitor is None or monitor in trainer.history:
             return
-        validates = any(name.startswith("val_") for name in record.names)
-        if record.validation or not (monitor.startswith("val_") and validates):
-            self._check_is_logged((*row.values, *record.validation))
+        validates = any(name.startswith("val_") for name in trainer.record.names)
+        may_come = validates and not trainer.record.validation
+        if not (may_come and monitor.startswith("val_")):
+            self._check_is_logged((*row.values, *trainer.record.validation))
 
     def _check_is_logged(self, names: Iterable[str]) -> None:
         if self.monitor is not None and self.monitor not in names:

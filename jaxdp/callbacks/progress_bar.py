@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ..basics.arguments import check_number, checks_arguments
 from ..basics.console import SafeStream
 from ..basics.units import format_number, format_seconds
-from ..record import LogRow, Record
+from ..record import LogRow
 from .base import Callback, Trainer
 from .monitor import is_fitting, is_in_notebook
 
@@ -64,8 +64,11 @@ class ProgressBar(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer) -> None:
         last = "" if trainer.max_epochs is None else f"/{trainer.max_epochs - 1}"
-        name, record = f"epoch {trainer.current_epoch}{last}", trainer.record
-        self._train = self._begin(name, record.steps_of_epoch, record.batch_idx)
+        name, total = (
+            f"epoch {trainer.current_epoch}{last}",
+            trainer.record.steps_of_epoch,
+        )
+        self._train = self._begin(name, total, trainer.record.batch_idx)
 
     def on_train_batch_end(
         self, trainer: Trainer, metrics: Mapping[str, Any], batch_idx: int
@@ -96,18 +99,18 @@ class ProgressBar(Callback):
 
     def _show(self, trainer: Trainer, shown: "_Pass", n: int) -> None:
         """Shows that `n` batches of a pass are done, if that is due."""
-        now, record, total = time.perf_counter(), trainer.record, shown.total
+        now, total = time.perf_counter(), shown.total
         if self._out is None or now < self._due:
             return
         self._due, seconds = now + self._get_interval(), now - shown.start
         text = f"{n} batches" if total is None else f"{n}/{total} batches"
-        if shown is self._train and (loss := record.latest("loss")) is not None:
-            text += f", loss {loss:.3g}"
+        loss = trainer.record.latest("loss") if shown is self._train else None
+        text += "" if loss is None else f", loss {loss:.3g}"
         if total is not None and n < total:
             left = seconds * (total - n) / (n - shown.batches)
             text += f", {format_seconds(left)} left"
         if shown is self._train:
-            text += _format_speed(record, shown, seconds)
+            text += _format_speed(trainer, shown, seconds)
         if not self._is_live:
             self._out.write(f"{shown.name}: {text}\n")
             self._out.flush()
@@ -131,7 +134,7 @@ class ProgressBar(Callback):
         facts = [f"{n} {mean:.4g}" for n, mean in means.items() if not n.endswith("]")]
         seconds = time.perf_counter() - epoch.start
         text = ", ".join([*facts, format_seconds(seconds)])
-        text += _format_speed(trainer.record, epoch, seconds)
+        text += _format_speed(trainer, epoch, seconds)
         self._out.write(f"{epoch.name}: {text}\n")
         self._out.flush()
         self._train = None
@@ -148,9 +151,9 @@ class _Pass(NamedTuple):
     start: float
 
 
-def _format_speed(record: Record, epoch: _Pass, seconds: float) -> str:
-    steps = record.batch_idx - epoch.batches
-    rows = steps / max(record.batch_idx, 1) * record.examples
+def _format_speed(trainer: Trainer, epoch: _Pass, seconds: float) -> str:
+    done = trainer.record.batch_idx
+    rows = (done - epoch.batches) / max(done, 1) * trainer.record.examples
     return f", {format_number(rows / max(seconds, 1e-9))} examples/s" if rows else ""
 
 

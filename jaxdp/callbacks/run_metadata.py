@@ -26,14 +26,15 @@ def collect_metadata(
         trainer: the running trainer.
         hyperparameters: the user's own, which come first.
     """
-    settings = {name: plain(value) for name, value in trainer.run.arguments.items()}
+    arguments = trainer.run.arguments
+    settings = {name: plain(value) for name, value in arguments.items()}
     settings["optimizer"] = describe_optimizer(trainer.run.optimizer)
     for name in ("max_epochs", "max_steps", "num_training_batches"):
         if getattr(trainer, name) is not None:
             settings[name] = getattr(trainer, name)
     state = trainer.state
     (device, *_) = jax.tree.leaves(state)[0].sharding.device_set
-    precision = find_precision(trainer.run.arguments["precision"])
+    precision = find_precision(arguments["precision"])
     settings["float32_products"] = float32_products(precision, device)
     settings["parameters"] = _count((state.params, state.buffers))
     settings["trained_parameters"] = _count(state.params)

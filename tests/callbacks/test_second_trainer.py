@@ -3,7 +3,6 @@
 import copy
 import pickle
 
-import numpy as np
 import optax
 import pytest
 from toys import assert_equal_leaves, batches, make_small, scores
@@ -61,17 +60,15 @@ def fit(callback, values=SCORES, **options):
 
 
 def facts(trainer, callback):
-    state = {k: v for k, v in callback.state_dict().items() if k != "sizes"}
     rate = float(trainer.hyperparams["learning_rate"])
-    return state, rate, trainer.global_step, trainer.history.state_dict()
+    history = trainer.history.state_dict()
+    return callback.state_dict(), rate, trainer.global_step, history
 
 
 @pytest.mark.parametrize("make", [
-    lambda path: EarlyStopping("val_loss", patience=2),
     lambda path: EarlyStopping("val_loss", patience=2, restore_best=True),
     lambda path: EarlyStopping("val_loss", patience=9, check_finite=False),
     lambda path: ReduceLROnPlateau("val_loss", patience=1, cooldown=3),
-    lambda path: NanGuard("skip"),
     lambda path: CSVLogger(path),
     lambda path: ModelCheckpoint(path, "val_loss", save_top_k=2, save_last=True),
     lambda path: WeightAveraging(0.5),
@@ -110,9 +107,9 @@ def test_the_state_belongs_to_one_run_and_everything_else_stays(tmp_path):
 
 
 def test_steps_that_another_trainer_skipped_are_forgotten():
-    guard, (x, y) = NanGuard("skip"), batches(8)[0]
+    guard, ((x, y),) = NanGuard("skip"), batches(8)
     with pytest.warns(UserWarning, match="skipped this update"):
-        make(guard).fit([(np.full_like(x, np.nan), y)])
+        make(guard).fit([(x * float("nan"), y)])
     assert guard.skipped_steps == [1]
     make(guard).fit([(x, y)])
     assert guard.skipped_steps == []
