@@ -30,19 +30,16 @@ def clock(monkeypatch):
     return clock
 
 
-class Slow:
+def slow(data, clock, seconds):
     """A loader whose every batch takes its time."""
 
-    def __init__(self, data, clock, seconds):
-        self.data, self.clock, self.seconds = data, clock, seconds
+    class Loader(list):
+        def __iter__(self):
+            for batch in super().__iter__():
+                clock.turn(seconds)
+                yield batch
 
-    def __len__(self):
-        return len(self.data)
-
-    def __iter__(self):
-        for batch in self.data:
-            self.clock.turn(self.seconds)
-            yield batch
+    return Loader(data)
 
 
 def turns(clock, seconds):
@@ -62,7 +59,7 @@ def make_trainer(*callbacks, **options):
 def test_each_phase_has_its_share_of_the_time(tmp_path, clock):
     monitor = ThroughputMonitor(100, peak_flops_per_device=1e4)
     trainer = make_trainer(CSVLogger(tmp_path), monitor, turns(clock, 1.0))
-    trainer.fit(Slow(batches(*[8] * 6), clock, 3.0), batches(8), max_epochs=2)
+    trainer.fit(slow(batches(*[8] * 6), clock, 3.0), batches(8), max_epochs=2)
     first, second, *_ = [row for row in read_table(tmp_path) if row["loss"]]
     # The first batch is read before the clock starts; the callback comes last.
     assert float(first["throughput/data"]) == pytest.approx(3 / 4)

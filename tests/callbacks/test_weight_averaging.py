@@ -82,9 +82,8 @@ def test_training_is_as_without_it():
     seen, data = [], batches(*[8] * 10)
     for averaging in ([], [WeightAveraging()]):
         keeps, weights = keep_weights()
-        trainer = on_one_device(keeps, *averaging)  # with dropout
-        trainer.fit(data, batches(8), max_epochs=2)
-        seen.append(weights)
+        on_one_device(keeps, *averaging).fit(data, batches(8), max_epochs=2)
+        seen.append(weights)  # with dropout
     np.testing.assert_array_equal(*seen)
 
 
@@ -161,9 +160,8 @@ def test_a_dropped_update_is_not_averaged():
 
 def test_the_optimizer_inside_keeps_its_arguments_and_its_rate():
     optimizer = optax.chain(optax.sgd(0.25), optax.contrib.reduce_on_plateau())
-    options = {"optimizer": optimizer, "gradient_clip_val": 1.0}
     rate = LearningRateMonitor(schedule=0.25)
-    make_trainer(WeightAveraging(0.5), rate, **options).fit(batches(8, 8))
+    make_trainer(WeightAveraging(0.5), rate, optimizer=optimizer).fit(batches(8, 8))
     optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.05)
     callbacks = WeightAveraging(0.5), LearningRateMonitor()
     with jax.numpy_dtype_promotion("strict"):
