@@ -64,6 +64,9 @@ def test_buckets_train_as_by_hand_with_one_program_each(kind, by_hand, caplog):
     trainer = make(recorder, strategy=strategy)
     trainer.fit(DATA, max_epochs=2)
     np.testing.assert_allclose(recorder.losses, losses, rtol=1e-5)
+    rows = [len(labels) for _, labels in DATA]
+    means = np.average(np.reshape(losses, (2, -1)), axis=1, weights=rows)
+    np.testing.assert_allclose(trainer.history["loss"], means, rtol=1e-5)
     np.testing.assert_allclose(
         trainer.model.last.weight, model.last.weight, rtol=1e-4, atol=1e-5
     )
