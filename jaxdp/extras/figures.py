@@ -65,7 +65,7 @@ def draw(
     Raises:
         ImportError: without matplotlib; it says how to install it.
     """
-    matplotlib = functools.partial(import_package, who="Drawing curves")
+    matplotlib = functools.partial(import_package, extra="plots", who="Drawing curves")
     figure_type: Any = matplotlib("matplotlib.figure").Figure
     ticks = matplotlib("matplotlib.ticker").MaxNLocator
 

@@ -5,11 +5,11 @@ import warnings
 from typing import Any
 
 
-def import_package(module: str, who: str) -> Any:
+def import_package(module: str, extra: str, who: str) -> Any:
     """Imports a module for `who`; the error names its package if it is missing.
 
-    The error names no extra of `jaxdp`: on the public index this name belongs to
-    another library, with the same import name.
+    The command to install it does not name `jaxdp`: on the public index this name
+    belongs to another library, with the same import name.
     """
     try:
         with warnings.catch_warnings():
@@ -20,5 +20,5 @@ def import_package(module: str, who: str) -> Any:
         package = module.partition(".")[0]
         raise ImportError(
             f"{who} needs {package}, which is not installed; run"
-            f" `pip install {package}`."
+            f" `pip install {package}` (it is in this library's extra `{extra}`)."
         ) from error

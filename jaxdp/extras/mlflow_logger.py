@@ -58,7 +58,7 @@ class MLFlowLogger(Logger):
         self.tracking_uri = tracking_uri
         self.run_id = run_id
         self.tags = dict(tags or {})
-        self._mlflow = import_package("mlflow", "`MLFlowLogger`")
+        self._mlflow = import_package("mlflow", "mlflow", "`MLFlowLogger`")
         self._client: Any = None
         self._is_resumed = False
 

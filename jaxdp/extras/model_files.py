@@ -443,4 +443,4 @@ def _load_eqx(path: str, like: PyTree) -> PyTree:
 
 
 def _import_safetensors() -> Any:
-    return import_package("safetensors.numpy", "a .safetensors file")
+    return import_package("safetensors.numpy", "safetensors", "a .safetensors file")

@@ -34,7 +34,7 @@ class OptunaPruning(MonitorCallback):
     @checks_arguments
     def __init__(self, trial: Any, monitor: str = "val_loss"):
         super().__init__(monitor, 0, 0.0, None)
-        self._optuna = import_package("optuna", "`OptunaPruning`")
+        self._optuna = import_package("optuna", "optuna", "`OptunaPruning`")
         is_needed = trial is not None or get_process_group().index == 0
         if is_needed and not callable(getattr(trial, "should_prune", None)):
             raise TypeError(

@@ -100,7 +100,7 @@ class Samples(Callback):
 
 def _make_picture(name: str, value: Any) -> Any:
     """Makes a figure with the pixels of an array."""
-    figure = import_package("matplotlib.figure", "a picture of `Samples`")
+    figure = import_package("matplotlib.figure", "plots", "a picture of `Samples`")
     pixels = np.asarray(value)  # waits for the device
     is_picture = pixels.ndim == 2 or pixels.ndim == 3 and pixels.shape[2] in (3, 4)
     if (

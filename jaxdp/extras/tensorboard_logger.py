@@ -104,4 +104,4 @@ def _to_markdown(values: Mapping[str, Any]) -> str:
 
 
 def _tensorboard(module: str) -> Any:
-    return import_package(f"tensorboard.{module}", "`TensorBoardLogger`")
+    return import_package(f"tensorboard.{module}", "loggers", "`TensorBoardLogger`")

@@ -58,7 +58,7 @@ class WandbLogger(Logger):
         self.id = id
         self.options = options
         self.run: Any = None
-        self._wandb = import_package("wandb", "`WandbLogger`")
+        self._wandb = import_package("wandb", "wandb", "`WandbLogger`")
 
     def open(self, trainer: Trainer, folder: Path) -> None:
         options: dict[str, Any] = {"resume": "allow", **self.options}

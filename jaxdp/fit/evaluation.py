@@ -222,6 +222,11 @@ def predict(
                 "`loader` shuffles: the predictions are in the order of its rows, not"
                 " in that of its dataset. Pass a loader with shuffle=False."
             )
+        if getattr(loader, "drop_last", False) is True:
+            warn(
+                "`loader` has drop_last=True: the rows of a last, smaller batch get no"
+                " prediction. Pass a loader with drop_last=False."
+            )
         limit = resolve_limit("limit_batches", limit, source.num_batches)
         weights = _load_weights(trainer, "predict", ckpt_path)
         engine, predictions, numbers = run.engine, [], itertools.count()

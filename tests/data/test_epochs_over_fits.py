@@ -207,6 +207,16 @@ def test_predictions_of_a_shuffling_loader_are_warned_of(kind):
     assert np.allclose(found, in_order) == ("order" in kind)
 
 
+@pytest.mark.parametrize("kind", ["torch", "Arrays"])
+def test_predictions_without_a_last_short_batch_are_warned_of(kind):
+    x = TENSORS.tensors[0].numpy()
+    loader = DataLoader(TENSORS, 8, drop_last=True)
+    if kind == "Arrays":
+        loader = Arrays(x, batch_size=8, shuffle=False, drop_last=True)
+    with pytest.warns(UserWarning, match="drop_last=True: the rows of a last"):
+        assert len(make().predict(loader)) == 24
+
+
 def test_a_save_inside_of_a_validation_restarts_it(tmp_path):
     paths = []
 

@@ -290,5 +290,6 @@ def test_a_missing_package_is_named(package, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     name = "safetensors.numpy" if package == "safetensors" else package
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ImportError, match=f"`pip install {package}`"):
+    remedy = rf"`pip install {package}` \(it is in this library's extra `{package}`\)"
+    with pytest.raises(ImportError, match=remedy):
         MISSING[package]()
