@@ -9,6 +9,8 @@ from test_twins import Draws, Tells
 from toys import On, Recorder, fail_with, rows
 from toys import on_one_device as make
 
+from jaxdp import Arrays
+
 torch = pytest.importorskip("torch")
 
 from torch.utils import data  # noqa: E402
