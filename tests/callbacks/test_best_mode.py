@@ -41,12 +41,6 @@ def test_the_name_decides_whatever_metric_has_it(caplog):
     assert "`EarlyStopping(monitor='quality')`: the name does not tell" in caplog.text
 
 
-def test_a_saver_without_a_monitor_has_no_direction(caplog):
-    for mode in ("auto", "min", "max"):
-        ModelCheckpoint(mode=mode)
-    assert not caplog.text
-
-
 def test_all_metrics_by_name_have_the_mode_of_their_name():
     largest = {name for name in METRICS if resolve_mode(f"val_{name}") == "max"}
     assert largest == {"accuracy", "binary_accuracy", "top_5_accuracy"}

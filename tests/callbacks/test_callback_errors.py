@@ -24,28 +24,19 @@ from jaxdp.callbacks import (
 
 
 @pytest.mark.parametrize("callback, options, error, match", [
-    (CSVLogger, {"name": None}, TypeError, "`name` must be a str; got None"),
     *((CSVLogger, {"name": name}, ValueError,
        "`name` must be the file name of a table")
       for name in ("metrics.json", "sub/metrics.csv", "metrics", "")),
     (DonateBuffers, {"what": "everything"}, ValueError,
      "must be one of 'state', 'all', 'none'"),
-    (EarlyStopping, {"monitor": None}, TypeError, "`monitor` must be a str; got None"),
     (EarlyStopping, {"mode": "up"}, ValueError, "`mode` must be one of 'auto', "),
     (EarlyStopping, {"patience": -1}, ValueError, "`patience` must be 0 or more"),
-    (EarlyStopping, {"patience": True}, TypeError, "`patience` must be an int; got T"),
     (EarlyStopping, {"min_delta": -0.1}, ValueError, "`min_delta` must be 0 or more"),
-    (EarlyStopping, {"min_delta": "0"}, TypeError, "`min_delta` must be a number"),
     (EarlyStopping, {"stopping_threshold": np.nan}, ValueError, "must be a number"),
     (GradientMonitor, {"max_layers": -1}, ValueError, "`max_layers` must be 0 or more"),
-    (GradientMonitor, {"check_steps": 1.5}, TypeError, "`check_steps` must be an int"),
     (LivePlot, {"every_n_seconds": -1.0}, ValueError, "`every_n_seconds` must be 0 or"),
-    (ModelCheckpoint, {"mode": "lowest"}, ValueError, "`mode` must be one of 'auto', "),
-    (ModelCheckpoint, {"monitor": 5}, TypeError, "`monitor` must be a str or None"),
     (ModelCheckpoint, {"save_top_k": -2}, ValueError, "`save_top_k` must be -1 or mo"),
-    (ModelCheckpoint, {"save_top_k": 2.5}, TypeError, "must be an int; got 2.5"),
     (ModelCheckpoint, {"every_n_epochs": 0}, ValueError, "must be 1 or more or None"),
-    (ModelCheckpoint, {"every_n_train_steps": "5"}, TypeError, "must be an int or Non"),
     (ModelCheckpoint, {"train_time_interval": []}, TypeError, "`train_time_interval`"),
     (ModelCheckpoint, {"on_save_error": "log"}, ValueError, "one of 'raise', 'warn'"),
     *((ModelCheckpoint, {name: True}, TypeError, f"`{name}` is no argument.*{instead}")
@@ -62,10 +53,8 @@ from jaxdp.callbacks import (
     (Preemption, {"action": "ignore"}, ValueError, "`action` must be one of 'exit'"),
     (Profiler, {"num_steps": 0}, ValueError, "`num_steps` must be 1 or more"),
     (ProgressBar, {"refresh_per_second": 0}, ValueError, "must be more than 0; got 0"),
-    (ProgressBar, {"every_n_seconds": -1.0}, ValueError, "must be more than 0; got -1"),
     (ReduceLROnPlateau, {"factor": 1.0}, ValueError, "`factor` must be .* less than"),
     (StallWatch, {"timeout": np.inf}, ValueError, "more than 0 and less than inf; got"),
-    (StallWatch, {"timeout": "60"}, TypeError, "`timeout` must be a number; got '60'"),
     (ThroughputMonitor, {"flops_per_example": 0}, ValueError, "must be more than 0"),
     (ThroughputMonitor, {"peak_flops_per_device": 1}, ValueError, "needs `flops_per_e"),
     (WeightAveraging, {"decay": 1.0}, ValueError, "0 or more and less than 1, or None"),
@@ -84,7 +73,7 @@ def test_arguments_after_the_monitor_need_their_names():
     assert ModelCheckpoint("d", "val_area", "max").mode == "max"
 
 
-class Steps(Callback):
+class Reads(Callback):
     def setup(self, trainer):
         trainer.record.read_steps(self.look)
 
@@ -92,12 +81,9 @@ class Steps(Callback):
         raise AssertionError
 
 
-class ByAFunction(Callback):
+class ReadsByAFunction(Reads):
     def setup(self, trainer):
         trainer.record.read_means(lambda row: self.look(row))
-
-    def look(self, row):
-        raise AssertionError
 
 
 @pytest.mark.parametrize("made, method, whose", [
@@ -107,8 +93,9 @@ class ByAFunction(Callback):
     (lambda folder: ProgressBar(), "_end_epoch", "ProgressBar"),
     (lambda folder: NanGuard(), "_check", "NanGuard"),
     *((CSVLogger, name, "CSVLogger") for name in ("write", "flush", "close")),
-    (lambda folder: Steps(), "look", "Steps"),
-    (lambda folder: ByAFunction(), "look", "ByAFunction.setup.<locals>.<lambda>"),
+    (lambda folder: Reads(), "look", "Reads"),
+    (lambda folder: ReadsByAFunction(), "look",
+     "ReadsByAFunction.setup.<locals>.<lambda>"),
 ])  # fmt: skip
 def test_a_reader_of_the_record_that_raises_is_named(
     tmp_path, monkeypatch, made, method, whose

@@ -109,8 +109,7 @@ def test_a_resumed_run_leaves_the_table_of_another_run_alone(tmp_path):
     trainer.fit(batches(8, 8))
     path = trainer.save(tmp_path / "saved")
     linear_trainer(CSVLogger(tmp_path)).fit(batches(8, 8, 8))
-    other = read_table(tmp_path)
-    again = linear_trainer(CSVLogger(tmp_path))
+    other, again = read_table(tmp_path), linear_trainer(CSVLogger(tmp_path))
     again.fit(batches(8, 8), max_epochs=2, ckpt_path=path)
     assert read_table(tmp_path / "before-1" / "metrics.csv") == other
     assert [row["epoch"] for row in read_table(tmp_path)] == ["1", "1"]
