@@ -243,7 +243,7 @@ CALLED_BY_CHECKS = "Metrics.__len__", "Metrics.__iter__"
 MAX_CALLS_PER_STEP = 20
 """Functions of ours that a step calls: a small one takes as long as a hundred. Over
 ready batches it is one less."""
-MAX_CALLS_PER_EPOCH = {"ready batches": 72, "a DataLoader": 105}
+MAX_CALLS_PER_EPOCH = {"ready batches": 69, "a DataLoader": 100}
 """Those that the end of an epoch and the start of the next call, with a bar."""
 
 

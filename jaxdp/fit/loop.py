@@ -102,6 +102,7 @@ class FitLoop:
         )
         self.feed: Feed
         self._evaluate: evaluation.Evaluator
+        self._fetch_means: Callable[[], dict[str, float]]
 
     def run(self) -> None:
         """Trains until a limit is reached, or a callback stops the fit."""
@@ -177,6 +178,9 @@ class FitLoop:
         )
         run.interrupts.check()
 
+        # Once a fit, since a short epoch takes as long as some hundred Python calls.
+        fetch_means = run.engine.fetch_epoch_means
+        self._fetch_means = self._record.stopwatch.time_function("device", fetch_means)
         watches_loss = not run.engine.options.skip_nonfinite
         self._losses = ["loss"] * watches_loss + [f"{name}_loss" for name in self.vals]
         names = run.engine.steps["train"].facts.names
@@ -273,8 +277,7 @@ class FitLoop:
         An epoch that was cut short stays the current one, for a later fit.
         """
         progress, record = self.progress, self._record
-        with record.stopwatch.measure("device"):
-            means = self._run.engine.fetch_epoch_means()
+        means = self._fetch_means()
         means |= progress.val_metrics | progress.logged
         for name in self._losses:
             if not math.isfinite(means.get(name, 0.0)):

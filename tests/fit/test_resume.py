@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 import pytest
-from toys import At, Recorder, assert_equal_leaves, batches, fail_with, rows
+from toys import At, Recorder, assert_equal_leaves, batches, fail_with, rows, steps_in
 from toys import on_one_device as make
 
 from jaxdp import Pmap, Sharded, SingleDevice
@@ -105,12 +105,18 @@ def test_a_run_that_the_clock_has_ended_goes_on(tmp_path):
     assert_same(again, expected)
 
 
-def test_words_say_which_checkpoint(tmp_path):
+def test_words_say_which_checkpoint(tmp_path, caplog):
     val = batches(16, seed=1)
     saver = ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=2, save_last=True)
     trainer = make(saver)
     history = trainer.fit(DATA, val, max_epochs=5)
     best = 3 * (1 + int(np.argmin(history["val_loss"])))
+    other = min({*steps_in(tmp_path)} - {best})  # as if measured after it was saved
+    for linked in (other, best):
+        (tmp_path / "best").unlink()
+        (tmp_path / "best").symlink_to(str(linked))
+        make(ModelCheckpoint(tmp_path, "val_loss")).validate(val, ckpt_path="best")
+        assert f"uses the weights of step {linked}" in caplog.text
     again = make(ModelCheckpoint(tmp_path, monitor="val_loss"))
     with pytest.warns(UserWarning, match="nothing to do"):
         again.fit(DATA, val, max_epochs=1, ckpt_path="best")

@@ -163,11 +163,14 @@ SIX = batches(*[8] * 6)
 @pytest.mark.parametrize("loader", [SIX, Unsized(), Restarting()])
 def test_the_end_of_an_epoch_is_known_when_it_is_validated(loader):
     seen = []
-    see = On(on_validation_end=lambda t, _: seen.append(t.record.is_at_epoch_end))
-    trainer = linear_on_one_device(see)
+
+    def see(trainer, metrics):
+        record = trainer.record
+        seen.append((trainer.global_step, record.is_at_epoch_end, record.examples))
+
+    trainer = linear_on_one_device(On(on_validation_end=see))
     trainer.fit(loader, batches(8), max_epochs=2, val_check_interval=4)
-    ends = [step % 6 == 0 for step in (4, 6, 10, 12)]
-    assert seen == ends and trainer.global_step == 12
+    assert seen == [(4, False, 32), (6, True, 48), (10, False, 32), (12, True, 48)]
 
 
 def test_nothing_is_read_after_the_last_step_of_a_fit():
@@ -234,6 +237,34 @@ def test_dev_runs_are_epochs_of_their_own_and_minima_are_totals():
     assert (trainer.global_step, trainer.current_epoch) == (9, 4)
     trainer.fit(batches(8, 8), max_epochs=5, min_steps=11)
     assert trainer.global_step == 11
+
+
+class Stateful:
+    """Batches of their numbers, with a state that leads to the next one."""
+
+    next = 0
+
+    def __iter__(self):
+        while self.next < 40:
+            self.next += 1
+            yield np.full((8, 4), self.next, np.float32), np.zeros(8, np.int32)
+        self.next = 0
+
+    def state_dict(self):
+        return {"next": self.next}
+
+    def load_state_dict(self, state):
+        self.next = state["next"]
+
+
+def test_a_dev_run_leaves_a_resumed_epoch_and_starts_the_next_one(tmp_path):
+    first, seen = linear_on_one_device(), []
+    first.fit(Stateful(), max_steps=20)
+    see = On(on_train_batch_start=lambda trainer, batch, _: seen.append(batch[0][0, 0]))
+    again = linear_on_one_device(see)
+    again.load(first.save(tmp_path / "saved"))
+    again.fit(Stateful(), fast_dev_run=2)
+    assert seen == [1, 2]
 
 
 @pytest.mark.slow_but("SingleDevice-blocks", "FSDP-policy")
