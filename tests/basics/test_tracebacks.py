@@ -158,14 +158,14 @@ def test_what_an_error_came_of_is_the_users_too():
 
         def __call__(self, x):
             try:
-                return self.weight @ "x"  # a text
+                return jnp.dot(self.weight, jnp.ones(5))
             except TypeError as error:
                 raise ValueError("no product") from error
 
     with pytest.raises(ValueError, match="no product") as caught:
         quiet(Fails(jnp.ones(4)), loss="mse").predict([np.ones((8, 4))])
     cause = traceback.extract_tb(caught.value.__cause__.__traceback__)
-    assert cause[0].line == 'return self.weight @ "x"  # a text'
+    assert [each.line for each in cause] == ["return jnp.dot(self.weight, jnp.ones(5))"]
 
 
 def fit_again():
