@@ -160,10 +160,11 @@ def check_model(model: Any, *, must_be_callable: bool) -> None:
 
 def check_optimizer(optimizer: Any) -> None:
     if not isinstance(optimizer, optax.GradientTransformation):
+        came = optimizer if isinstance(optimizer, str) else type(optimizer)
         raise TypeError(
             "`optimizer` must be an optax.GradientTransformation, as optax.adam(1e-3)"
             " returns (and `gradient_transformation()` of optax.MultiSteps), or a list"
-            f" of jaxdp.Part; got {optimizer!r:.80} of type {type(optimizer)}."
+            f" of jaxdp.Part; got {came!r}."
         )
 
 
