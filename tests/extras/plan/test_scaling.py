@@ -48,6 +48,7 @@ def test_the_search_finds_the_largest(peak, limit, start):
     assert found == 0 or peak(found) <= limit
     assert peak(found + 1) > limit
     assert len(asked) == len(set(asked)) <= 40
+    assert all(n <= 16 * max(asked[:i]) for i, n in enumerate(asked) if i)
 
 
 @pytest.mark.slow
