@@ -28,9 +28,9 @@ class History(Mapping[str, list[float]]):
     """The means of every epoch, by name: `history["val_loss"][-1]`.
 
     A mapping from names to lists with one float for each of `history.epochs`, NaN
-    where an epoch did not have that value. `dict(history)` is a plain copy, ready for
-    a data frame. Epochs count from 0 here and wherever else one is named: in files,
-    plots, the progress bar and messages.
+    where an epoch did not have that value. `dict(history)` is a plain copy, ready for a
+    data frame. Epochs count from 0 here, in files, plots, the progress bar and
+    messages.
     """
 
     def __init__(self) -> None:
@@ -62,15 +62,10 @@ class History(Mapping[str, list[float]]):
         """Adds the means of an epoch, or updates those of the last one.
 
         Args:
-            epoch: counted from 0; the last one again (an epoch that was interrupted
-                and finished) overwrites its values.
+            epoch: counted from 0, not before the last one. The last one again, which
+                was interrupted and has been finished, gets new values.
             metrics: floats by name; names may come and go.
         """
-        if self.epochs and epoch < self.epochs[-1]:
-            raise ValueError(
-                f"`epoch`={epoch} comes before the last one, {self.epochs[-1]}; epochs"
-                " must be appended in order."
-            )
         if not self.epochs or epoch > self.epochs[-1]:
             self.epochs.append(epoch)
             for values in self._values.values():
@@ -83,11 +78,11 @@ class History(Mapping[str, list[float]]):
     def plot(self, path: str | os.PathLike[str] | None = None) -> "Figure":
         """Draws every metric, training and validation in the same axes.
 
-        For an ensemble: the means over members.
+        Of an ensemble, the means over members are drawn.
 
         Args:
-            path: where to save the picture too, as the suffix says (`curves.png`);
-                missing folders are made.
+            path: where to save the picture too, in the format of the suffix
+                (`curves.png`); missing folders are made.
 
         Returns:
             A `matplotlib.figure.Figure` that belongs to no window.

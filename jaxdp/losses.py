@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array
 
@@ -68,7 +69,6 @@ def binary_cross_entropy(prediction: Array, target: Array) -> Array:
 
 def mse(prediction: Array, target: Array) -> Array:
     """Squared error, averaged over everything but the row."""
-    _check_is_real("mse", prediction, target)
     prediction, target = _match_shapes("mse", prediction, target)
     return per_row(optax.squared_error(prediction, _numbers(target, prediction)))
 
@@ -81,7 +81,6 @@ def mae(prediction: Array, target: Array) -> Array:
 
 def huber(prediction: Array, target: Array) -> Array:
     """Huber loss with delta 1, averaged over everything but the row."""
-    _check_is_real("huber", prediction, target)
     prediction, target = _match_shapes("huber", prediction, target)
     return per_row(optax.huber_loss(prediction, _numbers(target, prediction)))
 
@@ -138,7 +137,7 @@ METRICS: dict[str, Criterion] = {
 
 
 _OF_LABELS: Final = cross_entropy, optax.softmax_cross_entropy_with_integer_labels
-"""Criteria that make integer targets labels of the prediction's classes."""
+"""Criteria for which integer targets are labels of the prediction's classes."""
 
 _OF_YES_NO: Final = binary_cross_entropy, optax.sigmoid_binary_cross_entropy
 """Criteria for which each logit answers a yes/no question."""
@@ -154,11 +153,7 @@ _OF_EQUAL_SHAPES: Final = (
 )
 """Losses of optax, some of which would broadcast a prediction against a target."""
 
-_PER_ROW: Final = (
-    *METRICS.values(),
-    *_OF_EQUAL_SHAPES,
-    optax.softmax_cross_entropy_with_integer_labels,
-)
+_PER_ROW: Final = (*METRICS.values(), *_OF_EQUAL_SHAPES, *_OF_LABELS)
 """Criteria that are known to work on rows one by one."""
 
 
@@ -196,20 +191,20 @@ def num_classes(
     Raises:
         ValueError: if answers to yes/no questions were taken for logits of classes.
     """
-    functions = {name: _unwrap_partial(each) for name, each in criteria.items()}
-    is_yes_no = functions["loss"] in _OF_YES_NO
-    if is_yes_no and num_logits(prediction) > 1 and accuracy in functions.values():
+    loss, *metrics = map(_unwrap_partial, criteria.values())
+    is_yes_no = loss in _OF_YES_NO
+    if is_yes_no and accuracy in metrics and num_logits(prediction) > 1:
         raise ValueError(
             "`metrics`: 'accuracy' takes the largest logit for the answer, but in a"
             " binary cross-entropy each answers a yes/no question of its own; use"
             " 'binary_accuracy', or, where one class is right, loss='cross_entropy'."
         )
-    dtype = getattr(target, "dtype", None)
-    if dtype is not None and is_yes_no and jnp.issubdtype(dtype, jnp.floating):
+    dtype = getattr(target, "dtype", np.dtype(bool))
+    if is_yes_no and jnp.issubdtype(dtype, jnp.floating):
         return 2  # probabilities
-    if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
+    if not jnp.issubdtype(dtype, jnp.integer):
         return None
-    if any(function in _OF_LABELS for function in functions.values()):
+    if any(function in _OF_LABELS for function in (loss, *metrics)):
         return num_logits(prediction)
     return 2 if is_yes_no else None
 
@@ -248,17 +243,18 @@ def find_criterion(argument: str, value: Any, known: Mapping[str, Criterion]) ->
 
 
 def check_package(argument: str, value: Any, *packages: str) -> None:
-    """Raises for a function or an object of packages that can't compute here."""
-    module = getattr(value, "__module__", None) or type(value).__module__
-    if not str(module).startswith(packages):
-        return
-    name = getattr(value, "__name__", type(value).__name__)
-    package = module.partition(".")[0]
-    raise TypeError(
-        f"{argument} is {package}'s {name}, which can't compute on JAX arrays inside a"
-        " step; pass a name, an optax loss or, for a function in NumPy over a whole"
-        " validation, jaxdp.PassMetric(fn)."
-    )
+    """Raises for a function or an object of a package that does not compute on JAX's
+    arrays.
+    """
+    module = str(getattr(value, "__module__", None) or type(value).__module__)
+    if module.startswith(packages):
+        name = getattr(value, "__name__", type(value).__name__)
+        package = module.partition(".")[0]
+        raise TypeError(
+            f"{argument} is {package}'s {name}, which can't compute on JAX arrays"
+            " inside a step; pass a name, an optax loss or, for a function in NumPy"
+            " over a whole validation, jaxdp.PassMetric(fn)."
+        )
 
 
 def check_metric_name(argument: str, name: Any) -> None:
@@ -279,24 +275,24 @@ def check_metric_name(argument: str, name: Any) -> None:
 
 def infer_loss(target: Any) -> tuple[str, str]:
     """Returns the name of the loss that fits `target`, and the reason in words."""
-    dtype = getattr(target, "dtype", None)
-    if dtype is not None and jnp.issubdtype(dtype, jnp.integer):
+    dtype = getattr(target, "dtype", np.dtype(object))
+    if jnp.issubdtype(dtype, jnp.integer):
         return "cross_entropy", f"targets are integers ({dtype})"
-    if dtype is not None and jnp.issubdtype(dtype, jnp.inexact):
+    if jnp.issubdtype(dtype, jnp.inexact):
         return "mse", f"targets are floating point ({dtype})"
-    kind = f"dtype {dtype}" if dtype is not None else f"type {type(target).__name__}"
     raise ValueError(
-        f"`loss` can't be inferred from targets of {kind}: one array of integers gives"
-        " 'cross_entropy', one of floating point 'mse'; pass `loss`, for example"
-        " 'binary_cross_entropy', or `loss_fn`."
+        f"`loss` can't be inferred from targets of dtype {dtype}"
+        f" ({type(target).__name__}): one array of integers gives 'cross_entropy', one"
+        " of floating point 'mse'; pass `loss`, such as 'binary_cross_entropy', or"
+        " `loss_fn`."
     )
 
 
 def per_row(values: Array) -> Array:
     """Averages `(batch, ...)` over all other axes to `(batch,)`."""
-    return (
-        values.reshape(values.shape[0], -1).mean(axis=1) if values.ndim > 1 else values
-    )
+    if values.ndim <= 1:
+        return values
+    return values.reshape(values.shape[0], -1).mean(axis=1)
 
 
 def _pick(logits: Array, labels: Array) -> Array:
@@ -318,16 +314,6 @@ def _is_float(array: Any) -> bool:
 def _numbers(target: Array, prediction: Array) -> Array:
     """Returns bools and integers as numbers of the prediction's dtype."""
     return target if _is_float(target) else target.astype(prediction.dtype)
-
-
-def _check_is_real(name: str, *arrays: Array) -> None:
-    """Raises for complex numbers, whose squares are no distances."""
-    for array in arrays:
-        if jnp.issubdtype(array.dtype, jnp.complexfloating):
-            raise TypeError(
-                f"{name!r} is of real numbers; got {array.dtype}. Pass a function"
-                " instead, such as lambda p, y: jnp.abs(p - y) ** 2."
-            )
 
 
 def _match_shapes(name: str, prediction: Array, target: Array) -> tuple[Array, Array]:
@@ -360,10 +346,9 @@ def _classes(name: str, prediction: Array, target: Array) -> Array:
         f" {target.shape}, {target.dtype}"
     )
     if (classes := num_logits(prediction)) == 1:
-        metric = name not in LOSSES
         raise ValueError(
             f"{got}: one logit per target, not one for each class. For yes/no targets"
-            f" use {'binary_accuracy' if metric else 'binary_cross_entropy'!r}."
+            " use 'binary_cross_entropy' and 'binary_accuracy'."
         )
     if target.shape == prediction.shape:
         return target

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, Literal, NamedTuple, Protocol
 
@@ -79,19 +80,21 @@ class _Reader(NamedTuple):
 
 
 class _LogTarget(NamedTuple):
-    """Where `log` puts values at a moment, and the names that are taken there."""
+    """Where `log` puts values at a moment."""
 
     names: Mapping[str, Any]
+    """The names that are taken there."""
     values: dict[str, Any]
-    epoch_values: dict[str, float] | None = None  # None: of the present epoch
+    epoch_values: dict[str, float] | None = None
+    """Gets the values, too; None stands for those of the present epoch."""
 
 
 class Record:
     """The log of a run: takes values of steps, validations, epochs and fits, and sends
     them as rows to one list of readers.
 
-    The values of a step are lazy. They wait in one queue, and are read when so many
-    later steps were dispatched that the device is surely done with them: nothing waits.
+    The values of a step are lazy. They stay in one queue until so many later steps are
+    dispatched that the device has surely completed them, so that no reader waits.
 
     Args:
         run_id: identifies this run across resumes.
@@ -123,21 +126,21 @@ class Record:
         self._readers: list[_Reader] = []
         self._rewound_to: int | None = None
 
-        # Steps that the device may not be done with, each with the step at which it is;
-        # the latest values of all others, as numbers or as the metrics that have them.
+        # Rows of steps that the device may not have completed, each with the step from
+        # which on it has.
         self._queue: collections.deque[tuple[int, LogRow]] = collections.deque()
+        # The latest values of all completed steps: numbers, or the `Metrics` that have
+        # them; and the `Metrics` of the newest one, which are not among them yet.
         self._known: dict[str, Any] = {}
-        self._newest: Any = None  # `Metrics` of a step, newer than `_known`
+        self._newest: Any = None
         # A validation that the row of its epoch is to contain, and the step of the last
-        # one that has a row of its own.
+        # validation that has a row of its own.
         self._pending: LogRow | None = None
         self._written_at: int | None = None
 
-        # None outside of hooks; then what is logged before the row of a step exists;
-        # and the names of all that hooks have logged.
-        self._target: _LogTarget | None = None
-        self._before_row: dict[str, float] = {}
-        self._logged_names: set[str] = set()
+        self._target: _LogTarget | None = None  # None outside of hooks
+        self._before_row: dict[str, float] = {}  # logged before its step has a row
+        self._logged_names: set[str] = set()  # all names that hooks have logged
 
     # Where the run is.
 
@@ -158,22 +161,20 @@ class Record:
 
     @property
     def steps_of_epoch(self) -> int | None:
-        """Steps that the fit takes in the present epoch, None if unknown: fewer than
-        in others where `max_steps` comes before its end."""
+        """Steps that the fit takes in the present epoch, fewer than in others if
+        `max_steps` comes before its end; None if unknown."""
         limits = self.limits
         if limits is None or limits.max_steps is None:
             return limits and limits.steps_per_epoch
-        remaining = self.batch_idx + max(
-            limits.max_steps - self._progress.global_step, 0
-        )
-        return min(remaining, limits.steps_per_epoch or remaining)
+        left = max(limits.max_steps - self._progress.global_step, 0)
+        return min(self.batch_idx + left, limits.steps_per_epoch or math.inf)
 
     @property
     def is_at_epoch_end(self) -> bool:
-        """Whether all steps that the fit takes in the epoch are done, and its end is
-        still to come: validation, history, `on_train_epoch_end`."""
+        """Whether all steps that the fit takes in the epoch are done, but not what
+        follows them: validation, history, `on_train_epoch_end`."""
         progress, total = self._progress, self.steps_of_epoch
-        # After more steps than the loader's length says, only the loader knows.
+        # A loader may have more batches than its length says.
         is_over = total is not None and 0 < total == self.batch_idx
         return (is_over or progress.done == progress.end) and not progress.epoch_ended
 
@@ -197,11 +198,11 @@ class Record:
         A validation at the end of an epoch is written with the row of the epoch, and
         any other has a row of its own. `ends_epoch` says that no more steps follow.
         """
-        self.read_queue()  # the device is done with these steps
+        self.read_queue()  # the device has completed these steps
         self._latest_values().update(values)
         progress = self._progress
         if kind == "val":
-            self._write_pending()  # of an epoch that went on
+            self._write_pending()  # more steps followed it after all
             self._pending = row = self._make_row(kind, dict(values))
             self._send(row, [r for r in self._readers if not r.sink])
             if not (ends_epoch or self.is_at_epoch_end):
@@ -220,9 +221,10 @@ class Record:
             self._send(row)
 
     def put_step(self, metrics: Metrics, batch_idx: int, *, sends: bool = True) -> None:
-        """Adds the lazy values of a step, which hooks belong to from now on.
+        """Adds the lazy values of a step; hooks log beside them from now on.
 
-        With `sends`, readers get the rows of earlier steps that the device has done.
+        With `sends`, readers get the rows of earlier steps that the device has
+        completed.
         """
         step, queue = self._progress.global_step, self._queue
         self._target = _LogTarget(metrics, metrics.added)
@@ -238,15 +240,15 @@ class Record:
         queue.append((step + metrics.steps_in_flight, row))
 
     def begin_step(self) -> None:
-        """Assigns the hooks from now on to a step that is still to come."""
+        """Has hooks log for the next step, which has no row yet, from now on."""
         self._target = _LogTarget(self._before_row, self._before_row)
 
     def log(self, name: str, value: Any) -> None:
-        """`Trainer.log`.
+        """Logs a value of a hook, for `Trainer.log`.
 
-        From the hooks of a validation a value goes to its row, from those at the end of
-        an epoch or a fit to these, and from all others to the row of the step and to
-        the epoch, which has the last one of each name.
+        The hooks of a validation, and those at the end of an epoch or a fit, log into
+        its row; all others into the row of the step and into that of the epoch, which
+        has the last value of each name.
         """
         if self._target is None:
             raise RuntimeError(f"`log({name!r})`: call it in a hook of a callback.")
@@ -260,15 +262,20 @@ class Record:
                 " use another one."
             )
         number = self._processes.run_on_rank_zero(
-            f"log({name!r})", lambda: _as_float(name, value)
+            f"log({name!r})", functools.partial(as_number, value)
         )
+        if number is None:
+            raise TypeError(
+                f"`log`: the value of {name!r} must be one number; got {value!r} of"
+                f" type {type(value).__name__}."
+            )
         self._logged_names.add(name)
         values[name] = self._latest_values()[name] = number
         (self._progress.logged if epoch_values is None else epoch_values)[name] = number
 
     @contextlib.contextmanager
     def redirect_logs(self, values: dict[str, float]) -> Iterator[dict[str, float]]:
-        """Has hooks log into `values`, and alone into the dict that this yields."""
+        """Has hooks log into `values`, and also into the dict that this yields."""
         outer, logged = self._target, dict[str, float]()
         self._latest_values().update(values)
         self._target = _LogTarget(values, values, logged)
@@ -277,11 +284,11 @@ class Record:
         finally:
             self._target = outer
             if outer is not None and outer.epoch_values is None:
-                self.begin_step()  # the row of the last one is written
+                self.begin_step()  # the row of the last step is written
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
-        """Collects the readers of a fit, or of a loop of the caller, until it ends."""
+        """Starts the list of readers of a fit, or of a loop of the caller, anew."""
         was_open, outer = self._target is not None, self._readers
         self._readers, self.stopwatch = [], NO_STOPWATCH
         self.begin_step()
@@ -289,13 +296,13 @@ class Record:
             yield
         finally:
             self._target = None
-            if was_open:  # else a save may yet read the last steps
+            if was_open:  # a fit inside of a loop gives the loop its readers back
                 self._readers = outer
                 self.begin_step()
 
     @contextlib.contextmanager
     def write_last_row(self) -> Iterator[None]:
-        """Takes what the last hooks of a fit log, writes it, and closes all sinks.
+        """Writes what the last hooks of a fit log, in the block, and closes all sinks.
 
         The values are added to the last epoch of the history, too.
         """
@@ -369,13 +376,13 @@ class Record:
         """Returns the last value of each name, or the step that has it."""
         if self._newest is not None:
             step, self._newest = self._newest, None
-            # What hooks have logged is known since then, and may be newer there.
+            # `log` has put the values of hooks there, and may have put newer ones.
             names = [name for name in step if name not in step.added]
             self._known |= dict.fromkeys(names, step)
         return self._known
 
     def _send(self, row: LogRow, readers: Iterable[_Reader] | None = None) -> None:
-        """Sends a row to the readers of its kind, also where one of them fails."""
+        """Sends a row to all readers of its kind, even if one of them fails."""
         reads = []
         for reader in self._readers if readers is None else readers:
             if row.kind in reader.kinds:
@@ -386,7 +393,7 @@ class Record:
             send(reads, row, of_callbacks=True)
 
     def _write_pending(self) -> None:
-        """Writes a validation that no epoch's row contains, to sinks."""
+        """Writes the pending validation to sinks, in a row of its own."""
         row, self._pending = self._pending, None
         if row is not None:
             self._written_at = row.step
@@ -397,10 +404,10 @@ class Record:
 
     def _close(self, values: dict[str, float]) -> None:
         row = self._make_row("fit", values)
-        # At an epoch's end the next one is the present one, which has not begun.
+        # At the end of an epoch, the progress counts the next one as the present one.
         is_new = self._progress.done == 0
         row = row._replace(epoch=max(0, row.epoch - is_new))
-        # The others have read all, unless the fit has failed.
+        # Other readers have read all rows, unless the fit has failed.
         self._readers = [reader for reader in self._readers if reader.sink]
         last = [functools.partial(self._send, row)] if values else []
         closes = [sink.close for sink in self._sinks()]
@@ -448,16 +455,6 @@ def _as_python(value: np.ndarray) -> Number:
         return int(value)
     # Through text, so that a float32 0.1 is 0.1 and not 0.10000000149011612.
     return float(str(value)) if value.dtype.kind == "f" else float(value)
-
-
-def _as_float(name: str, value: Any) -> float:
-    number = as_number(value)
-    if number is None:
-        raise TypeError(
-            f"`log`: the value of {name!r} must be one number; got {value!r} of type"
-            f" {type(value).__name__}."
-        )
-    return number
 
 
 def _call_all(

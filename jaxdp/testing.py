@@ -1,5 +1,6 @@
 """Checks for strategies of your own."""
 
+import functools
 import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,8 +14,6 @@ from jaxtyping import PyTree
 from .callbacks.base import Callback
 from .strategies import DataParallel, SingleDevice
 from .trainer import Trainer
-
-_cross_entropy = optax.softmax_cross_entropy_with_integer_labels
 
 TOLERANCE = 1e-5
 """Largest relative difference of a loss from that of one device, in float32."""
@@ -55,9 +54,9 @@ def check_strategy(
     """
     model = _DropoutModel(jax.random.key(0)) if model is None else model
     batches = _toy_batches() if batches is None else batches
-    task = model, arguments
-    expected = _train(SingleDevice(), task, batches)
-    tested = _train(strategy, task, batches)
+    both = strategy, SingleDevice()
+    train = functools.partial(_train, model, arguments)
+    expected, tested = train(SingleDevice(), batches), train(strategy, batches)
 
     for leaf in jax.tree.leaves(model):
         assert not (isinstance(leaf, jax.Array) and leaf.is_deleted()), (
@@ -73,10 +72,15 @@ def check_strategy(
     )
 
     # Several micro-batches, and a loss that is written for a batch.
-    accumulated = (_train(s, task, batches, 2) for s in (strategy, SingleDevice()))
-    losses = (run.losses for run in accumulated)
+    losses = (train(one, batches, accumulate_grad_batches=2).losses for one in both)
     _assert_close("with two micro-batches a step, the loss of step", *losses)
-    _check_batch_as_written(strategy, task, batches)
+    two = [f(batches, key=lambda batch: len(batch[1])) for f in (max, min)]
+    losses = (train(one, two, loss=_scale_by_mean, epochs=1).losses for one in both)
+    _assert_close(
+        "where a loss is written for a batch (`compile` must give the step the whole"
+        " batch unless `rows` is 'apart'), the loss of step",
+        *losses,
+    )
 
     # Validation and prediction.
     metrics = [run.trainer.validate(batches) for run in (tested, expected)]
@@ -88,7 +92,20 @@ def check_strategy(
         f" {predictions[1].shape[0]} rows"
     )
     np.testing.assert_allclose(*predictions, rtol=1e-3, atol=1e-4)
-    _check_checkpoints(strategy, task, tested.trainer)
+
+    # Checkpoints.
+    trained = eqx.filter(tested.trainer.model, eqx.is_array)
+    adds_state = tested.trainer.run.config.adds_state
+    with tempfile.TemporaryDirectory() as folder:
+        path = tested.trainer.save(f"{folder}/saved")
+        for one in both[: 1 if adds_state else 2]:
+            fresh = train(one, batches, epochs=0).trainer
+            fresh.load(path)
+            restored = eqx.filter(fresh.model, eqx.is_array)
+            assert eqx.tree_equal(trained, restored), (
+                f"checkpoints interchange: saved under {strategy}, the model is another"
+                f" one when loaded under {one}"
+            )
 
 
 class _TraceCounter(Callback):
@@ -109,60 +126,28 @@ class _TraceCounter(Callback):
         self.losses.append(np.asarray(metrics["loss"]))  # waits for the device
 
 
-_Task = tuple[PyTree, Mapping[str, Any]]
-"""The model, and other arguments of `Trainer`."""
-
-
-def _trainer(
-    strategy: DataParallel,
-    task: _Task,
-    loss: Any,
-    *,
-    accumulate: int = 1,
-    callbacks: Sequence[Callback] = (),
-) -> Trainer:
-    model, arguments = task
-    return Trainer(
-        model,
-        loss=loss,
-        strategy=strategy,
-        callbacks=callbacks,
-        accumulate_grad_batches=accumulate,
-        enable_progress_bar=False,
-        **{"optimizer": optax.adam(1e-2), "metrics": ["accuracy"], **arguments},
-    )
-
-
-def _check_batch_as_written(
-    strategy: DataParallel, task: _Task, batches: Sequence[tuple[Any, Any]]
-) -> None:
-    def scale_by_mean(prediction: Any, target: Any) -> Any:
-        values = _cross_entropy(prediction, target)
-        return values * values.mean()
-
-    smallest, largest = (f(batches, key=lambda b: len(b[1])) for f in (min, max))
-    losses = []
-    for one in (strategy, SingleDevice()):
-        run = _TraceCounter()
-        trainer = _trainer(one, task, scale_by_mean, callbacks=[run])
-        trainer.fit([largest, smallest], max_epochs=1)
-        losses.append(run.losses)
-    _assert_close(
-        "where a loss is written for a batch (`compile` must give the step the whole"
-        " batch unless `rows` is 'apart'), the loss of step",
-        *losses,
-    )
-
-
 def _train(
-    strategy: DataParallel, task: _Task, batches: Any, accumulate: int = 1
+    model: PyTree,
+    arguments: Mapping[str, Any],
+    strategy: DataParallel,
+    batches: Sequence[tuple[Any, Any]],
+    loss: Any = "cross_entropy",
+    epochs: int = 10,
+    **more: Any,
 ) -> _TraceCounter:
     run = _TraceCounter()
-    run.trainer = _trainer(
-        strategy, task, "cross_entropy", accumulate=accumulate, callbacks=[run]
-    )
-    run.trainer.fit(batches, max_epochs=10)
+    options = {"optimizer": optax.adam(1e-2), "metrics": ["accuracy"], "loss": loss}
+    options |= {"callbacks": [run], "enable_progress_bar": False, "strategy": strategy}
+    run.trainer = Trainer(model, **{**options, **more, **arguments})
+    if epochs:
+        run.trainer.fit(batches, max_epochs=epochs)
     return run
+
+
+def _scale_by_mean(prediction: Any, target: Any) -> Any:
+    """A loss that is written for a batch."""
+    values = optax.softmax_cross_entropy_with_integer_labels(prediction, target)
+    return values * values.mean()
 
 
 def _assert_close(what: str, losses: Sequence[Any], expected: Sequence[Any]) -> None:
@@ -173,21 +158,6 @@ def _assert_close(what: str, losses: Sequence[Any], expected: Sequence[Any]) -> 
             f"same numbers anywhere: {what} number {step} is {loss}, and on one"
             f" device {reference}; {TOLERANCE} relative is allowed"
         )
-
-
-def _check_checkpoints(strategy: DataParallel, task: _Task, trainer: Trainer) -> None:
-    trained = eqx.filter(trainer.model, eqx.is_array)
-    with tempfile.TemporaryDirectory() as folder:
-        path = trainer.save(f"{folder}/saved")
-        adds_state = trainer.run.config.adds_state
-        for other in (strategy, *[SingleDevice()] * (not adds_state)):
-            fresh = _trainer(other, task, "cross_entropy", callbacks=[_TraceCounter()])
-            fresh.load(path)
-            restored = eqx.filter(fresh.model, eqx.is_array)
-            assert eqx.tree_equal(trained, restored), (
-                f"checkpoints interchange: saved under {strategy}, the model is another"
-                f" one when loaded under {other}"
-            )
 
 
 class _DropoutModel(eqx.Module):

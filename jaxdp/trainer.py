@@ -46,36 +46,32 @@ class Trainer(Generic[Model]):
         history = trainer.fit(train_loader, val_loader, max_epochs=10)
         trainer.inference_model()                    # trained, to call on one example
 
-    What is written for one example is applied by the trainer; what is written for a
-    batch gets the batch. The model, named losses and metrics (and optax's) and
-    `per_example(fn)` are written for one example: they are vmapped, ragged batches are
-    padded and masked, and each device works on its own rows. A `loss_fn`, callable
-    losses and metrics, and a model with state are written for a batch: they are called
-    with the batch that the loader gave, at its own size, on any number of devices. Only
-    a `loss_fn` that names `mask` may be given a padded batch.
+    The model, named losses and metrics (and optax's) and `per_example(fn)` are written
+    for one example: the trainer vmaps them, pads and masks ragged batches, and gives
+    each device rows of its own. A `loss_fn`, callable losses and metrics, and a model
+    with state are written for a batch: they are called with the batch that the loader
+    gave, at its own size, on any number of devices. Only a `loss_fn` that names `mask`
+    may be given a padded batch.
 
     Args:
-        model: a callable pytree (an Equinox module) that takes one example; the step
-            vmaps it, and passes `key` and `training` (a bool) if it names them; with
-            `loss_fn`, also a dict or tuple of them. It stays as it is.
+        model: a callable pytree (an Equinox module) that takes one example, and may
+            name `key` and `training` (a bool); with `loss_fn`, also a dict or tuple of
+            such. It stays as it is.
         optimizer: any `optax.GradientTransformation`, including those that evaluate the
             loss (`optax.lbfgs()`), or a list of `Part`. Default: `optax.adamw(1e-3)`.
         loss: compares `(prediction, target)` and returns `(batch,)` or a scalar: a name
-            from `jaxdp.losses.LOSSES`, or a callable such as optax's losses; a result
-            of shape `(batch, ...)` is averaged over its other axes. If you pass neither
-            `loss` nor `loss_fn`, integer targets get softmax cross-entropy and floating
-            ones the mean squared error. If batches are `(x, y, weight)`, the loss and
-            the metrics are weighted means, over each step and over the whole set.
+            from `jaxdp.losses.LOSSES`, or a callable such as optax's losses. Default,
+            without `loss_fn`: softmax cross-entropy of integer targets, and the mean
+            squared error of floating ones. Of batches `(x, y, weight)`, the loss and
+            the metrics are weighted means.
         loss_fn: replaces `loss` by a computation of your own, `loss_fn(model, *batch)`;
             a batch that is no tuple or list is one argument. It may also have arguments
             named `keys` (a PRNG key per row), `key` (one per batch), `mask` (`(batch,)`
             bools, which rows are real), `state` (the `eqx.nn.State`), `step` (int32,
             how many are completed) and `training` (a bool). It returns the loss or
-            `(loss, metrics)`, followed by the new state if it takes one. A loss of
-            shape `(batch,)` is averaged over rows. A pair `(values, weights)`, both
-            `(batch, ...)`, gives a mean over the set, weighted by tokens, say. A scalar
-            counts as the mean of the batch. `per_example(fn)` is written for one
-            example instead.
+            `(loss, metrics)`, followed by the new state if it takes one. A loss is
+            `(batch,)`, a scalar that is the mean of the batch, or a pair `(values,
+            weights)`, both `(batch, ...)`, for a weighted mean over the set.
         metrics: names from `jaxdp.losses.METRICS`, or `{name: criterion}`, for training
             and validation. One value per row, or `(values, weights)`, is averaged
             exactly over all rows; a scalar is averaged over batches, weighted by their
@@ -87,26 +83,23 @@ class Trainer(Generic[Model]):
             bools. Frozen leaves get no gradient and no optimizer state. Statistics of a
             frozen BatchNorm move, unless it is in `eqx.nn.inference_mode`.
         precision: "32-true", "32-highest", "bf16-mixed", "bf16-true" or "16-mixed"; see
-            docs/precision.md. Short for these: 32, "bf16" and 16, mixed but for 32.
+            docs/precision.md. 32, "bf16" and 16 stand for the first and the mixed ones.
         after_update: a function model -> model, which may name `key` and `step`, called
-            inside each step after the optimizer: to clip weights, add noise, copy
-            targets. It may change the values of all arrays, frozen ones, too.
+            in each step after the optimizer. It may change all arrays, frozen ones too.
         accumulate_grad_batches: batches per optimizer step, weighted by their rows.
         gradient_clip_val: the largest global norm that the gradient may have.
         steps_per_execution: optimizer steps per call of the compiled program. Hooks and
-            loggers get the metrics of each step; the state that they see is that after
-            the last one of the call. See docs/callbacks.md.
-        remat: recompute activations in the backward pass to save memory. True: those of
-            each block of every `Stack`. A policy of `jax.checkpoint_policies`: the same
-            blocks, but for what it keeps. Or path patterns of submodules, such as
-            `"blocks[*]"`; of what is one operation, such as a Linear, it saves nothing.
+            loggers get the metrics of each step, and the state after the last one.
+        remat: recompute activations in the backward pass to save memory: True for each
+            block of every `Stack`, a policy of `jax.checkpoint_policies` for the same
+            blocks, or path patterns of submodules such as `"blocks[*]"`.
         data: with several processes, whether each has the same loader ("global") or a
             loader of its own rows ("local"). One process may ignore it.
         ensemble: how many models lie along the first axis of every array of `model`, or
             a `jaxdp.Ensemble`. Each step trains all of them. See docs/ensembles.md.
         seed: decides all randomness: shuffling, dropout, augmentation.
-        reproducible: "run" gives the same bits when the script runs again, on GPUs too.
-            `Bitwise(...)` does on any number of devices. See docs/reproducibility.md.
+        reproducible: "run" gives the same bits when the script runs again, on GPUs too;
+            `Bitwise(...)` on any number of devices. See docs/reproducibility.md.
         compiler_options: XLA's options for the steps, as a dict, or an effort level:
             from "O1" on, GPUs overlap communication and computation. See docs/speed.md.
         offload: "optimizer" keeps the optimizer's state in the host's memory between
@@ -157,9 +150,7 @@ class Trainer(Generic[Model]):
         )
         self.run = Run(arguments, self.callbacks)
         self.strategy: DataParallel = self.run.config.strategy
-        self.record = (
-            self.run.record
-        )  # what both have for callbacks: docs/reference/record.md
+        self.record = self.run.record  # for callbacks: docs/reference/record.md
         self.history = self.record.history
         self.log_every_n_steps = int(log_every_n_steps)
         self.default_root_dir = expand_path(default_root_dir)
@@ -225,19 +216,18 @@ class Trainer(Generic[Model]):
             max_epochs: total number of epochs, including those of earlier fits; 1 by
                 default, unless `max_steps` or `max_time` is given. If one of them ends
                 an epoch early, the next fit finishes that epoch. -1: no limit.
-            max_steps: total number of optimizer steps, including earlier fits. -1 is as
-                if not given: alone it means one epoch. Those that "16-mixed" skips
-                count here, and not in a schedule of optax.
+            max_steps: total number of optimizer steps, including earlier fits; -1 is as
+                if not given. Steps that "16-mixed" skips count here, and not in a
+                schedule of optax.
             max_time: how long this fit may take, compilation excluded: "DD:HH:MM:SS", a
                 timedelta, or seconds.
-            min_epochs: until so many are done, `max_time`, callbacks and
+            min_epochs, min_steps: until so many are done, `max_time`, callbacks and
                 `should_stop` do not end the fit.
-            min_steps: likewise, of steps.
             ckpt_path: the checkpoint to resume from: a path, or `"last"`, `"best"` or
-                `"auto"` (the last, or a fresh start if there is none) among those that
-                the `ModelCheckpoint` callback has saved. These words skip damaged ones.
-            limit_train_batches: batches per epoch; a float is a share of them.
-            limit_val_batches: batches per validation; likewise.
+                `"auto"` (the last, or a fresh start if there is none) among the whole
+                ones that the `ModelCheckpoint` callback has saved.
+            limit_train_batches, limit_val_batches: batches per epoch and per
+                validation; a float is a share of them.
             check_val_every_n_epoch: validate at the end of every n-th epoch, and of the
                 fit.
             val_check_interval: also validate after every so many training batches; a
@@ -260,9 +250,9 @@ class Trainer(Generic[Model]):
                     ...
 
         `setup`, `teardown` and the batch hooks of callbacks run; validation and the
-        rest are up to you. `current_epoch` grows when the generator is exhausted. It
-        yields the lazy metrics of each optimizer step. With `steps_per_execution` the
-        batches of so many steps are read first, and the state is that of the last one.
+        rest are up to you. `current_epoch` grows when the generator is exhausted. With
+        `steps_per_execution` the batches of so many steps are read first, and the state
+        is that after the last one.
         """
         return loop.iterate_steps(self, train_loader)
 
@@ -316,21 +306,20 @@ class Trainer(Generic[Model]):
             print(trainer.plan(loader, devices=64))          # with 64 devices
             print(trainer.plan(loader, topology="h100x64"))  # by the compiler for them
 
-        The step is compiled from shapes alone, and nothing runs. The model may be made
-        of shapes too. See also the plan's `scaling` and `largest_batch`. If the peak
-        does not fit (`plan.fits`), a few changes that need less memory are compiled,
-        too: `plan.remedies`.
+        The step is compiled from shapes alone, and nothing runs; the model may be made
+        of shapes too. If the peak of memory does not fit (`plan.fits`), a few changes
+        that need less are compiled, too: `plan.remedies`.
 
         Args:
             loader: as for `fit`; one batch is read, to learn the shapes.
-            devices: for how many, up to 2048; the compiler gets faked CPU devices for
-                those that this machine lacks. Default: the devices of the strategy.
-            topology: hardware that is not here, for its real compiler: "h100x1024" and
-                the like for GPUs, "v5p-2048" for TPU slices. Needs the extra `plan`.
+            devices: for how many, up to 2048, faked ones if this machine lacks them.
+                Default: the devices of the strategy.
+            topology: hardware to compile for that is not here: "h100x1024" and the like
+                for GPUs, "v5p-2048" for TPU slices. Needs the extra `plan`.
             hardware: the peaks to estimate time with: "h100", "v5e", ..., or a
                 `jaxdp.plan.Hardware`. Default: those of the devices, if known.
-            hosts: the number of hosts that share the devices equally. A topology
-                includes it, and so does a job of several processes.
+            hosts: the number of hosts that share the devices equally, unless a topology
+                or a job of several processes says it.
         """
         return jaxdp.plan.plan_step(self, loader, devices, topology, hardware, hosts)
 
@@ -387,8 +376,8 @@ class Trainer(Generic[Model]):
 
             trainer.compare(loader, MyStrategy()).assert_close()
 
-        Each, by default `SingleDevice()`, starts from this trainer's state, which stays
-        as it is, and takes so many optimizer steps, if the loader has batches for them.
+        Each, by default `SingleDevice()`, starts from a copy of this trainer's state,
+        and takes so many optimizer steps, if the loader has batches for them.
         """
         return jaxdp.comparison.compare_strategies(self, loader, strategies, steps)
 
@@ -436,10 +425,9 @@ class Trainer(Generic[Model]):
             trainer.set_hyperparams(learning_rate=1e-4)  # in a callback, say
 
         Values keep their shapes and dtypes; schedules can't be set. Nothing is compiled
-        again, and checkpoints contain the values. If several have the same name, the
-        key of `optax.partition` or a number stands before it, as in `hyperparams`:
-        `set_hyperparams(**{"head/learning_rate": 1e-4})`. All processes must call it
-        with the same values.
+        again, and checkpoints contain the values. Of several with the same name,
+        `hyperparams` shows longer ones: `set_hyperparams(**{"head/learning_rate": 1})`.
+        All processes must call it with the same values.
         """
         trainer_methods.set_hyperparams(self.run, values)
 
@@ -449,10 +437,10 @@ class Trainer(Generic[Model]):
 
             trainer.log("val_auroc", auroc)  # in `on_validation_end`, say
 
-        The history, loggers and every `monitor=` see it: beside the values of the
-        validation or, from other hooks, of the epoch (the last one counts); batch hooks
-        also add it to the row of the step. A value on the device is waited for. All
-        processes must call it; the first one's value is taken.
+        The history, loggers and every `monitor=` see it, in validation hooks beside the
+        values of the validation, and in others beside those of the epoch, where the
+        last one counts; batch hooks add it to the row of the step, too. A value on the
+        device is waited for. All processes must call it; rank 0's value is taken.
         """
         self.record.log(name, value)
 
@@ -478,10 +466,10 @@ class Trainer(Generic[Model]):
 
     @checks_arguments
     def save(self, path: str | os.PathLike[str]) -> str:
-        """Writes the whole `TrainState` and the counters into `path`, a new folder.
+        """Writes the `TrainState` and the counters into `path`, a new folder.
 
         All processes must call it, with the same path in a file system that they share.
-        It returns the absolute path, once all is on disk.
+        Returns the absolute path, once all is on disk.
         """
         with self.run.interrupts.defer_signals():
             return self.start_saving(path).finish()

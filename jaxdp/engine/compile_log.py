@@ -11,7 +11,7 @@ import jax
 from ..basics.console import join_some, log_info, warn
 from ..basics.hardware import describe_mixed_kinds
 from ..data import Dispatch, leaf_name
-from ..step import BY_DEFAULT, Steps, merge_leaves, note_on_products
+from ..step import Steps, has_default_products, merge_leaves, note_on_products
 
 _LONG_SECONDS: Final = 2.0
 """A compilation that takes longer is reported."""
@@ -71,9 +71,9 @@ class CompileLog:
         """
         if note := describe_mixed_kinds(devices):
             self.log_once(note, warn)
-        if program.products and program.products[BY_DEFAULT]:
-            if note := note_on_products(steps.precision, devices[0]):
-                self.log_once(note)
+        note = note_on_products(steps.precision, devices[0])
+        if note and program.jaxpr and has_default_products(program.jaxpr):
+            self.log_once(note)
 
     def log_unsplit(self, dispatch: Dispatch, num_shards: int) -> None:
         """Reports a batch that each device computes in full, and the reason."""

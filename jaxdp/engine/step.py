@@ -20,14 +20,12 @@ from ..step import (
     CriterionObjective,
     Facts,
     Group,
-    Products,
     Steps,
     TrainState,
     Weights,
     calls_python,
     gathers_in_branches,
     has_convolutions,
-    products,
 )
 from ..strategies import DataParallel
 from ..strategies.base import Rows, count_shards, place_batch
@@ -80,8 +78,7 @@ class Program:
         groups: the shapes of the batches of all processes, padding included.
         donates: whether it may overwrite the state that it gets.
         is_compiled: whether it is a `jax.stages.Compiled`, which has shardings.
-        products: matrix operations of all devices, as traced; None if a part can't be
-            counted, or if JAX debugs the step.
+        jaxpr: the traced step, which plans read; None if JAX debugs the step.
         may_raise: whether it calls Python that may raise, so that each call is waited
             for before its results are used.
         checks_targets: whether the labels or weights of batches are checked.
@@ -89,7 +86,7 @@ class Program:
         compile_seconds: the time to trace and compile it.
     """
 
-    products: Products | None = None
+    jaxpr: Any = None
     may_raise = checks_targets = False
     num_classes: int | None = None
     compile_seconds = 0.0
@@ -258,8 +255,7 @@ class Step:
             program = Program(compiled, num_steps, groups, donate)
             program.may_raise = may_raise
             program.compile_seconds = time.perf_counter() - started
-            with contextlib.suppress(KeyError):  # JAX has renamed a primitive
-                program.products = products(traced.jaxpr)
+            program.jaxpr = traced.jaxpr.jaxpr
             if before.names and self.programs:
                 before.merge(self.facts)  # raises for metrics of other names
         if isinstance(steps.objective, CriterionObjective):

@@ -22,11 +22,12 @@ from jaxtyping import Array, Int
 
 from ..basics.arguments import checks_arguments
 from ..basics.console import log_info
-from ..step import Collectives, Group, OnRows, PerExample, Results, make_loop_scope
+from ..step import Collectives, Group, OnRows, PerExample, Results
 from ..strategies.base import DataParallel, Role, Rows, get_shardings, make_shardings
 from ..strategies.meshes import clear_ambient_mesh
 from ..strategies.offload import jit_with_offload
 from ..strategies.sharded import Pmap, Sharded, SingleDevice
+from .plan.products import make_loop_scope
 
 SHARDS: Final = 8
 """Virtual shards of a batch; the device count must divide it."""

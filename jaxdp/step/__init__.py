@@ -11,17 +11,15 @@ from .collectives import (
 )
 from .evaluation_weights import evaluated_params, make_weights_view
 from .jaxprs import (
-    BY_DEFAULT,
     OWN_LOOP,
-    Products,
     calls_python,
     equations_in,
     gathers_in_branches,
     has_convolutions,
+    has_default_products,
     has_own_loop,
-    make_loop_scope,
-    products,
-    read_num_runs,
+    programs_in,
+    strip_constants,
 )
 from .metrics import (
     IN_FLIGHT,

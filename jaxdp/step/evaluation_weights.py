@@ -25,8 +25,8 @@ class KeepsWeights(Protocol):
 
 
 def make_weights_view(opt_state: PyTree) -> Callable[[TrainState], TrainState] | None:
-    """Returns a function from a state to one with the weights to evaluate; None if the
-    optimizer has no such weights.
+    """Returns a function from a state to one with the weights to evaluate, or None if
+    the optimizer trains these weights themselves.
 
     Args:
         opt_state: arrays, or their shapes.

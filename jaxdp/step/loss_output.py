@@ -1,6 +1,6 @@
 """Checks of a loss or a metric that a user's function returned inside a step."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -15,25 +15,29 @@ class LossOutput(NamedTuple):
     """A loss or a metric."""
 
     values: Array
-    """`(rows, ...)` or `()`; with weights `(rows,)`, multiplied by them."""
+    """`(rows,)`, multiplied by the weights if there are any; or `()`, a mean."""
     weights: Array | None = None
     pair_weights: Array | None = None
     """The weights as they were returned beside the values."""
 
 
-def check_loss_output(
+def check_output(
     argument: str,
     name: str,
     value: Any,
     rows: int,
     weight: Array | None = None,
-    *,
-    is_criterion: bool = False,
+    shapes: Sequence[tuple[int, ...]] | None = None,
 ) -> LossOutput:
-    """Checks a value or a pair: a floating array with the rows, or a scalar.
+    """Checks the value, or the pair of values and weights, of a loss or a metric.
 
-    The values of a criterion may have more axes after the axis of rows;
-    `check_criterion_values` has checked them.
+    Args:
+        argument: where the value is from, for errors.
+        name: of the metric, or `"loss"`.
+        value: what the user's function returned.
+        rows: the number of rows of the batch, padding included.
+        weight: the weights of the batch, `(rows,)` or `(rows, ...)`.
+        shapes: the shapes that a value without weights may have; None for any.
     """
     row_weights = None
     if is_pair(value):
@@ -43,10 +47,9 @@ def check_loss_output(
         else:
             after = [1] * (row_weights.ndim - weight.ndim)
             weight = row_weights * weight.reshape(*weight.shape, *after)
-    else:
-        if not is_criterion:
-            _check_shape(argument, value, ((), (rows,)), rows)
-        value = jnp.asarray(value)
+    elif shapes is not None:
+        _check_shape(argument, value, shapes, rows)
+    value = jnp.asarray(value)
 
     if weight is not None:
         _check_weight(argument, value, weight, rows)
@@ -57,7 +60,9 @@ def check_loss_output(
         )
     wide = jnp.promote_types(value.dtype, jnp.float32)
     if weight is None:
-        return LossOutput(value if name == "loss" else value.astype(wide))
+        return LossOutput(
+            losses.per_row(value if name == "loss" else value.astype(wide))
+        )
 
     # For each row, sum the weighted values, and sum the weights.
     if weight.ndim < value.ndim:
@@ -71,17 +76,10 @@ def check_loss_output(
     )
 
 
-def check_criterion_values(argument: str, value: Any, target: Any, rows: int) -> None:
-    """Raises unless the values of the user's criterion are a scalar, or by rows.
-
-    Other shapes result if a function of one example is applied to a batch, or if
-    predictions and targets broadcast.
+def _check_shape(argument: str, value: Any, shapes: Sequence[Any], rows: int) -> None:
+    """Raises for other shapes: they result if a function of one example is applied to a
+    batch, or if predictions and targets broadcast.
     """
-    shapes = (), (rows,), jnp.shape(target) if eqx.is_array_like(target) else ()
-    _check_shape(argument, value, shapes, rows)
-
-
-def _check_shape(argument: str, value: Any, shapes: tuple[Any, ...], rows: int) -> None:
     if not eqx.is_array_like(value) or jnp.shape(value) not in shapes:
         raise (ValueError if eqx.is_array_like(value) else TypeError)(
             f"{argument} is {describe(value)} for a batch of {rows} rows; it must be"
@@ -127,11 +125,9 @@ def check_gradients(loss: LossOutput, params: PyTree) -> None:
         )
 
 
-def make_notes(by_name: Mapping[str, LossOutput], *, scalars: bool) -> tuple[str, ...]:
+def make_notes(by_name: Mapping[str, LossOutput], rows: int) -> tuple[str, ...]:
     """Returns notes on pairs, which the user may have meant as two values, and on
-    `scalars`.
-
-    A scalar loss gets none: most often it is a mean over rows.
+    scalar metrics, which are means over rows if there are several rows.
     """
     notes = []
     for name, result in by_name.items():
@@ -139,7 +135,7 @@ def make_notes(by_name: Mapping[str, LossOutput], *, scalars: bool) -> tuple[str
         if result.pair_weights is not None:
             second = "the second is the weight of the first"
             notes.append(f"{what} is a pair (values, weights): {second}")
-        elif scalars and result.values.ndim == 0 and name != "loss":
+        elif rows > 1 and result.values.ndim == 0 and name != "loss":
             notes.append(
                 f"{what} is a scalar, so over an epoch it is the mean over batches,"
                 " weighted by their rows; values (rows,) are averaged exactly, and"
@@ -166,6 +162,7 @@ def is_pair(value: Any) -> bool:
 
 
 def describe(value: Any) -> str:
+    """Returns the kind of a value in words, and its shape or parts."""
     if eqx.is_array(value):
         return f"an array of shape {value.shape}"
     if isinstance(value, tuple | list):

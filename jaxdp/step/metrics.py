@@ -16,38 +16,38 @@ from .objective import ObjectiveOutput
 from .state import Group
 
 IN_FLIGHT: Final = 8
-"""The maximum number of dispatched steps without a wait. More would gain nothing, hold
-more host batches, and abort the process on jax 0.10.2 with faked devices."""
+"""The maximum number of dispatched calls before the host waits for one. More would gain
+nothing, hold more host batches, and abort the process on jax 0.10.2 with faked devices.
+"""
 
 LONG_IN_FLIGHT: Final = 2
-"""The same for dispatches of several steps."""
+"""The same for calls that run several steps."""
 
 MAX_METRICS: Final = 63
 """The maximum number of metrics; fixed, so that the state always has one shape."""
 
 
 class Facts(NamedTuple):
-    """Facts about a step that its trace has shown."""
+    """The facts about a step's values that are known once it is traced."""
 
     names: tuple[str, ...]
     num_classes: int | None
     notes: tuple[str, ...] = ()
     """Notes on the values, which the user sees once."""
     weighted: tuple[str, ...] = ()
-    """The values that have weights; the others count every row once."""
+    """The names of the values that have weights; others count every row once."""
 
     def merge(self, other: "Facts") -> "Facts":
-        """Merges the facts of batches of other shapes with these.
+        """Merges these facts with those of a step of other shapes.
 
         Raises:
-            ValueError: if there are other values.
+            ValueError: if the names differ, or those of the values with weights.
         """
         if (other.names, other.weighted) != (self.names, self.weighted):
             raise ValueError(
                 f"the loss and metrics are {', '.join(other.names)} for batches of"
-                f" these shapes, and were {', '.join(self.names)} for others;"
-                " their names, and which of them have weights, must not depend on"
-                " shapes."
+                f" these shapes, and were {', '.join(self.names)} for others; their"
+                " names, and which have weights, must not depend on shapes."
             )
         return Facts(
             self.names,
@@ -61,14 +61,14 @@ class Facts(NamedTuple):
 class Metrics(Mapping[str, Any]):
     """The metrics of one step by name: lazy, nothing leaves the device until read.
 
-    `metrics["loss"]` waits for the step and gives a NumPy float; all means come in
-    one transfer. Values from `Callback.inside_step` are read one by one.
+    `metrics["loss"]` waits for the step and returns a NumPy float. All means come in
+    one transfer, and each value from `Callback.inside_step` in its own.
 
     Args:
         facts: the names of `means`.
         means: the values in their order.
         inside: values from `Callback.inside_step`.
-        index: the index of this step in its dispatch.
+        index: the index of this step in a call that runs several; else None.
 
     Attributes:
         steps_in_flight: the number of later steps after which the device has certainly
@@ -89,7 +89,7 @@ class Metrics(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         if name in self.facts.names:
-            # A wait for the device, and the only one; JAX keeps what it fetched.
+            # Waits for the device the first time; JAX keeps what it has fetched.
             return self._select_step(self.means)[self.facts.names.index(name)]
         if name in self.added:
             return np.asarray(self.added[name])[()]  # waits for the device
@@ -102,9 +102,7 @@ class Metrics(Mapping[str, Any]):
         return array if self.index is None else array[self.index, ...]
 
     def add(self, values: Mapping[str, Any]) -> None:
-        """Adds values of a callback for loggers: numbers, or objects that become arrays
-        on reading.
-        """
+        """Adds values for loggers: numbers, or what NumPy converts when it is read."""
         self.added |= values
 
     def __iter__(self) -> Iterator[str]:
@@ -230,7 +228,7 @@ def run_step_hooks(
 def add_values(
     inside: dict[str, Array], more: dict[str, Array], facts: Facts
 ) -> dict[str, Array]:
-    """Adds values to those inside a step; raises if a name is not new."""
+    """Adds named values to those of a step; raises if a name is taken."""
     if clash := {*more} & {*inside, *facts.names, "epoch", "step"}:
         raise ValueError(
             f"there are two values named {sorted(clash)}: metrics, what `inside_step`"
@@ -276,11 +274,11 @@ def sum_dtype() -> Any:
 def add_to_totals(totals: Array, total: Array, sums: Array) -> Array:
     """Adds a step's sums, in the dtype of `totals`, with Kahan's compensation.
 
-    Plain float32 sums stop counting rows at 2**24. Row 0 holds the sums, row 1 what
-    rounding added to them.
+    Plain float32 sums stop counting rows at 2**24. Row 0 of `totals` holds the sums,
+    and row 1 what rounding has added to them.
     """
-    # XLA fuses selections with the operations that follow. To concatenate and pad the
-    # values is one more operation, and each operation lengthens a small step.
+    # XLA fuses these selections with the operations that follow. Concatenating and
+    # padding the values would be one more operation, which lengthens a small step.
     total, sums = total.astype(totals.dtype), sums.astype(totals.dtype)
     places = jnp.arange(totals.shape[1])
     step = jnp.zeros_like(totals[0])

@@ -6,7 +6,7 @@ A model with state is always called with the full batch.
 import functools
 import inspect
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -27,17 +27,17 @@ def call_model(
 ) -> tuple[PyTree, PyTree]:
     """Calls the model on every row of `x`; returns predictions and the new state.
 
-    The model is vmapped over `x`, but for each `Whole` in it. It gets `key` and
-    `training` if its `__call__` names them. The axis has the name that its BatchNorm
-    layers use.
+    The model is vmapped over the rows of `x`, and gets each `Whole` in `x` as it is. It
+    gets `key` and `training` if its `__call__` names them. The vmapped axis has the
+    name that its BatchNorm layers use.
     """
     given_state = copy_state(model_state)
+    norms = find_nodes(eqx.nn.BatchNorm, model)
 
     def one_row(row: PyTree, key: PRNGKeyArray) -> Any:
         keywords = bind_keywords(model, key, training=rows.training)
         row = unwrap_whole(row)
-        shapes = jax.tree.map(jnp.shape, row)
-        with NoteOnError(f"the model was called on one example, of shape {shapes}"):
+        with note_on_example("model", row):
             if model_state is None:
                 return model(row, **keywords), None
             return model(row, given_state, **keywords)
@@ -46,8 +46,14 @@ def call_model(
         one_row,
         (row_axes(x), 0),
         out_axes=(0, None),
-        axis_name=find_axis_name(model),
+        axis_name=norms[0].axis_name if norms else None,
     )(x, rows.keys)
+
+
+def note_on_example(what: str, example: PyTree) -> NoteOnError:
+    """Returns a context that notes the shapes of an example on errors."""
+    shapes = jax.tree.map(jnp.shape, example)
+    return NoteOnError(f"the {what} was called on one example, of shape {shapes}")
 
 
 def row_axes(batch: PyTree) -> PyTree:
@@ -57,41 +63,21 @@ def row_axes(batch: PyTree) -> PyTree:
     )
 
 
-def find_axis_name(model: PyTree) -> Any:
-    """Returns the axis that the model's BatchNorms reduce over, or None."""
-    names = [norm.axis_name for norm in find_nodes(eqx.nn.BatchNorm, model)]
-    if any(name != names[0] or not isinstance(name, str) for name in names):
-        raise ValueError(
-            f"the model's BatchNorm layers name the axes {names}; give all of them one,"
-            " axis_name='batch', which has all rows of the batch, of all devices."
-        )
-    return next(iter(names), None)
-
-
 def bind_keywords(model: Any, key: Any, *, training: bool) -> dict[str, Any]:
-    """Returns `key` and `training`, where the model's call names them.
-
-    Raises:
-        TypeError: see `check_training_flags`.
-    """
-    check_training_flags(model)
+    """Returns those of `key` and `training` that the model's call names."""
     named = find_keywords(model)
     offered = {"key": key, "training": training}
     return {name: value for name, value in offered.items() if name in named}
 
 
-_OTHER_NAMES: Final = "train", "is_training", "deterministic", "inference"
-"""Other names of `training` in models."""
-
-
 def check_training_flags(model: Any) -> None:
-    """Raises if the model has a training flag that no call would set.
+    """Raises if the call of a model has a training flag that steps would not set.
 
-    The flag's default would apply in training and in validation. None, Equinox's
-    default, leaves the choice to the layers.
+    Its default would hold in training and in validation alike. A default of None is
+    Equinox's, and leaves the choice to the layers.
     """
     named = find_keywords(model)
-    for name in _OTHER_NAMES:
+    for name in "train", "is_training", "deterministic", "inference":
         if name in named and named[name].default is not None:
             raise TypeError(
                 f"`model`: its `__call__` takes `{name}`, which is not passed, so that"
@@ -103,8 +89,8 @@ def check_training_flags(model: Any) -> None:
 
 
 def find_keywords(model: Any) -> Mapping[str, inspect.Parameter]:
-    """Returns the parameters of the model's call that no `functools.partial` has
-    filled.
+    """Returns the parameters of a model's or function's call that no
+    `functools.partial` has filled; none for builtins without a signature.
     """
 
     def to_partial(call: Any) -> Any:
@@ -116,7 +102,7 @@ def find_keywords(model: Any) -> Mapping[str, inspect.Parameter]:
     call = to_partial(model)
     try:
         parameters = inspect.signature(call).parameters
-    except (TypeError, ValueError):  # not every builtin has a signature
+    except (TypeError, ValueError):
         return {}
     filled = call.keywords if isinstance(call, functools.partial) else {}
     return {name: p for name, p in parameters.items() if name not in filled}
@@ -130,7 +116,7 @@ def accepts_keyword(model: Any, name: str) -> bool:
 
 
 def copy_state(model_state: PyTree) -> PyTree:
-    """Returns a copy of the `eqx.nn.State` of a model, which may be used only once."""
+    """Returns a copy of a model's `eqx.nn.State`, each of which can be used once."""
 
     def copy_one(state: eqx.nn.State) -> eqx.nn.State:
         values, markers = state.tree_flatten()

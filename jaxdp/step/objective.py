@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from .. import losses
+from ..basics.tracebacks import NoteOnError
 from ..basics.tree import is_key
 from .loss_output import (
     LossOutput,
-    check_criterion_values,
-    check_loss_output,
+    check_output,
     describe,
     is_pair,
     make_notes,
@@ -36,9 +36,9 @@ class ObjectiveOutput(NamedTuple):
     """`"loss"` first; values are `(rows,)`, or `()` for a mean over the batch."""
     model_state: PyTree
     num_classes: int | None
-    """The upper bound of integer labels, where the loss implies one."""
+    """How many labels targets may have, if the loss or a metric says so."""
     notes: tuple[str, ...] = ()
-    """Notes on the values, which the user sees once."""
+    """Notes on the values, each of which is logged once."""
     outputs: PyTree = None
     """`(predictions, targets)` if they are kept; leaves are `(rows, ...)`."""
 
@@ -84,8 +84,8 @@ class CriterionObjective:
             )
             for name, criterion in self.criteria.items()
         }
-        notes = make_notes(by_name, scalars=True)
-        if any(not losses.is_per_row(one) for one in self.criteria.values()):
+        notes = make_notes(by_name, len(rows.mask))
+        if not self.is_per_example:
             notes = *notes, *_make_shape_notes(prediction, target)
         if weight is not None:
             note = "batches are (x, y, weight): the loss and metrics are weighted means"
@@ -94,7 +94,8 @@ class CriterionObjective:
         num_classes = losses.num_classes(self.criteria, prediction, target)
         outputs = None
         if self.keeps_outputs:
-            outputs = _check_outputs((prediction, y), len(rows.mask))
+            both = {"predictions": prediction, "targets": y}
+            outputs = _check_outputs(both, len(rows.mask))
         return ObjectiveOutput(by_name, model_state, num_classes, notes, outputs)
 
 
@@ -104,7 +105,8 @@ class LossFnObjective:
     Args:
         loss_fn: the user's function, possibly a `per_example`.
         keeps_outputs: whether it returns predictions and targets, too.
-        is_part: whether other losses may return the predictions and targets instead.
+        is_part: whether it is the loss of one of several parts; then other parts may
+            return predictions and targets instead.
 
     Attributes:
         is_per_example: whether it is written for one example.
@@ -138,8 +140,8 @@ class LossFnObjective:
         batch = batch if self.is_per_example else unwrap_whole(batch)
         elements = batch if isinstance(batch, tuple) else (batch,)
 
-        # A micro-batch may have no real row. We give it the weight 0, but a mean that
-        # the user computes with the mask must not be 0 / 0.
+        # A micro-batch may have no real row. Its weight is 0, but a mean that the user
+        # computes with the mask must not be 0 / 0.
         offered = rows._replace(mask=rows.mask | ~rows.mask.any())._asdict()
         if model_state is not None:
             offered["state"] = copy_state(model_state)
@@ -155,7 +157,6 @@ class LossFnObjective:
                     "`loss_fn` takes `state`, so it must return (loss, state) or"
                     " (loss, metrics, state), with the new eqx.nn.State last and not"
                     f" inside of another element; got {', '.join(got)}."
-                    f"{_locate_state(result)}"
                 )
             *result, state = result
             model_state = state
@@ -165,18 +166,17 @@ class LossFnObjective:
         num_rows, outputs = len(rows.mask), None
         is_other_part = self.is_part and not {*_OUTPUTS} & {*metrics}
         if self.keeps_outputs and not is_other_part:
-            metrics, outputs = _split_outputs(metrics)
-            outputs = _check_outputs(outputs, num_rows)
-        by_name = {
-            "loss": check_loss_output("`loss_fn`: the loss", "loss", loss, num_rows)
-        }
-        for name, value in metrics.items():
+            outputs = _check_outputs(metrics, num_rows)
+            metrics = {n: v for n, v in metrics.items() if n not in _OUTPUTS}
+        for name in metrics:
             losses.check_metric_name("`loss_fn`", name)
-            argument = f"`loss_fn`: metric {name!r}"
-            by_name[name] = check_loss_output(argument, name, value, num_rows)
-        # With one row, a scalar is not a mean over rows. The batch may also have no
-        # rows.
-        notes = make_notes(by_name, scalars=num_rows > 1)
+        by_name = {}
+        for name, value in {"loss": loss, **metrics}.items():
+            argument = "the loss" if name == "loss" else f"metric {name!r}"
+            by_name[name] = check_output(
+                f"`loss_fn`: {argument}", name, value, num_rows, None, ((), (num_rows,))
+            )
+        notes = make_notes(by_name, num_rows)
         return ObjectiveOutput(by_name, model_state, None, notes, outputs)
 
 
@@ -194,29 +194,15 @@ def split_batch(batch: PyTree) -> tuple[PyTree, PyTree, PyTree]:
             " `loss_fn(model, batch)` of a batch that is no tuple."
         )
     x, y, weight = batch if len(batch) == 3 else (*batch, None)
-    if is_whole(y):
+    is_weight = weight is None or eqx.is_array_like(weight) and not is_key(weight)
+    if is_whole(y) or not is_weight:
         raise TypeError(
-            "the second element of a batch (x, y) is a Whole, which has no rows, and"
-            " `loss` and `metrics` compare a target with the prediction of each row."
-            " Pass `loss_fn(model, *batch)`, which is given the array itself."
-        )
-
-    if weight is not None and (not eqx.is_array_like(weight) or is_key(weight)):
-        raise TypeError(
-            "the third element of a batch (x, y, weight) must be an array (rows,) or"
-            f" (rows, ...); got {describe(weight)}. For other batches pass"
-            " `loss_fn(model, *batch)`, which is given the whole batch."
+            "of a batch (x, y, weight), `loss` and `metrics` compare y with the"
+            " predictions row by row, so it can't be a Whole, and the weight must be an"
+            f" array (rows,) or (rows, ...); got {describe(to_user_batch(batch))}. For"
+            " other batches pass `loss_fn(model, *batch)`."
         )
     return x, y, weight
-
-
-def _locate_state(result: Any) -> str:
-    is_state = lambda node: isinstance(node, eqx.nn.State)  # noqa: E731
-    nodes = jax.tree_util.tree_leaves_with_path(result, is_leaf=is_state)
-    for path, node in nodes:
-        if is_state(node):
-            return f" The State is result{jax.tree_util.keystr(path)}."
-    return ""
 
 
 def _loss_and_metrics(result: Any) -> tuple[Any, Mapping[str, Any]]:
@@ -248,26 +234,19 @@ def _evaluate_criterion(
     if weight is not None and is_per_row:
         # NaN makes gradients NaN, even where `where` does not select its value.
         prediction, target = zero_ignored_rows(weight, prediction, target)
-    try:
+    got = f"predictions ({describe(prediction)}) and targets ({describe(target)})"
+    with NoteOnError(f"in {argument}, called with {got}"):
         value = criterion(prediction, target)
-    except Exception as exception:
-        exception.add_note(
-            f"in {argument}, called with predictions ({describe(prediction)}) and"
-            f" targets ({describe(target)})"
-        )
-        raise
 
-    if not is_per_row and not is_pair(value):
-        check_criterion_values(argument, value, target, rows)
-    result = check_loss_output(argument, name, value, rows, weight, is_criterion=True)
-    return result._replace(values=losses.per_row(result.values))
+    shapes = None
+    if not is_per_row:
+        shapes = (), (rows,), jnp.shape(target) if eqx.is_array_like(target) else ()
+    return check_output(argument, name, value, rows, weight, shapes)
 
 
 def _make_shape_notes(prediction: Any, target: Any) -> tuple[str, ...]:
-    """Returns a note on shapes that differ by a last axis of one.
-
-    A custom criterion may broadcast the shapes, and so compare each row with all
-    others.
+    """Returns a note if shapes differ by a last axis of one: a criterion of the user's
+    may broadcast them, and so compare each row with all others.
     """
     if not eqx.is_array(prediction) or not eqx.is_array(target):
         return ()
@@ -285,26 +264,20 @@ def _make_shape_notes(prediction: Any, target: Any) -> tuple[str, ...]:
 _OUTPUTS = "predictions", "targets"
 
 
-def _split_outputs(metrics: Mapping[str, Any]) -> tuple[dict[str, Any], PyTree]:
-    """Splits the metrics of a `loss_fn` from its predictions and targets."""
-    if missing := [name for name in _OUTPUTS if name not in metrics]:
+def _check_outputs(named: Mapping[str, Any], rows: int) -> tuple[PyTree, PyTree]:
+    """Returns the predictions and targets among named values, if they have the rows."""
+    if missing := [name for name in _OUTPUTS if name not in named]:
         raise ValueError(
             f"`metrics` has a PassMetric, and `loss_fn` does not return {missing}; it"
             " must return (loss, {'predictions': ..., 'targets': ...}), with whatever"
-            f" else, and has returned metrics {list(metrics)}."
+            f" else, and has returned metrics {list(named)}."
         )
-    others = {name: value for name, value in metrics.items() if name not in _OUTPUTS}
-    return others, tuple(metrics[name] for name in _OUTPUTS)
-
-
-def _check_outputs(outputs: PyTree, rows: int) -> PyTree:
-    """Returns predictions and targets; raises if a leaf lacks the rows."""
-    for name, output in zip(_OUTPUTS, outputs, strict=True):
-        for leaf in jax.tree.leaves(output, is_leaf=is_whole):
+    for name in _OUTPUTS:
+        for leaf in jax.tree.leaves(named[name], is_leaf=is_whole):
             if is_whole(leaf) or jnp.shape(leaf)[:1] != (rows,):
                 raise ValueError(
                     f"`metrics` has a PassMetric, and the {name} have"
                     f" {describe(leaf)} for a batch of {rows} rows; it must have the"
                     f" rows, ({rows}, ...)."
                 )
-    return outputs
+    return named["predictions"], named["targets"]

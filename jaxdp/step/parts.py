@@ -7,14 +7,13 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
@@ -117,7 +116,7 @@ def find_parts(
         if name is None:
             path = part.params if isinstance(part.params, str) else ""
             name = re.sub(r"\W+", "_", path).strip("_")
-        if not (isinstance(name, str) and name and f"_{name}".isidentifier()):
+        if not (name and f"_{name}".isidentifier()):
             raise ValueError(
                 f"`Part`: {name or part.params!r} can't be put before the names of"
                 " metrics, as in critic_loss; pass `name`, of letters, digits and _."
@@ -128,7 +127,12 @@ def find_parts(
 
         # The leaves of the part.
         leaves = jax.tree_util.tree_leaves_with_path(eqx.filter(model, mask))
-        own_paths = [leaf_path(path) for path, leaf in leaves if _is_trainable(leaf)]
+        own_paths = [
+            leaf_path(path)
+            for path, leaf in leaves
+            if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
+            and jnp.issubdtype(leaf.dtype, jnp.inexact)
+        ]
         if not own_paths:
             raise ValueError(
                 f"`Part` {name!r}: `params` selects no floating-point array of the"
@@ -152,41 +156,32 @@ def find_parts(
     return tuple(resolved)
 
 
-def _is_trainable(leaf: Any) -> bool:
-    is_array = isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
-    return is_array and jnp.issubdtype(leaf.dtype, jnp.inexact)
-
-
-_NO_MASK: Final = (
-    " must be a path pattern, a list of them, or a pytree of bools that is a prefix of"
-    " the model."
-)
-
-
 def make_leaf_mask(params: PyTree, model: PyTree, argument: str) -> PyTree:
     """Returns bools in the structure of `model`, from patterns or bools."""
     patterns = [params] if isinstance(params, str) else params
-    kinds = {type(leaf) for leaf in jax.tree.leaves(params)}
-    if not kinds <= {str, bool, np.bool_}:
-        names = ", ".join(kind.__name__ for kind in kinds)
-        raise TypeError(f"{argument}{_NO_MASK} It has {names}.")
-    is_patterns = isinstance(patterns, list | tuple)
-    if not is_patterns or not all(isinstance(each, str) for each in patterns):
-        try:
-            return jax.tree.map(
-                lambda on, below: jax.tree.map(lambda _: bool(on), below), params, model
-            )
-        except ValueError as error:
-            raise ValueError(argument + _NO_MASK) from error
-    return mark_leaves(argument, patterns, model)
+    if isinstance(patterns, list | tuple):
+        if all(isinstance(each, str) for each in patterns):
+            return mark_leaves(argument, patterns, model)
+
+    def spread(on: Any, below: PyTree) -> PyTree:
+        if not isinstance(on, bool | np.bool_):
+            raise TypeError(f"it has {on!r}")
+        return jax.tree.map(lambda _: bool(on), below)
+
+    try:
+        return jax.tree.map(spread, params, model)
+    except (TypeError, ValueError) as error:
+        raise type(error)(
+            f"{argument} must be a path pattern, a list of them, or a pytree of bools"
+            f" that is a prefix of the model: {error}"
+        ) from error
 
 
 def trained_alone(model: PyTree) -> PyTree | None:
-    """Returns bools for the leaves that modules declare as trained; None for all
-    leaves.
+    """Returns bools for the leaves that modules declare as trained, or None.
 
-    A class of modules names fields in `trained_alone`, as adapters do. If a model has
-    one, these fields are trained and nothing else.
+    A class of modules, such as an adapter, names fields in `trained_alone`. If a model
+    has such a module, these fields are trained and nothing else.
     """
 
     def is_named(path: Any, _: Any) -> bool:
@@ -210,7 +205,8 @@ def combine_optimizers(
 ) -> optax.GradientTransformationExtraArgs:
     """Returns an optimizer whose state holds the states of the parts, by name.
 
-    `MultiPartSteps` passes it the updates that the parts' optimizers returned.
+    `MultiPartSteps` calls the optimizers of the parts, and passes the results on to
+    this one: the updates, and the new states as `states`.
     """
     optimizers = {part.name: part.optimizer for part in parts}
 
@@ -312,9 +308,8 @@ class MultiPartSteps(Steps):
                 " (loss, {'predictions': ..., 'targets': ...}), with whatever else."
             )
         always = [jnp.array(True)] * len(self.parts)
-        return self._merge_sums(always, summed, sum_row_counts([group]))[
-            0
-        ], outputs or None
+        sums, _ = self._merge_sums(always, summed, sum_row_counts([group]))
+        return sums, outputs or None
 
     def _merge_sums(
         self,
@@ -352,18 +347,13 @@ class MultiPartSteps(Steps):
 
     def _steps_of(self, part: ResolvedPart) -> Steps:
         """Returns the plain steps of one part."""
-        fields = self._replace(objective=part.objective, optimizer=part.optimizer)
-        return Steps(*fields)
+        return Steps(*self)._replace(objective=part.objective, optimizer=part.optimizer)
 
     def _states(self, opt_state: PyTree) -> dict[str, Any]:
         """Finds the state of `combine_optimizers` inside those of callbacks."""
         names = {part.name for part in self.parts}
-
-        def is_ours(node: Any) -> bool:
-            return isinstance(node, dict) and {*node} == names
-
-        nodes = jax.tree.leaves(opt_state, is_leaf=is_ours)
-        return next(node for node in nodes if is_ours(node))
+        is_ours = lambda node: isinstance(node, dict) and {*node} == names  # noqa: E731
+        return next(filter(is_ours, jax.tree.leaves(opt_state, is_leaf=is_ours)))
 
 
 def _run_if_due(
@@ -371,11 +361,11 @@ def _run_if_due(
 ) -> tuple[Bool[Array, ""], UpdateResult]:
     """Returns whether `every` divides the step's number, and the result of `take`.
 
-    In other steps, the updates are zero, and the state does not change.
+    If it does not, the updates are zero, and the states those of `state`.
     """
-    due = (state.step + 1) % every == 0
-    if every == 1 or not isinstance(due, Tracer) and due:  # without jit
+    if every == 1:
         return jnp.array(True), take(state)
+    due = (state.step + 1) % every == 0
     traced, shapes = jax.make_jaxpr(take, return_shape=True)(state)
     leaves, treedef = jax.tree.flatten(shapes)
 

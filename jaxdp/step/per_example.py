@@ -4,30 +4,16 @@
 row alone, so rows may be padded, masked, and split over devices.
 """
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any
 
-import equinox as eqx
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Int, PRNGKeyArray, PyTree
 
 from ..basics.arguments import checks_arguments
-from ..basics.tracebacks import NoteOnError
-from .model_call import row_axes
+from .model_call import find_keywords, note_on_example, row_axes
 from .whole import unwrap_whole
-
-_OFFERED: Final = "key", "training", "step"
-"""Names that a loss of one example may take."""
-
-_OF_BATCHES: Final = {
-    "keys": "name `key`, which is this example's",
-    "mask": "leave it out, as padding is left out of the mean",
-    "state": "use a plain `loss_fn`, since a model with state sees the whole batch",
-}
-"""Names that only a loss of a batch may take, and the remedy for each."""
 
 
 class Arguments:
@@ -39,19 +25,17 @@ class Arguments:
     """
 
     def __init__(self, function: Callable[..., Any]):
-        self.signature = inspect.signature(function)
-        if not self.signature.parameters:
+        parameters = [*find_keywords(function).values()]
+        if not parameters:
             raise TypeError(
                 f"a loss is called as (model, *batch), and {function!r} takes nothing."
             )
-        first, *others = self.signature.parameters.values()
+        self.signature = inspect.Signature(parameters)
+        first, *others = parameters
         if first.kind is first.VAR_POSITIONAL:  # the first of `*args` is the model
-            others = [first, *others]
-        self._after_model = self.signature.replace(parameters=others)
-        # Arguments that functools.partial fills are not offered.
-        is_partial = isinstance(function, functools.partial | eqx.Partial)
-        filled = function.keywords if is_partial else {}
-        self.names = {*self._after_model.parameters} - {*filled}
+            others = parameters
+        self._after_model = inspect.Signature(others)
+        self.names = {*self._after_model.parameters}
 
     def bind(
         self, batch: tuple[Any, ...], offered: Mapping[str, Any]
@@ -79,24 +63,16 @@ class Arguments:
                 is_short |= is_needed
 
         if queue or is_short:
-            raise TypeError(self._describe_mismatch(len(batch), offered))
+            raise TypeError(
+                f"`loss_fn` is {self.signature} but a batch of this loader has"
+                f" {len(batch)} element(s): after the model come the elements of a"
+                " tuple batch, or the whole batch if it is not a tuple, then any of"
+                f" {', '.join(offered)} by name. Rename a parameter for an element that"
+                " has such a name. (`state` is the State from eqx.nn.make_with_state,"
+                " for Trainer(state=...).)"
+            )
         bound = inspect.BoundArguments(self._after_model, values)
         return bound.args, bound.kwargs
-
-    def _describe_mismatch(self, elements: int, offered: Mapping[str, Any]) -> str:
-        message = (
-            f"`loss_fn` is {self.signature} but a batch of this loader has"
-            f" {elements} element(s): after the model come the elements of a tuple"
-            " batch, or the whole batch if it is not a tuple, then any of"
-            f" {', '.join(offered)} by name. Rename a parameter for an element that has"
-            " such a name."
-        )
-        if "state" in self.names and "state" not in offered:
-            message += (
-                " It takes `state`, and Trainer(state=...) was not given; pass the"
-                " State that eqx.nn.make_with_state returned."
-            )
-        return message
 
 
 class PerExample:
@@ -111,12 +87,13 @@ class PerExample:
         self.function = function
         self._arguments = Arguments(function)
         self.names = self._arguments.names
-        for name in _OF_BATCHES.keys() & self.names:
+        if self.names & {"keys", "mask", "state"}:
             raise TypeError(
                 f"`per_example`: the function is {self._arguments.signature}, and is"
-                f" called on one example, so it can't name `{name}`;"
-                f" {_OF_BATCHES[name]}. It may name {', '.join(_OFFERED)}. If `{name}`"
-                " is an element of the batch, rename the parameter."
+                " called on one example, so it can't name `keys`, `mask` or `state`. It"
+                " may name `key`, `training` and `step`, and padding is left out of the"
+                " mean. Write a plain `loss_fn` for a model with state; rename a"
+                " parameter for an element of the batch that has such a name."
             )
 
     def __call__(
@@ -142,10 +119,7 @@ class PerExample:
             offered = {"key": key, "training": training, "step": step}
             example = unwrap_whole(example)
             arguments, keywords = self._arguments.bind(example, offered)
-            shapes = jax.tree.map(jnp.shape, example)
-            with NoteOnError(
-                f"the function was called on one example, of shapes {shapes}"
-            ):
+            with note_on_example("function", example):
                 return self.function(model, *arguments, **keywords)
 
         axes = None if keys is None else 0, *map(row_axes, batch)

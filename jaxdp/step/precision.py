@@ -5,12 +5,11 @@ compute in TF32, and TPUs in bfloat16. "32-highest" computes them in float32.
 
 Under mixed precision the parameters keep their dtype. A call of the model casts them
 and its inputs, and casts its outputs back to float32. So the loss, the metrics, sums of
-gradients and the optimizer never see a narrow number. (FSDP units are the exception:
-`FSDP` sums their gradients in the dtype of the call.)
+gradients and the optimizer never see a narrow number, except that `FSDP` sums the
+gradients of its units in the dtype of the call.
 """
 
 import types
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, NamedTuple
 
@@ -34,8 +33,8 @@ class Precision(NamedTuple):
     """The dtype of the parameters between steps; None keeps the model's."""
     scales_loss: bool = False
     products: str | None = None
-    """The arithmetic of float32 products, unless the loss sets it; None leaves JAX's
-    default for the device."""
+    """The arithmetic of float32 products, for `jax.default_matmul_precision`; None
+    leaves JAX's default for the device."""
 
     def set_product_precision(self) -> AbstractContextManager[Any]:
         """Returns a context in which products are computed in `products`."""
@@ -56,8 +55,8 @@ PRECISIONS: Final = {
 }
 
 _NORMS: Final = (eqx.nn.LayerNorm, eqx.nn.RMSNorm, eqx.nn.GroupNorm, eqx.nn.BatchNorm)
-"""Layers that compute in float32 whatever their inputs. The first three do so by
-themselves, and return the dtype of the input; `BatchNorm` is wrapped to."""
+"""Layers that compute in float32 and return the dtype of their input. Equinox's first
+three do so by themselves; a call of `BatchNorm` is overridden."""
 
 
 def find_precision(name: Any) -> Precision:
@@ -74,8 +73,7 @@ def float32_products(precision: Precision, device: Any) -> str:
 def note_on_products(precision: Precision, device: Any) -> str | None:
     """Returns a note if products have fewer bits than their float32 arguments."""
     by_default = get_product_precision(device)
-    is_chosen = precision.products is not None or _global() is not None
-    if is_chosen or by_default == "float32":
+    if by_default == "float32" or precision.products or _global():
         return None
     bits = {"TF32": 10, "bfloat16": 7}[by_default]
     return (
@@ -92,9 +90,7 @@ def _global() -> str | None:
 
 
 def cast_arrays(tree: PyTree, dtype: Any) -> PyTree:
-    """Casts the floating leaves of a model, except those of norms; None keeps their
-    dtypes.
-    """
+    """Casts the floating leaves of a model, except those of norms; with None, none."""
     return tree if dtype is None else _cast_model(tree, dtype, is_stored=True)
 
 
@@ -110,8 +106,8 @@ def cast_to_original(tree: PyTree, like: PyTree) -> PyTree:
 def cast_calls(model: PyTree, precision: Precision) -> PyTree:
     """Returns the model with its calls in the dtype of `precision`.
 
-    If the model can't be called, as a dict of arrays can't, its leaves are cast; see
-    `cast_batch`.
+    A model that can't be called, such as a dict of arrays, has its leaves cast instead;
+    `cast_batch` then casts its inputs.
     """
     if precision.computed is None:
         return model
@@ -121,7 +117,7 @@ def cast_calls(model: PyTree, precision: Precision) -> PyTree:
 
 
 def cast_batch(model: PyTree, batch: PyTree, precision: Precision) -> PyTree:
-    """Casts the batch for a model that can't be called, which casts no inputs."""
+    """Returns the batch, cast if the model can't be called and so casts no inputs."""
     if precision.computed is None or _has_calls(model):
         return batch
     return _cast(batch, precision.computed)
@@ -129,13 +125,14 @@ def cast_batch(model: PyTree, batch: PyTree, precision: Precision) -> PyTree:
 
 def promote_to_float32(tree: PyTree) -> PyTree:
     """Promotes floating leaves to float32 at least, as sums need them."""
-
-    def wide(leaf: Any) -> Any:
-        if not _is_floating(leaf):
-            return leaf
-        return leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
-
-    return jax.tree.map(wide, tree)
+    return jax.tree.map(
+        lambda leaf: (
+            leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+            if _is_floating(leaf)
+            else leaf
+        ),
+        tree,
+    )
 
 
 class LossScale(NamedTuple):
@@ -156,17 +153,8 @@ LARGEST_SCALE: Final = 2.0**24
 GROWTH_INTERVAL: Final = 2000
 
 
-def make_loss_scale(precision: Precision) -> LossScale | None:
-    """Returns the initial loss scale, or None if the precision needs none."""
-    if not precision.scales_loss:
-        return None
-    return LossScale(jnp.float32(FIRST_SCALE), jnp.int32(0))
-
-
 def update_loss_scale(scale: LossScale, finite: Array) -> LossScale:
-    """Returns the loss scale after a step; `finite` says whether its gradients were
-    finite.
-    """
+    """Returns the loss scale after a step whose gradients were `finite`, or not."""
     good_steps = scale.good_steps + 1
     grows = good_steps == GROWTH_INTERVAL
     grown = jnp.minimum(scale.scale * jnp.where(grows, 2.0, 1.0), LARGEST_SCALE)
@@ -177,9 +165,9 @@ def update_loss_scale(scale: LossScale, finite: Array) -> LossScale:
 
 
 class _MixedPrecisionModel(eqx.Module):
-    """A model whose calls and methods compute in `dtype`; otherwise like the model.
+    """A model whose calls and methods compute in `dtype`, for a loss to use like it.
 
-    An array that a loss reads from it, such as `model.layer.weight`, keeps its dtype.
+    An array that the loss reads, such as `model.layer.weight`, keeps its dtype.
     """
 
     wrapped: Any
@@ -203,15 +191,6 @@ class _MixedPrecisionModel(eqx.Module):
 
     def __getitem__(self, place: Any) -> Any:
         return self._wrap_modules(self.wrapped[place])
-
-    def __iter__(self) -> Iterator[Any]:
-        return map(self._wrap_modules, self.wrapped)
-
-    def __len__(self) -> int:
-        return len(self.wrapped)
-
-    def __bool__(self) -> bool:
-        return bool(self.wrapped)
 
     def _wrap_modules(self, value: Any) -> Any:
         """Wraps the modules of a value, so that they compute in `dtype`."""

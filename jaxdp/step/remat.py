@@ -79,7 +79,7 @@ def resolve_remat(remat: Any, model: PyTree, blocks: Sequence[str]) -> RematSpec
 def find_outermost_modules(
     model: PyTree, patterns: Iterable[str], argument: str
 ) -> dict[str, tuple[Any, ...]]:
-    """Finds the submodules that match a pattern and are in no other matching submodule.
+    """Finds the submodules that match a pattern, but not those inside of others.
 
     Returns:
         Their paths, by name.

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from .steps import Steps
 
 _RESERVED: Final = 0xFFFFFFFF
-"""Folded into a key; no step or row number gets this high. For validation, and counted
-downwards for the keys of micro-batches."""
+"""A number that is folded into keys, higher than that of any step or row: for the key
+of validation, and, less the rows before it, for the key of a micro-batch."""
 
 Batch = PyTree
-"""Leaves shaped `(rows, ...)`, but for those in a `Whole`, on the host."""
+"""Leaves on the host shaped `(rows, ...)`, except those in a `Whole`."""
 
 
 class TrainState(NamedTuple):
@@ -37,7 +37,7 @@ class TrainState(NamedTuple):
     """The `eqx.nn.State`, or None."""
     opt_state: PyTree
     key: Any
-    """uint32, raw data of the seed's PRNG key. (A typed one takes jit's slow path.)"""
+    """uint32, the data of the seed's PRNG key: a typed key takes jit's slow path."""
     step: Any
     """int32 `()`. Number of completed optimizer steps."""
     totals: Any
@@ -86,7 +86,7 @@ class MicroBatch(NamedTuple):
 
 
 def only_micro_batch(group: Group) -> MicroBatch:
-    """Returns the micro-batch of a group that has one."""
+    """Returns the micro-batch of a group that consists of one."""
     only = jax.tree.map(lambda x: x[0], group)
     return MicroBatch(only.batch, only.counts, only.whole, jnp.int32(0))
 
@@ -118,8 +118,8 @@ def mask_and_keys(
 ) -> MaskAndKeys:
     """Returns the mask and the keys of the rows that this step sees.
 
-    A row's key depends on `key` and on its position among the real rows of the global
-    batch. So it does not depend on padding, devices or processes.
+    The key of a row depends on `key` and on the position of the row among the real rows
+    of the global batch, and so not on padding, devices or processes.
     """
     num_rows = jax.tree.leaves(micro.batch)[0].shape[0]
     ids = collectives.row_ids(num_rows)
@@ -168,16 +168,14 @@ def first_state(
     """
 
     def fix_dtype(leaf: Any) -> Array:
-        # A Python number in an optimizer's state would be a weakly typed array; a step
-        # returns it strongly typed, and the second step would not fit the first's
-        # program.
+        # A Python number in an optimizer's state would be a weakly typed array. Steps
+        # return strongly typed ones, so the second step would need a new program.
         array = jnp.asarray(leaf)
         return jax.lax.convert_element_type(array, array.dtype)
 
     def strengthen(leaf: Any) -> Any:
-        # The model's arrays become strongly typed, too. JAX computes differently with
-        # weakly typed arrays, such as `jnp.array(2.0)`, and checkpoints do not record
-        # weak types.
+        # JAX computes differently with the weakly typed arrays of a model, such as
+        # `jnp.array(2.0)`, and checkpoints do not record weak types.
         return fix_dtype(leaf) if getattr(leaf, "weak_type", False) else leaf
 
     params, buffers, model_state = jax.tree.map(
@@ -220,10 +218,10 @@ def match_dtypes(old: PyTree, new: PyTree, what: str) -> PyTree:
 def keep_old_if_nonfinite(
     old: TrainState, new: TrainState, means: Array, finite: Array
 ) -> tuple[TrainState, dict[str, Array]]:
-    """Returns the new state, or the old one if the step is not `finite`.
-
-    Both states get the next loss scale, if there is one. Also returns the values to
+    """Returns the new state, or the old one if the step is not `finite`, and values to
     log.
+
+    Either state gets the next loss scale, if there is one.
     """
     skipped, named = old._replace(step=new.step), {}
     if old.loss_scale is not None:

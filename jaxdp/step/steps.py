@@ -36,13 +36,13 @@ from .metrics import (
 from .model_call import call_model
 from .objective import CriterionObjective, Objective
 from .precision import (
+    FIRST_SCALE,
     PRECISIONS,
     LossScale,
     Precision,
     cast_arrays,
     cast_batch,
     cast_calls,
-    make_loss_scale,
     promote_to_float32,
 )
 from .remat import RematSpec
@@ -59,7 +59,7 @@ from .state import (
     match_dtypes,
     only_micro_batch,
 )
-from .value_fn import make_complex_notes, run_optimizer
+from .value_fn import run_optimizer
 from .whole import merge_leaves, to_user_batch
 
 
@@ -79,7 +79,7 @@ class Steps(NamedTuple):
     static: PyTree
     """The leaves of the model that are not arrays."""
     objective: Objective | None
-    """None until a batch shows which loss fits; prediction needs none."""
+    """None until a batch shows which loss fits its targets; prediction needs none."""
     optimizer: optax.GradientTransformationExtraArgs
     inside: tuple[Callable[..., dict[str, Array]], ...] = ()
     skip_nonfinite: bool = False
@@ -90,8 +90,8 @@ class Steps(NamedTuple):
     has_state: bool = False
     """Whether the model has an `eqx.nn.State`, and so is written for a batch."""
     losses_per_example: bool = False
-    """Whether losses and metrics are written for one example. This is known before the
-    first batch, which may decide `objective`."""
+    """Whether losses and metrics are written for one example; known before the first
+    batch, while `objective` may not be."""
     after_update: AfterUpdate | None = None
     """Changes the weights after each update."""
     after_step: tuple[Callable[[TrainState], TrainState], ...] = ()
@@ -99,14 +99,13 @@ class Steps(NamedTuple):
     parts: tuple[Any, ...] = ()
     """The parts that `parts.MultiPartSteps` runs one after the other."""
     extra: Any = None
-    """Data of a subclass that an extra defines."""
+    """Data of a subclass, which an extra may define."""
 
     def is_per_example(self, kind: str) -> bool:
         """Returns True if all functions that a kind of step calls are written for one
         example.
 
-        Then its rows may be padded, and devices may work on their own rows alone. A
-        function that is written for a batch gets the batch instead.
+        If so, batches may be padded, and each device may work on its own rows alone.
 
         Args:
             kind: `"train"`, `"evaluate"` or `"predict"`.
@@ -133,7 +132,9 @@ class Steps(NamedTuple):
 
     def new_loss_scale(self) -> LossScale | None:
         """Returns the initial `TrainState.loss_scale` of a run."""
-        return make_loss_scale(self.precision)
+        if not self.precision.scales_loss:
+            return None
+        return LossScale(jnp.float32(FIRST_SCALE), jnp.int32(0))
 
     def compute_means(self, totals: np.ndarray, facts: Facts) -> dict[str, float]:
         """Returns exact means over real rows, from fetched totals."""
@@ -155,8 +156,8 @@ class Steps(NamedTuple):
     ) -> tuple[TrainState, Metrics]:
         """Runs one optimizer step over all micro-batches of `groups`.
 
-        Computes the gradient of the mean loss over all real rows. It does not depend on
-        their split into micro-batches and over devices.
+        The gradient is that of the mean loss over all real rows, however they are split
+        into micro-batches and over devices.
         """
         with self.precision.set_product_precision():
             result = self.compute_update(collectives, state, groups)
@@ -214,7 +215,12 @@ class Steps(NamedTuple):
         )
 
         with jax.named_scope("update"):
-            new = self._change_weights(state, new)
+            if (change := self.after_update) is not None:
+                key = key_after_update(state.key, state.step)
+                params, buffers = change(new.params, new.buffers, key, new.step)
+                new = new._replace(params=params, buffers=buffers)
+            for keep in self.after_step:
+                new = keep(new)
 
         mean_grads = collectives.mean_gradients(grads)
         inside = run_step_hooks(self.inside, (mean_grads, updates, new), summed.facts)
@@ -224,16 +230,6 @@ class Steps(NamedTuple):
             new, named = keep_old_if_nonfinite(state, new, means, finite)
             inside = add_values(inside, named, summed.facts)
         return new, Metrics(summed.facts, means, inside)
-
-    def _change_weights(self, old: TrainState, new: TrainState) -> TrainState:
-        """Applies the user's `after_update`, then `after_step` of callbacks."""
-        if (change := self.after_update) is not None:
-            key = key_after_update(old.key, old.step)
-            params, buffers = change(new.params, new.buffers, key, new.step)
-            new = new._replace(params=params, buffers=buffers)
-        for keep in self.after_step:
-            new = keep(new)
-        return new
 
     def evaluate(
         self,
@@ -278,9 +274,10 @@ class Steps(NamedTuple):
             return collectives.over_rows(self._predict_rows, weights, [group], "rows")
 
     def _cast_weights(self, collectives: Collectives, weights: Weights) -> Weights:
-        """Casts weights before they are gathered, so that fewer bytes are sent.
+        """Casts weights before devices gather them, so that fewer bytes are sent.
 
-        Casts only if the objective reads the weights in calls of the model alone.
+        A `loss_fn` may read weights outside of calls, in their own dtype: then the
+        weights are not cast.
         """
         is_named = isinstance(self.objective, CriterionObjective)
         if not is_named or not collectives.gathers_params:
@@ -312,9 +309,10 @@ class Steps(NamedTuple):
         inputs: tuple[Weights, LossScale | None],
         groups: Sequence[Group],
     ) -> tuple[PyTree, PyTree, Sums]:
-        """Computes scaled gradients of the rows seen, in the dtypes of accumulation.
+        """Returns the sums of gradients over rows, scaled for float16, in float32 or
+        wider; the new model state; and the sums of values.
 
-        Only this part of a step uses rows. A device may see only its local rows.
+        Only this part of a step uses rows. A device may see only its own rows.
         """
         objective = self.objective
         assert objective is not None
@@ -331,7 +329,6 @@ class Steps(NamedTuple):
 
         def gradients(model_state: PyTree, micro: MicroBatch) -> tuple[PyTree, ...]:
             def mean_loss(params: PyTree) -> tuple[Array, tuple[Any, ...]]:
-                # Wrap the calls of the model.
                 model = self.remat.apply(self._model(params, buffers))
                 model = collectives.arrange(model)
                 batch = self._batch(model, micro)
@@ -341,8 +338,6 @@ class Steps(NamedTuple):
                 )
                 result = objective(model, model_state, batch, rows)
                 check_gradients(result.by_name["loss"], params)
-                notes = *result.notes, *make_complex_notes(params)
-                result = result._replace(notes=notes)
                 summed = sum_values(result, rows.mask)
 
                 # These rows' share of the mean loss over all real rows.

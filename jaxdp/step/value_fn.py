@@ -17,26 +17,14 @@ from optax.contrib import SAMState
 from ..basics.tree import find_nodes
 from .state import TrainState
 
-_ON_COMPLEX: Final = (
-    "trained leaves are complex: the optimizer is given the conjugates of JAX's"
-    " gradients of them, which point uphill; if it conjugates them itself, put"
-    " optax.stateless(lambda grads, _: jax.tree.map(jnp.conj, grads)) before it"
-)
-
-
 _LINE_SEARCHES: Final = (
     optax.ScaleByBacktrackingLinesearchState,
     optax.ScaleByZoomLinesearchState,
 )
 
 
-def make_complex_notes(params: PyTree) -> tuple[str, ...]:
-    """Returns a note for the user if parameters are complex."""
-    return (_ON_COMPLEX,) if any(map(jnp.iscomplexobj, jax.tree.leaves(params))) else ()
-
-
 def conjugate_leaves(grads: PyTree) -> PyTree:
-    """Conjugates complex gradients, which JAX returns conjugated: they point uphill."""
+    """Conjugates complex gradients, so that they point uphill; JAX's do not."""
     return jax.tree.map(
         lambda leaf: jnp.conj(leaf) if jnp.iscomplexobj(leaf) else leaf, grads
     )
@@ -52,12 +40,12 @@ def run_optimizer(
     """Returns the optimizer's updates and new state.
 
     Args:
-        optimizer: may ask for the loss by name.
-        grads: JAX's gradient of it.
-        state: before the step.
+        optimizer: may ask for the loss by name, `value`, `value_fn`, `grad`, `grad_fn`.
+        grads: JAX's gradient of the loss.
+        state: the state before the step.
         loss: the mean over the batch.
-        evaluate: `(params) -> (loss, JAX's gradient)` at other parameters. If it is not
-            called it is not traced, and unused results are not computed.
+        evaluate: `(params) -> (loss, JAX's gradient)` at other parameters. It is traced
+            only if the optimizer calls one of the functions.
     """
 
     @jax.custom_jvp

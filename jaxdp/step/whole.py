@@ -15,10 +15,9 @@ class Whole(eqx.Module):
 
         batch = (y0, Whole(times)), y
 
-    Use it for the times of a neural ODE, class weights or a graph. It is neither split
-    over devices nor padded: it is replicated. The loss gets the array itself, and so
-    does the model, with one row of each other array. A batch of nothing else counts as
-    one row.
+    Use it for the times of a neural ODE, class weights or a graph. Each device gets all
+    of it, unpadded. The loss gets the array itself, and so does the model, beside one
+    row of each other array. A batch of nothing else counts as one row.
 
     An array may have any shape, including `()`. Each new shape means one more
     compilation.

@@ -12,7 +12,7 @@ from toys import At, On, batches, on_one_device, read_table
 from jaxdp.basics.stopwatch import PHASES
 from jaxdp.callbacks import CSVLogger, ModelCheckpoint, ThroughputMonitor
 from jaxdp.engine.in_flight import wait
-from jaxdp.step import products
+from jaxdp.extras.plan.products import count_products
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def test_a_short_run_and_own_loops_are_measured_too():
 def test_flops_of_convolutions_scans_and_branches():
     def flops(function, *shapes):
         arguments = [jnp.zeros(shape) for shape in shapes]
-        return products(jax.make_jaxpr(function)(*arguments)).total()
+        return count_products(jax.make_jaxpr(function)(*arguments)).total()
 
     conv = eqx.nn.Conv2d(3, 8, 5, stride=2, groups=1, key=jax.random.key(0))
     assert flops(jax.vmap(conv), (2, 3, 15, 15)) == 2 * 2 * 8 * 6 * 6 * (3 * 5 * 5)

@@ -121,5 +121,7 @@ def test_arrays_may_contain_keys():
 def test_keys_are_refused_as_weights(options):
     x, y, keys, _ = keyed()[0]
     trainer = on_one_device(**{"loss": None, **options})
-    with pytest.raises(TypeError, match=r"third element.*`loss_fn\(model, \*batch\)`"):
+    with pytest.raises(
+        TypeError, match=r"weight must be an array.*`loss_fn\(model, \*batch\)`"
+    ):
         trainer.fit([(x, y, keys)])

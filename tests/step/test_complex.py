@@ -83,11 +83,6 @@ def with_uphill(optimizer, steps):
 SEARCH = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(10))
 STEEP = optax.scale_by_backtracking_linesearch(10, slope_rtol=0.4)
 ZOOM = optax.chain(optax.sgd(1.0), optax.scale_by_zoom_linesearch(10))
-SAM = optax.contrib.sam(
-    optax.sgd(0.02),
-    optax.chain(optax.contrib.normalize(), optax.sgd(0.05)),
-    opaque_mode=True,
-)
 
 
 def fitted(optimizer, strategy=None, steps=8, **options):
@@ -126,17 +121,6 @@ def test_losses_are_those_of_descent_by_hand(name):
     assert losses[-1] < losses[0] / 2
 
 
-def test_parts_may_be_optimized_apart():
-    split = optax.contrib.split_real_and_imaginary(optax.adam(0.05))
-    expected = in_parts(optax.adam(0.05), 8)
-    np.testing.assert_allclose(fitted(split)[0], expected, rtol=1e-4)
-
-
-def test_sam_looks_uphill():
-    losses, _ = fitted(SAM, steps=20)
-    assert losses == sorted(losses, reverse=True)
-
-
 @pytest.mark.parametrize(
     "strategy, options",
     [
@@ -168,21 +152,3 @@ def test_parts_and_hooks_get_conjugates():
 
     losses, _ = fitted([Part("weight", loss_fn, optax.sgd(0.02))], callbacks=[See()])
     np.testing.assert_allclose(losses, in_parts(optax.sgd(0.02), 8), rtol=1e-4)
-
-
-def test_it_is_said_once(caplog):
-    caplog.set_level("INFO")
-    fitted(optax.adam(0.05))
-    said = [each for each in caplog.messages if "point uphill" in each]
-    assert len(said) == 1 and "jnp.conj" in said[0]
-
-
-def test_nothing_is_said_of_real_ones_and_named_losses_are_of_them(caplog):
-    with pytest.raises(TypeError, match="got complex64. Pass a function"):
-        quiet(Linear(jnp.asarray(START)), loss="mse").fit([(X, Y)])
-    caplog.clear()
-    caplog.set_level("INFO")
-    quiet(eqx.nn.Linear(4, 1, key=jax.random.key(0)), loss="mse").fit(
-        [(X.real[:, :4], Y.real[:, None])]
-    )
-    assert not any("uphill" in each for each in caplog.messages)

@@ -103,15 +103,6 @@ def second_half_alone(model, x, y):
 WEIGHTS = np.linspace(0.5, 2.0, 16, dtype=np.float32)
 
 
-def places_as_weights(model, x, y):
-    return squares(model, x, y), 1.0 + jnp.arange(len(y)) / len(y)
-
-
-def neighbours(model, x, y):
-    rolled = jnp.roll(jax.vmap(model)(x), 1, axis=0)
-    return squares(model, x, y) + 0.1 * jnp.abs(rolled - y).sum(axis=1)
-
-
 def centred(model, x, y):
     prediction = jax.vmap(model)(x)
     centre = jax.lax.stop_gradient(prediction.mean(axis=0, keepdims=True))
@@ -128,17 +119,6 @@ def penalised(model, x, y):
     return squares(model, x, y) + 0.01 * sum(jnp.square(leaf).sum() for leaf in leaves)
 
 
-def scanned(model, x, y):
-    """Each row beside the mean of those before it."""
-
-    def body(carry, row):
-        (total, count), (x, y) = carry, row
-        value = jnp.square(model(x) - y).sum()
-        return (total + value, count + 1), value + 0.1 * total / count
-
-    return jax.lax.scan(body, (0.0, 1.0), (x, y))[1]
-
-
 def masked_tokens(model, x, y):
     """A loss and a metric of each of three tokens, of which some do not count."""
     error = jax.vmap(model)(x) - y
@@ -149,13 +129,10 @@ def masked_tokens(model, x, y):
 OF_BATCHES = {
     "values over the size": lambda model, x, y: squares(model, x, y) / x.shape[0],
     "the second half alone": second_half_alone,
-    "places as weights": places_as_weights,
-    "neighbours": neighbours,
     "centred": centred,
     "pairs by a constant key": paired_by_constant_key,
     "weights of sixteen rows": lambda *batch: squares(*batch) * jnp.asarray(WEIGHTS),
     "a penalty on all weights": penalised,
-    "a scan over rows": scanned,
     "tokens that count": masked_tokens,
 }
 
@@ -172,9 +149,6 @@ def off_centre(prediction, target):
 
 CRITERIA = {
     "a criterion off the centre": off_centre,
-    "a criterion over the size": lambda prediction, target: (
-        jnp.square(prediction - target).sum() / len(target)
-    ),
     "a criterion of pairs": lambda prediction, target: cross_entropy(
         prediction @ target.T, jnp.arange(len(target))
     ),
@@ -198,9 +172,6 @@ METRICS = {
         prediction - prediction.mean(axis=0, keepdims=True)
     ).sum(axis=1),
     "deviation": lambda prediction, target: jnp.std(prediction),
-    "ranks": lambda prediction, target: (
-        jnp.argsort(jnp.argsort(prediction[:, 0])) / len(target)
-    ),
     "late": lambda prediction, target: (
         jnp.abs(prediction - target).sum(axis=1),
         1.0 + jnp.arange(len(target)),
@@ -227,11 +198,6 @@ def mean_with_state(model, x, y, state):
     return jnp.square(prediction - y).sum(axis=1).mean(), state
 
 
-def values_with_state(model, x, y, state):
-    prediction, state = of_state(model, state, x, y)
-    return jnp.square(prediction - y).sum(axis=1) / len(y), state
-
-
 def criterion_with_state(criterion):
     def loss(model, x, y, state):
         prediction, state = of_state(model, state, x, y)
@@ -255,17 +221,9 @@ def plain(model, x, y):
     return jnp.square(model(x) - y).sum()
 
 
-def measured(model, x, y):
-    return plain(model, x, y), {"close": model(x).sum() > 0, "size": jnp.abs(x).sum()}
-
-
-def weighed(model, x, y):
-    return plain(model, x, y), jnp.abs(x).sum()
-
-
 def weighed_metrics(model, x, y):
-    metrics = {"close": (model(x).sum() > 0, y[0] > 0), "loss0": plain(model, x, y)}
-    return weighed(model, x, y), metrics
+    metrics = {"close": (model(x).sum() > 0, y[0] > 0), "size": jnp.abs(x).sum()}
+    return (plain(model, x, y), jnp.abs(x).sum()), metrics
 
 
 def scheduled(model, x, y, step, *, training):
@@ -283,8 +241,6 @@ def by_schedule(model, state, step, training, x, y):
 
 OF_ONE = {
     "an example's scalar": plain,
-    "an example's metrics": measured,
-    "an example's weight": weighed,
     "an example's weights of metrics": weighed_metrics,
 }
 FORMS = {
@@ -301,9 +257,6 @@ FORMS = {
         {"loss": "mse", "metrics": ["mae"]}, of(weighs_rows), weighted_batches
     ),
     "a mean with state": Form({"loss_fn": mean_with_state}, stateful(mean_with_state)),
-    "values with state": Form(
-        {"loss_fn": values_with_state}, stateful(values_with_state)
-    ),
     "a named loss with state": Form(
         {"loss": "mse"}, stateful(criterion_with_state(mean_squares))
     ),
@@ -466,10 +419,6 @@ def mixed(model, x, y, key):
     return squares(model, share * x + (1 - share) * x[other], y).mean()
 
 
-def by_the_first_key(model, x, y, keys):
-    return squares(model, x + jax.random.normal(keys[0], x.shape), y) / len(y)
-
-
 def noisy(model, x, y, *, key, training):
     drawn = model(x + jax.random.normal(key, x.shape)) - y
     return jnp.abs(eqx.nn.Dropout(0.4)(drawn, key=key, inference=not training)).sum()
@@ -485,7 +434,6 @@ def noisy_batch(model, x, y, keys, training):
 DRAWN = {
     "dropout by keys": (dropped, dropped),
     "mixed by the key": (mixed, mixed),
-    "noise by the first of keys": (by_the_first_key, by_the_first_key),
     "an example's noise": (per_example(noisy), noisy_batch),
 }
 """A loss, and the same as it is written for the batch of one device."""
@@ -493,7 +441,6 @@ DRAWN_IN = {name: each for name, each in LAYOUTS.items() if "one device" not in 
 QUICK_DRAWN = [
     "dropout by keys-FSDP on 8, a stack",
     "mixed by the key-Sharded on 8, accumulating",
-    "noise by the first of keys-Pmap on 8",
     "an example's noise-Pmap on 2, accumulating",
 ]
 

@@ -80,11 +80,11 @@ class ToldWithState(Told):
 
 
 MODELS = {
-    "a module": (Told, {}),
     "with a state": (lambda: eqx.nn.make_with_state(ToldWithState)(), {}),
-    "in bfloat16": (Told, {"precision": "bf16-mixed"}),
-    "split over devices": (Told, {"strategy": FSDP(2, min_size=1)}),
-    "recomputed": (Told, {"remat": "linear"}),
+    "split and recomputed": (
+        Told,
+        {"strategy": FSDP(2, min_size=1), "remat": "linear"},
+    ),
     "an ensemble": (
         lambda: eqx.filter_vmap(lambda _: Told())(jnp.arange(2)),
         {"ensemble": 2},

@@ -63,11 +63,8 @@ def hard(z, y):  # pairs of rows, and as many features
 
 OF_BATCHES = {
     "vmapped": jax.vmap(lambda p, y: -jax.nn.log_softmax(p)[y]),
-    "a loss per row": lambda p, y: -jax.nn.log_softmax(p)[jnp.arange(len(y)), y],
-    "a Brier score": lambda p, y: ((p - jax.nn.one_hot(y, 4)) ** 2).mean(1),
     "pairs": hard,
     "a mean": lambda p, y: cross_entropies(p, y).mean(),
-    "weights of classes": lambda p, y: cross_entropies(p, y) * jnp.arange(4.0)[y],
 }
 
 
@@ -107,14 +104,6 @@ def test_a_loss_may_name_the_step_and_whether_it_trains(options):
     assert seen == [(step, 1) for step in range(steps)]
     assert history.history["val_step_no"] == [steps // 2, steps]
     assert history.history["val_trains"] == [0, 0]
-
-
-def test_what_a_partial_has_filled_is_not_overwritten():
-    def loss_fn(model, x, y, step, training):
-        assert not training and step == 3
-        return cross_entropy(model, x, y)
-
-    fit(functools.partial(loss_fn, step=3, training=False), batches(16, 16))
 
 
 def test_a_key_per_batch_differs_from_step_to_step_and_repeats_with_the_seed():

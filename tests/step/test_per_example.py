@@ -8,11 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toys import Recorder, arrays, assert_close, batches, bits, counting, linear, quiet
+from toys import Recorder, arrays, assert_close, batches, counting, linear, quiet
 
 from jaxdp import (
     FSDP,
-    Bitwise,
     PassMetric,
     Pmap,
     Sharded,
@@ -56,22 +55,9 @@ def plain(model, x, y):
     return softmax(model(x), y)
 
 
-def noisy(model, x, y, key):
-    return softmax(model(x + jax.random.normal(key, x.shape)), y)
-
-
-def measured(model, x, y):
-    logits = model(x)
-    return softmax(logits, y), {"hits": logits.argmax() == y, "size": jnp.abs(x).sum()}
-
-
-def weighted(model, x, y):
-    return softmax(model(x), y), jnp.abs(x).sum()
-
-
 def weighted_metrics(model, x, y):
-    loss, weight = weighted(model, x, y)
-    return (loss, weight), {"hits": (model(x).argmax() == y, y > 0), "loss0": loss}
+    loss = softmax(model(x), y)
+    return (loss, y + 1), {"hits": (model(x).argmax() == y, y > 0), "loss0": loss}
 
 
 def keyed(model, x, y, *, key, training):
@@ -130,7 +116,7 @@ def test_losses_of_optax_are_of_one_example_and_others_are_not(name):
 
 
 @pytest.mark.parametrize("kind", [SingleDevice, Sharded])
-def test_padding_is_copies_of_rows_that_do_not_count(kind):
+def test_padding_is_copies_of_rows_that_do_not_count(kind, caplog):
     """A logarithm of zeros would spoil the gradients."""
 
     def loss(model, x, y):
@@ -138,13 +124,14 @@ def test_padding_is_copies_of_rows_that_do_not_count(kind):
 
     data = batches(16, 5)
     _, history, params = train(per_example(loss), kind(), data=data)
+    assert "is a scalar" not in caplog.text  # it is no mean of a batch
     assert all(np.isfinite(leaf).all() for leaf in params)
     assert history["one"] == [1.0, 1.0] and history["val_one"] == [1.0, 1.0]
     labels = np.concatenate([y for _, y in data])
     assert history["y"] == pytest.approx([labels.mean()] * 2)
 
 
-@pytest.mark.parametrize("number", [2, True, np.float32(2)])
+@pytest.mark.parametrize("number", [2, True])
 def test_a_weight_may_be_a_constant(number):
     """That of all rows is the same, so the mean is that without weights."""
 
@@ -206,28 +193,14 @@ def test_a_batch_that_is_no_tuple_is_one_argument():
     for loss, each in forms:
         assert_same_numbers(train(per_example(loss), Sharded(), data=each), expected)
 
-    def of_array(model, x):
-        assert x.shape == (4,)
-        return jnp.square(model(x)).sum()
-
-    arrays = [x for x, _ in data]
-    expected = train(
-        lambda model, x: jnp.square(jax.vmap(model)(x)).sum(1), data=arrays
-    )
-    assert_same_numbers(train(per_example(of_array), Sharded(), data=arrays), expected)
+    of_array = per_example(lambda model, x: jnp.square(model(x)).sum())
+    assert train(of_array, Sharded(), data=[x for x, _ in data])[0][0] > 0
 
 
 def test_it_may_be_called_by_hand():
     model, (x, y) = linear(), batches(6)[0]
     keys = jax.random.split(jax.random.key(2), 6)
 
-    @eqx.filter_jit
-    @eqx.filter_value_and_grad
-    def mean(model, loss):
-        return loss(model, x, y).mean()
-
-    found, expected = mean(model, per_example(plain)), mean(model, over_rows(plain))
-    jax.tree.map(lambda *two: np.testing.assert_allclose(*two, 1e-6), found, expected)
     for training in (True, False):
         found = per_example(keyed)(model, x, y, keys=keys, training=training)
         expected = keyed_batch(model, x, y, keys, training)
@@ -260,21 +233,3 @@ def test_predictions_and_targets_may_be_kept():
     x, y = (np.concatenate(each) for each in zip(*data, strict=True))
     expected = (np.argmax(jax.vmap(linear())(x), axis=1) == y).mean()
     assert trainer.validate(data)["val_accuracy"] == pytest.approx(expected)
-
-
-def test_bitwise_takes_it_and_refuses_a_loss_of_a_batch():
-    with pytest.raises((TypeError, ValueError), match="per_example"):
-        make(over_rows(plain), Bitwise(Sharded())).fit(batches(16))
-
-    def final(devices):
-        trainer = make(per_example(noisy), Bitwise(Sharded(devices)))
-        trainer.fit(batches(16, 11), max_epochs=2)
-        return bits(eqx.filter(trainer.model, eqx.is_array))
-
-    assert final(1) == final(8)
-
-
-def test_a_scalar_of_one_example_is_no_mean_of_a_batch(caplog):
-    data = batches(16, 5)
-    train(per_example(measured), Sharded(), data=data)
-    assert "is a scalar" not in caplog.text

@@ -4,14 +4,19 @@ import types
 
 import equinox as eqx
 import jax
-import numpy as np
 import optax
 import pytest
 from toys import Deep, batches, quiet
 
 from jaxdp import FSDP, Part, Pipeline, Pmap, Sharded, SingleDevice
 from jaxdp.callbacks.run_metadata import collect_metadata
-from jaxdp.step import BY_DEFAULT, find_precision, float32_products, note_on_products
+from jaxdp.extras.plan.products import BY_DEFAULT, count_products
+from jaxdp.step import (
+    find_precision,
+    float32_products,
+    has_default_products,
+    note_on_products,
+)
 
 DATA = batches(16, 16)
 H100 = types.SimpleNamespace(
@@ -34,7 +39,8 @@ def products_of(trainer):
     train = engine.steps["train"].packer.pack([[(x, y)]])
     programs = [engine.get_program("train", train)]
     programs += [engine.prepare("evaluate", (x, y))[1], engine.prepare("predict", x)[1]]
-    return [{name for name, n in one.products.items() if n} for one in programs]
+    counts = [count_products(one.jaxpr) for one in programs]
+    return [{name for name, n in count.items() if n} for count in counts]
 
 
 def loss_of_part(model, x, y):
@@ -107,6 +113,14 @@ def test_what_the_default_is_and_how_to_change_it_is_said(device, name, bits):
     assert chosen == "default"
 
 
+@pytest.mark.parametrize("precision", ["32-true", "32-highest", "bf16-mixed"])
+def test_it_is_said_of_steps_that_have_such_products(precision):
+    trainer = quiet(mlp(), strategy=SingleDevice(), precision=precision)
+    trainer.fit(DATA)
+    program = trainer.run.engine.get_train_program()
+    assert has_default_products(program.jaxpr) is (precision == "32-true")
+
+
 @pytest.mark.parametrize("precision", ["32-true", "32-highest"])
 def test_loggers_are_told_and_a_cpu_says_nothing(precision, caplog):
     trainer = quiet(mlp(), strategy=SingleDevice(), precision=precision)
@@ -114,11 +128,3 @@ def test_loggers_are_told_and_a_cpu_says_nothing(precision, caplog):
     facts = collect_metadata(trainer, None)["hyperparameters"]
     assert facts["float32_products"] == "float32"
     assert "matrix products" not in caplog.text
-
-
-def test_highest_gives_the_bits_of_the_default_on_a_cpu():
-    def losses(precision):
-        trainer = quiet(mlp(), strategy=SingleDevice(), precision=precision)
-        return trainer.fit(DATA, max_epochs=3)["loss"]
-
-    np.testing.assert_array_equal(losses("32-true"), losses("32-highest"))

@@ -65,8 +65,8 @@ def changing(state_of):
     )
 
 
-def with_state(loss_fn=None, axis_name="batch", **options):
-    model, state = eqx.nn.make_with_state(NormNet)(KEY, axis_name)
+def with_state(loss_fn=None, **options):
+    model, state = eqx.nn.make_with_state(NormNet)(KEY)
     quiet(model, state=state, loss_fn=loss_fn, **options).fit(batches(16))
 
 
@@ -180,10 +180,6 @@ REFUSED = {
          "`member` needs a Trainer with `ensemble`"),
         (lambda: quiet({"a": ONES}, loss_fn=lambda *_: 0.0).inference_model(),
          TypeError, "`inference_model` calls the model on one"),
-        (lambda: with_state(loss="mse", axis_name=("batch", "data")), ValueError,
-         "BatchNorm.*axis_name='batch'"),
-        (lambda: with_state(loss="mse", axis_name=["batch", "data"]), ValueError,
-         "BatchNorm.*axis_name='batch'"),
         (lambda: gan(*parts()).predict(DATA), TypeError,
          r"Gan has no __call__.*jax\.vmap\(trainer"),
         (lambda: predict(lambda *two: {"generator": two[0], "critic": two[1]}),
@@ -196,7 +192,7 @@ REFUSED = {
     ],
     "losses": [
         (lambda: returning(lambda loss, state: (loss, (state, {}))), TypeError,
-         LAST + r"an array of .*, a tuple of 2 \(State, dict\).*is result\[1\]\[0\]"),
+         LAST + r"an array of .*, a tuple of 2 \(State, dict\)"),
         (lambda: returning(lambda loss, state: (loss, state, {})), TypeError,
          LAST + "an array of .*, a State, a dict"),
         (lambda: returning(lambda loss, state: loss), TypeError,
@@ -205,8 +201,8 @@ REFUSED = {
          IN_VMAP),
         (lambda: criterion(lambda p, y: 1 - jax.nn.softmax(p)[y]), ValueError, IN_VMAP),
         (lambda: criterion(lambda p, y: -jnp.take(p, y, axis=0)), ValueError, IN_VMAP),
-        (lambda: quiet(eqx.nn.Linear(4, 3, key=KEY), loss="mse").fit([(X4 * 1j, X4)]),
-         TypeError, "got complex64. Pass a function"),
+        (lambda: make_small(eqx.nn.Linear(4, 3, key=KEY), loss="mse").fit(
+            [(X4 * 1j, X4[:, :3])]), WRONG, "got complex64"),
     ],
     "parts": [
         (lambda: gan(one("citric")), WRONG,
@@ -219,7 +215,7 @@ REFUSED = {
         (lambda: gan(one(name="val")), WRONG, "'val_' and 'test_'"),
         (lambda: gan(one(NOTHING, name="none")), WRONG, "no floating"),
         (lambda: gan(one({"critic": True}, name="x")), WRONG, "a prefix of the model"),
-        (lambda: gan(one(lambda gan: gan)), WRONG, "bools.*It has function"),
+        (lambda: gan(one(lambda gan: gan)), WRONG, "or a pytree of bools"),
         (lambda: gan(Part("critic", CRITIC, critic_loss)), WRONG,
          "`optimizer` must be an optax"),
         (lambda: quiet(Gan(), {"critic": CRITIC}), WRONG,

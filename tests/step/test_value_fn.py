@@ -128,12 +128,6 @@ def test_functions_see_the_rows_and_keys_of_the_step(options):
     np.testing.assert_array_less(found, 1e-5)
 
 
-def test_gradients_may_be_clipped_before():
-    trainer = quiet(linear(), SAM, loss_fn=ridge, gradient_clip_val=1.0)
-    history = trainer.fit([(X, Y)], max_epochs=5)
-    assert history["loss"][-1] < history["loss"][0]
-
-
 @pytest.mark.parametrize("wrapped", [lambda one: one, lambda one: optax.chain(one)])
 def test_an_optimizer_is_given_what_it_names_beside_other_arguments(wrapped):
     given = []

@@ -1,11 +1,11 @@
 """The costs of a step, read from the compiled program before it runs."""
 
-from ...step import make_loop_scope as repeated
 from . import hlo
 from .hardware import Hardware, hardware_of
 from .parts import Bound, Estimate, Memory, Remedy, Traffic
 from .plan import Plan, Scaling
 from .planning import plan_running_step, plan_step
+from .products import make_loop_scope as repeated
 
 __all__ = [
     "Bound",

@@ -37,7 +37,7 @@ class Hardware(NamedTuple):
     is_gpu: bool = False
 
     def rate(self, computed_in: str) -> float:
-        """Operations per second of products by a name in `jaxdp.step.Products`."""
+        """Operations per second of products by a name in `products.Products`."""
         if computed_in in ("float32", "float64", "complex64", "complex128"):
             return self.flops_highest or self.flops_float32
         return self.flops_float32 if "float32" in computed_in else self.flops

@@ -19,8 +19,8 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from ...step import read_num_runs
 from .hlo_text import HloArray, HloModule, Instruction, find_groups, parse_arrays
+from .products import read_num_runs
 
 KINDS: Final = (
     "all-reduce",

@@ -16,7 +16,7 @@ from jax.experimental import topologies
 
 from ...basics.arguments import check_number
 from ...basics.hardware import get_memory_limit, get_product_precision
-from ...step import BY_DEFAULT, Batch, map_row_leaves
+from ...step import Batch, map_row_leaves
 from ...strategies.base import count_shards
 from ..pipeline import Pipeline
 from .hardware import (
@@ -27,6 +27,7 @@ from .hardware import (
     hardware_of,
 )
 from .plan import Plan
+from .products import BY_DEFAULT
 from .reading import StepAnalysis, estimate_time, list_notes
 
 MAX_FAKE_DEVICES: Final = 2048

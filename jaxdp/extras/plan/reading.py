@@ -1,5 +1,6 @@
 """The costs of a compiled train step: memory, collectives, lower bounds, time."""
 
+import contextlib
 import functools
 import math
 import re
@@ -18,6 +19,7 @@ from ..local_sgd import LocalSGD
 from . import hlo
 from .hardware import Hardware, get_usable_memory
 from .parts import GROUPS, Bound, Estimate, Memory, PlanLeaf, Traffic
+from .products import count_products
 
 _MAX_PLACES: Final = 3
 """The number of places that the text of a collective of several arrays names."""
@@ -51,9 +53,9 @@ class StepAnalysis:
         self.rows = sum(micros * rows for micros, rows in sizes) // runs.steps
         self.micro_batches = sum(micros for micros, _ in sizes) // runs.steps
         self.donated: bool = runs.donates
-        counted = runs.products
         self.products: dict[str, float] | None = None
-        if counted is not None:
+        with contextlib.suppress(KeyError):  # JAX has renamed a primitive
+            counted = count_products(runs.jaxpr)
             self.products = {name: n / runs.steps for name, n in counted.items()}
 
         # The compiled program.

@@ -10,8 +10,8 @@ from toys import Apart
 
 from jaxdp import Pmap, Sharded, TensorParallel
 from jaxdp.extras.plan import hlo, repeated
+from jaxdp.extras.plan.products import read_num_runs
 from jaxdp.extras.plan.reading import describe_place
-from jaxdp.step.jaxprs import read_num_runs
 
 
 @pytest.mark.slow_cases("2")
