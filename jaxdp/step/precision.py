@@ -9,7 +9,6 @@ gradients and the optimizer never see a narrow number, except that `FSDP` sums t
 gradients of its units in the dtype of the call.
 """
 
-import types
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, NamedTuple
 
@@ -175,7 +174,9 @@ class _MixedPrecisionModel(eqx.Module):
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         model = _cast_model(self.wrapped, self.dtype)
-        return self._cast_call(model)(*arguments, **keywords)
+        arguments, keywords = _cast((arguments, keywords), self.dtype)
+        result = model(*arguments, **keywords)
+        return _cast(result, jnp.float32, only=self.dtype)
 
     @property
     def __wrapped__(self) -> Any:  # for inspect.signature
@@ -184,10 +185,8 @@ class _MixedPrecisionModel(eqx.Module):
     def __getattr__(self, name: str) -> Any:
         if name == "wrapped":  # `copy` asks for it before fields are set
             raise AttributeError(name)
-        value = getattr(self.wrapped, name)
-        if isinstance(value, types.MethodType) and value.__self__ is self.wrapped:
-            return self._cast_call(getattr(_cast_model(self.wrapped, self.dtype), name))
-        return self._wrap_modules(value)
+        # A method of an Equinox module is a module, too.
+        return self._wrap_modules(getattr(self.wrapped, name))
 
     def __getitem__(self, place: Any) -> Any:
         return self._wrap_modules(self.wrapped[place])
@@ -200,14 +199,6 @@ class _MixedPrecisionModel(eqx.Module):
             return _MixedPrecisionModel(node, self.dtype) if wrapped else node
 
         return jax.tree.map(wrap, value, is_leaf=_is_module)
-
-    def _cast_call(self, function: Any) -> Any:
-        def call(*arguments: Any, **keywords: Any) -> Any:
-            arguments, keywords = _cast((arguments, keywords), self.dtype)
-            result = function(*arguments, **keywords)
-            return _cast(result, jnp.float32, only=self.dtype)
-
-        return call
 
 
 def _cast(tree: PyTree, dtype: Any, only: Any = None) -> PyTree:
