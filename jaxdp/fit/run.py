@@ -40,8 +40,8 @@ from ..step import (
     Steps,
     add_clipping,
     combine_optimizers,
-    find_parts,
     find_precision,
+    resolve_parts,
     resolve_remat,
     split_batch,
     union_masks,
@@ -90,7 +90,7 @@ class TrainerConfig:
         several: tuple[ResolvedPart, ...] = ()
         optimizer, keeps = arguments["optimizer"], bool(self.pass_metrics)
         if checks.is_list_of_parts(optimizer):
-            several = find_parts(optimizer, self.model, keeps_outputs=keeps)
+            several = resolve_parts(optimizer, self.model, keeps_outputs=keeps)
         self.optimizer_parts = several
         trained = union_masks(several) if several else arguments["filter_spec"]
         self.parts = checks.split_model(self.model, trained)

@@ -40,8 +40,8 @@ from .parts import (
     ResolvedPart,
     add_clipping,
     combine_optimizers,
-    find_parts,
     make_leaf_mask,
+    resolve_parts,
     trained_alone,
     union_masks,
 )

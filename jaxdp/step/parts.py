@@ -96,7 +96,7 @@ class ResolvedPart:
         return eqx.partition(params, self.mask)
 
 
-def find_parts(
+def resolve_parts(
     parts: Sequence[Part],
     model: PyTree,
     *,
