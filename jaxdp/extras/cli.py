@@ -8,14 +8,14 @@ import runpy
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
-from unittest import mock
+from typing import Any, NoReturn
 
 import numpy as np
 
 from ..basics.console import format_columns
 from ..basics.environment import get_versions
 from ..basics.files import write_atomically
+from ..fit import replace_training
 from ..trainer import Trainer
 from .doctor import examine
 from .model_files import read_weights, write_arrays
@@ -119,7 +119,7 @@ def _plan(options: argparse.Namespace) -> None:
     if not os.path.isfile(script):
         raise FileNotFoundError(f"`{script}`: there is no such file.")
 
-    def plan(trainer: Trainer, train_loader: Any = None, *_: Any, **__: Any) -> Any:
+    def plan(trainer: Trainer, train_loader: Any) -> NoReturn:
         names = "devices", "topology", "hardware", "hosts"
         chosen = {name: getattr(options, name) for name in names}
         plans.append(trainer.plan(train_loader, **chosen))
@@ -130,7 +130,7 @@ def _plan(options: argparse.Namespace) -> None:
     sys.argv = [script, *options.arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     try:
-        with mock.patch.multiple(Trainer, fit=plan, steps=plan):
+        with replace_training(plan):
             runpy.run_path(script, run_name="__main__")
     except _PlanDone:
         print(plans[0])

@@ -2,8 +2,9 @@
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import equinox as eqx
 import jax
@@ -19,9 +20,32 @@ if TYPE_CHECKING:
     from .run import TrainerConfig
 
 
-def check_may_train(trainer: "Trainer", method: str) -> None:
+Replacement = Callable[[Any, Any], NoReturn]
+"""Called with the trainer and its `train_loader`; it raises."""
+
+_REPLACEMENT: Final[ContextVar[Replacement | None]] = ContextVar(
+    "replacement", default=None
+)
+
+
+@contextlib.contextmanager
+def replace_training(function: Replacement) -> Iterator[None]:
+    """Makes `Trainer.fit` and `Trainer.steps` call `function` first, within the block.
+
+    `python -m jaxdp plan` stops a script this way where it would train.
+    """
+    token = _REPLACEMENT.set(function)
+    try:
+        yield
+    finally:
+        _REPLACEMENT.reset(token)
+
+
+def check_may_train(trainer: "Trainer", method: str, train_loader: Any) -> None:
     """Raises if `fit` or `steps` may not train now."""
     refuse_to_train_in_a_worker()  # before the worker can open the files of the run
+    if (function := _REPLACEMENT.get()) is not None:
+        function(trainer, train_loader)
     if trainer.run.doing == "a fit":
         raise RuntimeError(
             f"`{method}` was called while a fit of the same trainer is running, from a"

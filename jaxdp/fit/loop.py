@@ -30,7 +30,7 @@ def fit(
     ckpt_path: Any,
 ) -> None:
     """Implements `Trainer.fit`: resumes from `ckpt_path` if given, then trains."""
-    check_may_train(trainer, "fit")
+    check_may_train(trainer, "fit", train_loader)
     with TracebackFilter():
         trainer.run.renew_hooks(trainer.callbacks, to_train=True)
         if ckpt_path is not None:
@@ -414,7 +414,7 @@ def iterate_steps(
 ) -> Iterator[Metrics]:
     """Implements `Trainer.steps`: yields the steps of one epoch to a loop of the
     caller."""
-    check_may_train(trainer, "steps")
+    check_may_train(trainer, "steps", train_loader)
     return _iterate_steps(trainer, train_loader)
 
 
