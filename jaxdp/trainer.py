@@ -221,13 +221,14 @@ class Trainer(Generic[Model]):
                 schedule of optax.
             max_time: how long this fit may take, compilation excluded: "DD:HH:MM:SS", a
                 timedelta, or seconds.
-            min_epochs, min_steps: until so many are done, `max_time`, callbacks and
-                `should_stop` do not end the fit.
+            min_epochs: until so many are done, `max_time`, callbacks and `should_stop`
+                do not end the fit.
+            min_steps: the same for optimizer steps.
             ckpt_path: the checkpoint to resume from: a path, or `"last"`, `"best"` or
                 `"auto"` (the last, or a fresh start if there is none) among the whole
                 ones that the `ModelCheckpoint` callback has saved.
-            limit_train_batches, limit_val_batches: batches per epoch and per
-                validation; a float is a share of them.
+            limit_train_batches: batches per epoch; a float is a share of them.
+            limit_val_batches: batches per validation; a float is a share of them.
             check_val_every_n_epoch: validate at the end of every n-th epoch, and of the
                 fit.
             val_check_interval: also validate after every so many training batches; a

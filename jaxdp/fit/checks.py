@@ -160,7 +160,8 @@ def check_model(model: Any, *, must_be_callable: bool) -> None:
 
 def check_optimizer(optimizer: Any) -> None:
     if not isinstance(optimizer, optax.GradientTransformation):
-        came = optimizer if isinstance(optimizer, str) else type(optimizer)
+        is_short = isinstance(optimizer, str) or callable(optimizer)
+        came = optimizer if is_short else type(optimizer)
         raise TypeError(
             "`optimizer` must be an optax.GradientTransformation, as optax.adam(1e-3)"
             " returns (and `gradient_transformation()` of optax.MultiSteps), or a list"
