@@ -205,7 +205,7 @@ def test_constructor_refuses(arguments, error, message):
     ({"loss_fn": lambda m, x: jnp.ones(8)}, [X], ValueError, "does not depend on "),
     ({"loss_fn": lambda m, x: jax.vmap(m)(x)}, [X], ValueError, r"shape \(8, 3\)"),
     ({"loss_fn": lambda m, x: "no"}, [X], TypeError, "the loss is a str for a bat"),
-    ({"loss_fn": lambda m, state, x: 0}, [X], TypeError, "It takes `state`, and T"),
+    ({"loss_fn": lambda m, state, x: 0}, [X], TypeError, "`state` is the State f"),
     ({"loss_fn": lambda m, x: (0, {}, 1)}, [X], TypeError, "must return the loss "),
     ({"loss_fn": named_by_shape}, [X, X[:, :2]], ValueError, "not depend on shapes"),
     ({"loss_fn": eqx.filter_grad(lambda m, x: jax.vmap(m)(x).sum())}, [X],
