@@ -129,7 +129,7 @@ class History(Mapping[str, list[float]]):
         count = len(self.epochs)
         shown = range(count) if count <= 4 else (0, *range(count - 3, count))
         cells = {"epoch": list(map(str, self.epochs))}
-        # The means of an ensemble alone: there may be hundreds of members.
+        # Of an ensemble, show the means and no single members: there may be hundreds.
         names = [name for name in self if not MEMBER.search(name)]
         cells |= {name: [f"{v:.4g}" for v in self[name]] for name in names}
         table = [list(cells)]

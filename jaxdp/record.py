@@ -313,7 +313,7 @@ class Record:
             if logged and self.history.epochs:
                 self.history.append(self.history.epochs[-1], logged)
         finally:
-            self._close(values)
+            self._close_sinks(values)
 
     # Readers.
 
@@ -402,7 +402,8 @@ class Record:
     def _sinks(self) -> list[Sink]:
         return [reader.sink for reader in self._readers if reader.sink is not None]
 
-    def _close(self, values: dict[str, float]) -> None:
+    def _close_sinks(self, values: dict[str, float]) -> None:
+        """Writes the pending rows and the row of the last hooks; closes all sinks."""
         row = self._make_row("fit", values)
         # At the end of an epoch, the progress counts the next one as the present one.
         is_new = self._progress.done == 0

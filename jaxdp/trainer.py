@@ -415,7 +415,10 @@ class Trainer(Generic[Model]):
 
     @property
     def hyperparams(self) -> Mapping[str, Any]:
-        """The values in `optax.inject_hyperparams`, by name. Waits for the device."""
+        """The optimizer's hyperparameters, by name. Waits for the device.
+
+        They are the values in `optax.inject_hyperparams`.
+        """
         return trainer_methods.get_hyperparams(self.run)
 
     def set_hyperparams(self, **values: Any) -> None:
@@ -438,10 +441,13 @@ class Trainer(Generic[Model]):
 
             trainer.log("val_auroc", auroc)  # in `on_validation_end`, say
 
-        The history, loggers and every `monitor=` see it, in validation hooks beside the
-        values of the validation, and in others beside those of the epoch, where the
-        last one counts; batch hooks add it to the row of the step, too. A value on the
-        device is waited for. All processes must call it; rank 0's value is taken.
+        The history, loggers and every `monitor=` see the value. Validation hooks add it
+        to the values of the validation, and all other hooks to those of the epoch. An
+        epoch keeps the last value of each name. Batch hooks also add it to the row of
+        the step.
+
+        A value on the device is waited for. All processes must call it; rank 0's value
+        is taken.
         """
         self.record.log(name, value)
 

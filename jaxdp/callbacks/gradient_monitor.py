@@ -71,7 +71,9 @@ class GradientMonitor(Callback):
         self._layers = {"": [*range(len(paths))], **named}
         weights = jax.tree.map(lambda new, update: new - update, state.params, updates)
         trees = map(jax.tree.leaves, (grads, updates, weights))
-        return {_SQUARES: jnp.stack([jnp.stack([*map(_square, t)]) for t in trees])}
+        return {
+            _SQUARES: jnp.stack([jnp.stack([*map(_sum_squares, t)]) for t in trees])
+        }
 
     def setup(self, trainer: Trainer) -> None:
         if self._run_id != trainer.record.run_id:  # the model may be another one
@@ -94,9 +96,10 @@ class GradientMonitor(Callback):
         if self._checked < self.check_steps:
             self._checked, self._alive = self._checked + 1, self._alive | (squares != 0)
             if self._checked == self.check_steps:
-                self._name_idle_leaves()
+                self._warn_of_idle_leaves()
 
-    def _name_idle_leaves(self) -> None:
+    def _warn_of_idle_leaves(self) -> None:
+        """Sets `dead` and `never_updated`, and warns of the leaves in them."""
         has_gradient, is_updated, _ = self._alive
         leaves = np.asarray(self._leaves)  # on the host
         self.dead = leaves[~has_gradient].tolist()
@@ -128,6 +131,6 @@ def group_by_layer(paths: list[Any], max_layers: int) -> dict[str, list[int]]:
     return {}
 
 
-def _square(leaf: Array) -> Array:
+def _sum_squares(leaf: Array) -> Array:
     """Returns the sum of squares, in float32: zero if all values are below 1e-19."""
     return jnp.sum(jnp.square(jnp.abs(leaf).astype(jnp.float32)))

@@ -77,7 +77,8 @@ class LearningRateMonitor(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         latest = trainer.callback_metrics
-        # A run that resumes after its last step has logged no rate since.
+        # A run that resumes after the last step of an epoch has logged no rate yet.
+        # Then the rate comes from the state.
         rates = self.inside_step(None, None, trainer.state)
         for name, rate in rates.items():
             trainer.log(name, latest.get(name, rate))

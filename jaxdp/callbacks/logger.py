@@ -55,10 +55,10 @@ class Logger(Callback):
         """Records hyperparameters, versions and hardware, after `open`."""
 
     def log_text(self, name: str, text: str) -> None:
-        """Shows a text under `name`; during a fit."""
+        """Shows a text under `name`. Call it during a fit."""
 
     def log_figure(self, name: str, figure: Any) -> None:
-        """Shows a `matplotlib.figure.Figure` under `name`; during a fit."""
+        """Shows a `matplotlib.figure.Figure` under `name`. Call it during a fit."""
 
     def open(self, trainer: Trainer, folder: Path) -> None:
         """Called before the first `log` of a fit. `folder` exists."""

@@ -218,7 +218,7 @@ class ModelCheckpoint(MetricCallback):
             self._is_due |= is_due or every is None
 
     def on_boundary(self, trainer: Trainer) -> None:
-        # A step costs few calls where nothing is to be done.
+        # This runs after every step, so it must be cheap if there is nothing to save.
         if self._saving is not None:
             self._finish_save()
         # After the last step of an epoch its validation comes first: it gives the
@@ -426,6 +426,9 @@ def _from_json(rows: list[Any]) -> dict[int, float | None]:
 
 
 def _rank_steps(scores: Scores, mode: str) -> list[int]:
-    """Returns the scored steps, best first and NaN last; of equals the older first."""
+    """Returns the steps that have a score: the best first, NaN last.
+
+    Of steps with equal scores, the older comes first.
+    """
     scored = [(rank(s, mode), step) for step, s in scores.items() if s is not None]
     return [step for _, step in sorted(scored)]

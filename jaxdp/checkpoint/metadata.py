@@ -80,7 +80,10 @@ def list_files_of_process(path: str, process: int) -> None:
 
 
 def write_file_list(path: str) -> None:
-    """Writes the list of all files of a checkpoint, and deletes those of processes."""
+    """Writes the list of all files of a checkpoint, with their SHA-256.
+
+    It takes in the list that each process wrote, and deletes those lists.
+    """
     sums: dict[str, str] = {}
     for entry in list(os.scandir(path)):
         if entry.name.endswith(f".{_LIST}"):

@@ -58,7 +58,7 @@ def restore(
     check_is_local("path", path)
     processes, path = get_process_group(), expand_path(path)
 
-    def check() -> str:
+    def check_metadata() -> str:
         meta, digest = read_sealed(path)
         leaves = name_leaves(like)
         stored = {n: meta["leaves"][s] for n, s in _map_names(meta, evaluated).items()}
@@ -69,7 +69,9 @@ def restore(
         return digest
 
     # Each process checks a part of the files, and the metadata.
-    saved = processes.run_on_rank_zero(f"restoring {path}", check, CheckpointCorrupt)
+    saved = processes.run_on_rank_zero(
+        f"restoring {path}", check_metadata, CheckpointCorrupt
+    )
     with load_together(processes, path):
         meta, digest = read_sealed(path)
         if digest != saved:

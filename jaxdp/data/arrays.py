@@ -10,7 +10,7 @@ from ..basics.arguments import check_count, checks_arguments
 from ..basics.host_memory import use_auto_axes
 from ..step import Batch, find_batched_leaves, map_row_leaves, to_user_batch
 from .batches import select_on_device
-from .conversion import as_numpy, fetch_rows, take_rows, to_host, wrap_keys
+from .conversion import as_numpy, fetch_rows, normalize_batch, take_rows, wrap_keys
 from .loader_state import Position
 from .partition import RowPartition
 from .random_states import make_seed
@@ -64,7 +64,7 @@ class Arrays:
         self._columns, self.num_rows = _columns(tree)
         # The first row has the structure of the converted tree.
         columns = iter(self._columns)
-        first = to_host(map_row_leaves(lambda _: next(columns)[:1], tree))
+        first = normalize_batch(map_row_leaves(lambda _: next(columns)[:1], tree))
         leaves, self._treedef = jax.tree.flatten(first)
         has_rows = find_batched_leaves(self._treedef)
         self._leaves = [*zip(leaves, has_rows, strict=True)]
@@ -84,7 +84,10 @@ class Arrays:
         return f"Arrays({self.num_rows} rows, batch_size={self.batch_size})"
 
     def draw_lists(self, *seed: int, first: int = 0) -> Iterator[np.ndarray]:
-        """Yields each batch's row numbers from `first` on; in order without seed."""
+        """Yields the row numbers of each batch, from batch `first` on.
+
+        Without a seed, rows are in order, even with `shuffle`.
+        """
         rows = np.arange(self.num_rows)
         if self.shuffle and seed:
             np.random.default_rng(make_seed(*seed)).shuffle(rows)
@@ -106,7 +109,7 @@ class Arrays:
             next(selected) if isinstance(column, jax.Array) else take_rows(column, rows)
             for column in self._columns
         ]
-        return to_host(tuple(columns))
+        return normalize_batch(tuple(columns))
 
     def _make_batch(self, columns: tuple[Any, ...]) -> Batch:
         """Returns the batch of some rows of each column."""

@@ -39,7 +39,7 @@ _FETCH_BYTES: Final = 2**18
 """Bytes of small batches that are fetched in one operation."""
 
 
-def to_host(batch: Any, *, copy: bool = False) -> Batch:
+def normalize_batch(batch: Any, *, copy: bool = False) -> Batch:
     """Returns a batch as arrays of 32 bits at most, all with the same number of rows.
 
     JAX's arrays stay where they are; all others become NumPy's. Arrays in a `Whole`
@@ -63,7 +63,7 @@ def to_host(batch: Any, *, copy: bool = False) -> Batch:
     leaves, treedef = jax.tree.flatten(batch)
     if not _NUMPY.issuperset(map(type, leaves)):
         if any(isinstance(leaf, jax.Array) and is_key(leaf) for leaf in leaves):
-            return to_host(wrap_keys(batch), copy=copy)
+            return normalize_batch(wrap_keys(batch), copy=copy)
     arrays = [_convert(leaf, batch, index, copy) for index, leaf in enumerate(leaves)]
     if not arrays:
         raise TypeError(f"a batch has no arrays in it: {batch!r}.")
@@ -133,7 +133,9 @@ def fetch_rows(
             indices = np.fromiter(map(operator.index, flat), np.int64)
         for subset in subsets:
             indices = subset.take(indices)
-        rows = to_host(tuple([take_rows(column, indices) for column in columns]))
+        rows = normalize_batch(
+            tuple([take_rows(column, indices) for column in columns])
+        )
         stops = [*itertools.accumulate(map(len, parts))]
         slices = [*map(slice, [0, *stops], stops)]
         return zip(*[map(column.__getitem__, slices) for column in rows], strict=True)

@@ -153,14 +153,17 @@ class Packer:
 
     @property
     def size(self) -> int:
-        """Rows of the largest padded batch so far, of all processes."""
+        """Rows of the largest padded global batch so far; 0 before the first.
+
+        The rows of all processes are counted together.
+        """
         return max(self.sizes.values(), default=0)
 
     def round_up(self, rows: int) -> int:
         """Returns the smallest size for this number of rows."""
         return math.ceil(rows / self.num_shards) * self.num_shards
 
-    def compare(self, batch: Batch) -> str:
+    def describe_change(self, batch: Batch) -> str:
         """Returns how a batch differs from the first one; "" if it does not."""
         treedef, shapes = make_spec_key(batch)
         if self._first is None or self._first == (treedef, shapes):
@@ -253,7 +256,7 @@ class Packer:
             self._first = key
         if _get_dtypes(key) != _get_dtypes(self._first):
             raise ValueError(
-                f"{self.compare(batch)} Shapes may vary (the step is compiled"
+                f"{self.describe_change(batch)} Shapes may vary (the step is compiled"
                 " once for each), but structure and dtypes may not: convert in"
                 " the dataset or `collate_fn`."
             )

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from ..basics.console import SafeStream, warn
 from ..step import Batch
-from .conversion import to_host
+from .conversion import normalize_batch
 from .loader_state import (
     EPOCH_START,
     LoaderState,
@@ -234,7 +234,9 @@ class ListSource(Source):
     is_in_memory = True
 
     def _read(self, position: Position) -> Iterator[Batch]:
-        return map(to_host, itertools.islice(self.loader, position.batches, None))
+        return map(
+            normalize_batch, itertools.islice(self.loader, position.batches, None)
+        )
 
 
 class IterableSource(Source):
@@ -295,7 +297,7 @@ class IterableSource(Source):
         batches = self._seek(position)
         if self._state is not None and self.is_training:
             batches = self._note_states(self._state, batches, position.batches)
-        return map(partial(to_host, copy=self._copies), batches)
+        return map(partial(normalize_batch, copy=self._copies), batches)
 
     def _note_states(
         self, loader_state: LoaderState, batches: Iterator[Any], first: int
@@ -369,7 +371,7 @@ class IterableSource(Source):
         for _ in tqdm(steps, text, file=out, delay=1, leave=False, mininterval=1):
             if (batch := next(batches, EXHAUSTED)) is EXHAUSTED:
                 return None
-        last = to_host(batch, copy=True)
+        last = normalize_batch(batch, copy=True)
         if self.is_training:
             self._last_batch = last
         return last

@@ -18,7 +18,7 @@ import numpy as np
 
 from ..basics.console import log_info_once, warn
 from ..step import Batch
-from .conversion import as_numpy, fetch_rows, to_host
+from .conversion import as_numpy, fetch_rows, normalize_batch
 from .loader_state import LoaderState, Position, has_state_dict
 from .partition import RowPartition
 from .random_states import (
@@ -178,7 +178,7 @@ class TorchMapSource(_TorchSource):
             ahead = not self._custom_samplers
             return add_counts(fetch_rows(*columns, lists, ahead))
         batches = self._fetch(lists, epoch, first)
-        return add_counts(map(partial(to_host, copy=self._copies), batches))
+        return add_counts(map(partial(normalize_batch, copy=self._copies), batches))
 
     def _find_columns(self) -> tuple[Sequence[Any], list[np.ndarray]] | None:
         """Returns the tensors of a `TensorDataset`, and the indices of subsets of it,

@@ -43,8 +43,8 @@ class SeededDataset:
         self.dataset = dataset
 
     def __reduce__(self) -> Any:
-        # The function is called before the dataset is unpickled, which may have JAX's
-        # arrays.
+        # A worker calls the function first, and unpickles the dataset after that. JAX
+        # must be on the CPU by then, since the dataset may contain JAX's arrays.
         return _unpickle_dataset, (), vars(self)
 
     def __getitem__(self, seeded: tuple[int, Any]) -> Any:

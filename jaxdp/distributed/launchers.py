@@ -167,7 +167,7 @@ def _choose_local_gpus(launcher: str, by_default: list[int] | None) -> list[int]
     if len(each) > 1 or not all(map(str.isdecimal, (local, *each))) or num_gpus == 0:
         return by_default
     index, count = int(local), int(each.pop())
-    # JAX refuses the index of a GPU that does not exist.
+    # With more processes than GPUs, some indices have no GPU, and JAX refuses these.
     share = max(num_gpus // count, 1)
     return None if count == 1 else [*range(index * share, (index + 1) * share)]
 

@@ -194,7 +194,9 @@ class Engine:
         """Packs the batches of optimizer steps for one call of the compiled step."""
         return self.steps["train"].packer.pack(windows, self.micro_batches)
 
-    def prepare(self, kind: StepKind, batch: Batch) -> tuple[Dispatch, Program]:
+    def prepare_evaluation(
+        self, kind: StepKind, batch: Batch
+    ) -> tuple[Dispatch, Program]:
         """Returns `batch` packed for an evaluation, and the program for its shape."""
         dispatch = self.steps[kind].packer.pack([[batch]])
         return dispatch, self.get_program(kind, dispatch)
@@ -221,7 +223,7 @@ class Engine:
                 check_program(step_name, self.memory, rows, program.compiled)
         except Exception as error:
             batches = map(get_local, itertools.chain.from_iterable(dispatch.windows))
-            for note in filter(None, map(step.packer.compare, batches)):
+            for note in filter(None, map(step.packer.describe_change, batches)):
                 error.add_note(note)
             step.packer.reset()  # others are not padded to the size of this batch
             raise

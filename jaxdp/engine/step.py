@@ -267,9 +267,10 @@ class Step:
     def _check_traced(
         self, jaxpr: Any, steps: Steps, num_steps: int, leaf: Any
     ) -> bool:
-        """Returns True if a traced step calls Python that may raise.
+        """Raises if a traced step must not be compiled.
 
-        `leaf` is one leaf of the step's state. Raises if the step must not be compiled.
+        Returns True if it calls Python that may raise. `leaf` is one leaf of the step's
+        state.
         """
         if gathers_in_branches(jaxpr):
             raise ValueError(GATHERED_IN_BRANCH)

@@ -308,7 +308,11 @@ class _RunningSum:
 
 
 class _RowBuffer:
-    """Keeps the rows of all shards of a device, for an array that is not summed."""
+    """Collects a result that has rows, and is not summed.
+
+    It stores the rows of every virtual shard that a device computes, in the order of
+    the turns.
+    """
 
     def __init__(self, like: Any, turns: int):
         self.like, self.turns = like, turns
@@ -395,7 +399,11 @@ def _stack(leaf: Array) -> Array:
 def _loop(
     times: int, start: Array, zero: Array, body: Callable[[Array, Any], Any], first: Any
 ) -> Any:
-    """Runs `body` `times` times, from `start` on; the compiler does not know `zero`."""
+    """Returns the value after `times` turns of `value = body(turn, value)`.
+
+    Turns count from `start`, and the value begins as `first`. `zero` is 0, which the
+    compiler can't know, so it can't inline a loop of one turn.
+    """
 
     def run(carry: Any) -> Any:
         turn, value = carry

@@ -46,7 +46,7 @@ def _format(state: str, text: str, remedy: str = "") -> str:
     return f"{state:7}  {text}" + (f"\n          -> {remedy}" if remedy else "")
 
 
-def _compare(text: str, result: Any, expected: Any) -> str:
+def _format_comparison(text: str, result: Any, expected: Any) -> str:
     """Returns a line that says whether a result is the expected one."""
     if np.array_equal(np.asarray(result), expected):  # waits for the device
         return _format("ok", text)
@@ -79,10 +79,14 @@ def _check_devices() -> Iterator[str]:
 def _check_arithmetic() -> Iterator[str]:
     # Integers so small that no precision rounds them.
     a, b = np.random.default_rng(0).integers(-8, 8, (2, 256, 256)).astype(np.float32)
-    yield _compare("a product agrees with NumPy's", jax.jit(jnp.matmul)(a, b), a @ b)
-    yield _compare("ones(4) + 1 is 2", jnp.ones(4) + 1, np.full(4, 2.0))
+    yield _format_comparison(
+        "a product agrees with NumPy's", jax.jit(jnp.matmul)(a, b), a @ b
+    )
+    yield _format_comparison("ones(4) + 1 is 2", jnp.ones(4) + 1, np.full(4, 2.0))
     numbers = jax.random.normal(jax.random.key(0), (10_000,))
-    yield _compare("random numbers are finite", jnp.isfinite(numbers).all(), True)
+    yield _format_comparison(
+        "random numbers are finite", jnp.isfinite(numbers).all(), True
+    )
 
 
 def _check_donation() -> Iterator[str]:
@@ -94,14 +98,14 @@ def _check_donation() -> Iterator[str]:
         arrays = np.arange(1024.0, dtype=np.float32), np.ones(1024, np.float32)
         donated = jax.jit(step, donate_argnums=(0, 1))(*map(jnp.array, arrays))
         text = f"donated arrays are overwritten rightly{', swapped' * swapped}"
-        yield _compare(text, jnp.stack(donated), np.stack(step(*arrays)))
+        yield _format_comparison(text, jnp.stack(donated), np.stack(step(*arrays)))
 
 
 def _check_scatter() -> Iterator[str]:
     rows = np.random.default_rng(0).integers(0, 399, 40_960)
     add = jax.jit(lambda rows: jnp.zeros((399, 64)).at[rows].add(1.0))
     counts = np.bincount(rows, minlength=399)[:, None] * np.ones(64)
-    yield _compare("a scatter-add is right", add(rows), counts)
+    yield _format_comparison("a scatter-add is right", add(rows), counts)
     started = time.perf_counter()
     add(rows).block_until_ready()  # waits for the device
     seconds = time.perf_counter() - started
@@ -121,14 +125,16 @@ def _check_precision() -> Iterator[str]:
             yield _format("ok", f"products of float32 arrays are {how} by default")
         else:
             text = 'they are in float32 under precision="32-highest"'
-            yield _compare(text, is_exact, True)
+            yield _format_comparison(text, is_exact, True)
 
 
 def _check_host_memory() -> Iterator[str]:
     array = jnp.arange(1024.0)
     on_host = jax.device_put(array, array.sharding.with_memory_kind(HOST))
     back = jax.device_put(on_host, array.sharding)
-    yield _compare(f"arrays go to {HOST} memory and back", back, np.arange(1024.0))
+    yield _format_comparison(
+        f"arrays go to {HOST} memory and back", back, np.arange(1024.0)
+    )
 
 
 CHECKS: Final = {

@@ -103,11 +103,11 @@ class MLFlowLogger(Logger):
         )
 
     def log_text(self, name: str, text: str) -> None:
-        """Keeps a text as the file `<name>.txt`; during a fit."""
+        """Keeps a text as the file `<name>.txt`. Call it during a fit."""
         self._client.log_text(self.run_id, text, f"{name}.txt")
 
     def log_figure(self, name: str, figure: Any) -> None:
-        """Keeps a `matplotlib.figure.Figure` as `<name>.png`; during a fit."""
+        """Keeps a `matplotlib.figure.Figure` as `<name>.png`. Call it during a fit."""
         self._client.log_figure(self.run_id, figure, f"{name}.png")
 
     def close(self) -> None:

@@ -89,7 +89,7 @@ class Samples(Callback):
             for logger in loggers:
                 logger.log_text(name, value)
             return
-        figure = value if hasattr(value, "savefig") else _make_picture(name, value)
+        figure = value if hasattr(value, "savefig") else _make_figure(name, value)
         save_figure(figure, folder / f"{trainer.global_step}.png")
         for logger in loggers:
             logger.log_figure(name, figure)
@@ -98,7 +98,7 @@ class Samples(Callback):
         return Path(self.dirpath or expand_path(trainer.default_root_dir) + "/samples")
 
 
-def _make_picture(name: str, value: Any) -> Any:
+def _make_figure(name: str, value: Any) -> Any:
     """Makes a figure with the pixels of an array."""
     figure = import_package("matplotlib.figure", "plots", "a picture of `Samples`")
     pixels = np.asarray(value)  # waits for the device

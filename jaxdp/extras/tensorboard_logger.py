@@ -61,7 +61,7 @@ class TensorBoardLogger(Logger):
         self.log_text("environment", _to_markdown(rest))
 
     def log_text(self, name: str, text: str) -> None:
-        """Shows a text as Markdown under `name`; during a fit."""
+        """Shows a text as Markdown under `name`. Call it during a fit."""
         tensor = {
             "dtype": "DT_STRING",
             "string_val": [text.encode()],
@@ -71,7 +71,7 @@ class TensorBoardLogger(Logger):
         self._show(tag=name, metadata=metadata, tensor=tensor)
 
     def log_figure(self, name: str, figure: Any) -> None:
-        """Shows a `matplotlib.figure.Figure` under `name`; during a fit."""
+        """Shows a `matplotlib.figure.Figure` under `name`. Call it during a fit."""
         width, height = map(int, figure.get_size_inches() * figure.dpi)
         size = {"width": width, "height": height, "colorspace": 4}
         self._show(tag=name, image={"encoded_image_string": to_png(figure), **size})

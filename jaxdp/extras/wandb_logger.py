@@ -79,11 +79,11 @@ class WandbLogger(Logger):
         self.run.config.update(flat(facts), allow_val_change=True)
 
     def log_text(self, name: str, text: str) -> None:
-        """Shows a text under `name`; during a fit."""
+        """Shows a text under `name`. Call it during a fit."""
         self.run.log({name: self._wandb.Html(f"<pre>{escape(text)}</pre>")})
 
     def log_figure(self, name: str, figure: Any) -> None:
-        """Shows a `matplotlib.figure.Figure` under `name`; during a fit."""
+        """Shows a `matplotlib.figure.Figure` under `name`. Call it during a fit."""
         from PIL import Image  # which matplotlib needs too
 
         image = Image.open(io.BytesIO(to_png(figure)))

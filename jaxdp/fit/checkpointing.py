@@ -208,8 +208,9 @@ def _check_json(callback_name: str, state: Any) -> Any:
 def describe_arguments(
     config: "TrainerConfig", callbacks: Iterable[Callback]
 ) -> dict[str, str]:
-    """Returns the arguments that decide numbers as texts, by name, to compare them
-    between processes.
+    """Describes the arguments that affect a run's numbers: a text for each name.
+
+    The texts are for comparison with those of a checkpoint.
     """
     _, buffers, rest = config.parts
     texts = {name: _describe(config.arguments[name]) for name in _RECORDED_ARGUMENTS}

@@ -261,7 +261,7 @@ def compile_ahead(trainer: "Trainer", sources: Loaders) -> None:
     for source in sources.values():
         if source.is_in_memory:
             with NoteOnError(f"in the first batch of `{source.argument}`"):
-                trainer.run.engine.prepare("evaluate", source.peek_batch())
+                trainer.run.engine.prepare_evaluation("evaluate", source.peek_batch())
 
 
 def _iterate_prepared(
@@ -283,10 +283,10 @@ def _iterate_prepared(
         run.processes.sync_step(f"batch {number} of {activity}")
         with NoteOnError(f"in batch {number}"):
             if kind == "predict":
-                dispatch, program = engine.prepare(kind, get_inputs(batch))
+                dispatch, program = engine.prepare_evaluation(kind, get_inputs(batch))
             else:
                 engine = run.config.decide_loss(engine, batch)
-                dispatch, program = engine.prepare(kind, batch)
+                dispatch, program = engine.prepare_evaluation(kind, batch)
         if engine.prefetches:
             dispatch = engine.steps[kind].prefetch(dispatch)
         waiting.append((batch, dispatch, program))

@@ -174,7 +174,7 @@ class TrainerConfig:
         return [self._objective or CriterionObjective(losses.mse, self._criteria)]
 
     def description(self, callbacks: Sequence[Callback]) -> dict[str, str]:
-        """Returns the arguments that decide the numbers as texts, to compare later."""
+        """Returns the texts of `describe_arguments`, which are made only once."""
         if self._description is None:
             self._description = describe_arguments(self, callbacks)
         return self._description

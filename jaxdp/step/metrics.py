@@ -41,7 +41,8 @@ class Facts(NamedTuple):
         """Merges these facts with those of a step of other shapes.
 
         Raises:
-            ValueError: if the names differ, or those of the values with weights.
+            ValueError: if the names of the values differ, or if other values have
+                weights.
         """
         if (other.names, other.weighted) != (self.names, self.weighted):
             raise ValueError(

@@ -217,9 +217,9 @@ GATHERED_IN_BRANCH: Final = (
 
 
 def _refuse_rows(*_: Any) -> Any:
-    """Raises under a `vmap` over rows that would make one shard for each row.
+    """Raises where a `vmap` over rows would give each row its own copy of a shard.
 
-    JAX does that for a `lax.cond` whose predicate depends on the row. Devices would
+    `vmap` does that in a `lax.cond` whose predicate depends on the row. Devices would
     then add up gradients of different rows.
     """
     raise ValueError(GATHERED_IN_BRANCH)
@@ -260,7 +260,8 @@ _gather_by_constraint = jax.custom_jvp(
 def _(
     split: NamedSharding, whole: NamedSharding, leaves: Any, tangents: Any
 ) -> tuple[Array, Array]:
-    # The transpose of a constraint is itself: gradients are summed directly into
+    # The tangent is only constrained to be split. The backward pass transposes that
+    # into the same constraint on the gradient. So gradients are summed directly into
     # shards, and no full gradient is made.
     (leaf,), (tangent,) = leaves, tangents
     tangent = jax.lax.with_sharding_constraint(tangent, split)

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from jaxdp.data import open_loader
-from jaxdp.data.conversion import to_host
+from jaxdp.data.conversion import normalize_batch
 
 
 def test_lists_become_tuples_and_nested_batches_keep_their_structure():
     Pair = collections.namedtuple("Pair", "x y")
     x = np.ones((3, 2), np.float32)
-    same = to_host([x, x])
+    same = normalize_batch([x, x])
     assert isinstance(same, tuple) and np.shares_memory(same[0], x)
-    assert not np.shares_memory(to_host((x,), copy=True)[0], x)
-    nested = to_host({"a": (x, {"b": jnp.asarray(x)}), "c": Pair(x, x)})
+    assert not np.shares_memory(normalize_batch((x,), copy=True)[0], x)
+    nested = normalize_batch({"a": (x, {"b": jnp.asarray(x)}), "c": Pair(x, x)})
     assert nested["a"][1]["b"].shape == (3, 2)
     assert isinstance(nested["c"], Pair)
 
@@ -30,7 +30,7 @@ def test_lists_become_tuples_and_nested_batches_keep_their_structure():
 def test_torch_tensors_share_memory_and_keep_their_dtype():
     torch = pytest.importorskip("torch")
     x = torch.arange(6, dtype=torch.float32, requires_grad=True).reshape(3, 2)
-    host = to_host((x, x.to(torch.bfloat16), x > 2, x.to(torch.uint8)))
+    host = normalize_batch((x, x.to(torch.bfloat16), x > 2, x.to(torch.uint8)))
     assert host[0].ctypes.data == x.data_ptr()
     assert [str(leaf.dtype) for leaf in host] == [
         "float32", "bfloat16", "bool", "uint8",
@@ -45,12 +45,12 @@ def test_torch_tensors_share_memory_and_keep_their_dtype():
 ])  # fmt: skip
 def test_arrays_become_native_and_of_32_bits(given, dtype):
     numbers = [1, 2, 3, *([np.inf, -np.inf, np.nan] if "f" in given else [])]
-    (found,) = to_host((np.array(numbers, given),))
+    (found,) = normalize_batch((np.array(numbers, given),))
     assert found.dtype == dtype and found.dtype.isnative
     np.testing.assert_array_equal(found, numbers)
 
 
 def test_rows_that_are_lists_of_numbers_have_a_short_error():
     with pytest.raises(ValueError, match=r"and 45 more.*np\.asarray") as caught:
-        to_host([[float(i) for i in range(50)]])
+        normalize_batch([[float(i) for i in range(50)]])
     assert len(str(caught.value)) < 500

@@ -11,7 +11,7 @@ from toys import linear, make_small, rows
 
 from jaxdp import Arrays, Whole
 from jaxdp.data import open_loader
-from jaxdp.data.conversion import to_host
+from jaxdp.data.conversion import normalize_batch
 
 X, Y = rows(53)
 ONE, TWO = np.ones(3), np.ones((3, 2))
@@ -44,7 +44,7 @@ def no_batch(words):
 ])  # fmt: skip
 def test_invalid_batches_are_refused(batch, error, words):
     with pytest.raises(error, match=words):
-        to_host(batch if isinstance(batch, dict | tuple | Pair) else (batch,))
+        normalize_batch(batch if isinstance(batch, dict | tuple | Pair) else (batch,))
 
 
 def test_a_masked_array_without_a_mask_and_a_missing_weight_are_accepted():
@@ -106,7 +106,7 @@ def test_a_sparse_tensor_is_refused():
     torch = pytest.importorskip("torch")
     batch = X[:8], torch.eye(8).to_sparse()
     with pytest.raises(TypeError, match=r"batch\[1\] is a Tensor .*torch.sparse_coo"):
-        to_host(batch)
+        normalize_batch(batch)
 
 
 def test_a_torch_dataset_is_refused():

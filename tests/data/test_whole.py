@@ -19,7 +19,7 @@ from jaxdp import (
     Whole,
 )
 from jaxdp.data import open_loader
-from jaxdp.data.conversion import to_host
+from jaxdp.data.conversion import normalize_batch
 
 ALL = [SingleDevice, Sharded, Pmap, FSDP]
 
@@ -194,7 +194,7 @@ def test_arrays_of_a_whole_are_converted(loader):
     assert x.dtype == whole.array["times"].dtype == np.float32
     assert whole.array["times"].shape == (3,) and whole.array["scale"].shape == ()
     with pytest.raises(TypeError, match=r"batch\[1\]\.array is a str"):
-        to_host((np.ones(2), Whole("times")))
+        normalize_batch((np.ones(2), Whole("times")))
 
 
 def test_predictions_and_all_batches_need_rows_in_the_same_places():

@@ -38,7 +38,10 @@ def products_of(trainer):
     engine, (x, y) = trainer.run.engine, DATA[0]
     train = engine.steps["train"].packer.pack([[(x, y)]])
     programs = [engine.get_program("train", train)]
-    programs += [engine.prepare("evaluate", (x, y))[1], engine.prepare("predict", x)[1]]
+    programs += [
+        engine.prepare_evaluation("evaluate", (x, y))[1],
+        engine.prepare_evaluation("predict", x)[1],
+    ]
     counts = [count_products(one.jaxpr) for one in programs]
     return [{name for name, n in count.items() if n} for count in counts]
 

@@ -110,8 +110,8 @@ class Estimate(NamedTuple):
     """The seconds of a step at the hardware's peaks, by a roofline.
 
     Real steps take longer. Estimates for GPUs, TPUs and faked CPU devices can be
-    compared: they do not use the bytes that compilers report, which each compiler
-    counts in its own way.
+    compared with each other. They leave out the bytes that compilers report, because
+    each compiler counts those in its own way.
     """
 
     hardware: str

@@ -365,7 +365,7 @@ def list_notes(
 ) -> dict[str, list[str]]:
     """Lists the parts of a plan that are exact, indicative and not known."""
     batch = [leaf for leaf in reading.batch if leaf.path != "counts"]
-    shapes = ", ".join(map(_format_shape, batch[:4]))
+    shapes = ", ".join(map(_format_batch_leaf, batch[:4]))
     exact = [
         "bytes of every leaf per device; arguments, results, temporary memory and peak,"
         " as this compiler laid them out; which inputs are overwritten; every"
@@ -410,7 +410,7 @@ def list_notes(
     return {"exact": exact, "indicative": indicative, "unknown": unknown}
 
 
-def _format_shape(leaf: PlanLeaf) -> str:
+def _format_batch_leaf(leaf: PlanLeaf) -> str:
     """Formats a leaf of the batch, with its shard if more than rows are split."""
     shape = f"{leaf.path} {leaf.shape[1:]}"
     if leaf.shape[2:] != leaf.shard[2:]:

@@ -36,8 +36,8 @@ def compiled_for_h100(trainer, data, folder):
         engine.replace_pure(objective=trainer.run.config.make_objective(data))
     dispatch = engine.steps["train"].packer.pack([[data]])
     engine.get_program("train", dispatch)
-    engine.prepare("evaluate", data)
-    engine.prepare("predict", data[0])
+    engine.prepare_evaluation("evaluate", data)
+    engine.prepare_evaluation("predict", data[0])
     code = {}
     for kind in ("train", "evaluate", "predict"):
         files = [*folder.glob(f"*.jit_{kind}.*.ptx")]
