@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from . import callbacks, distributed, losses, strategies
-from .basics.environment import warn_of_namesake
+from .basics.environment import warn_of_other_jaxdp
 from .basics.other_libraries import INSTEAD, find_near
 from .callbacks import Callback
 from .data import Arrays
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.3.0.dev0"
 
-warn_of_namesake()
+warn_of_other_jaxdp()
 
 __all__ = [
     "FSDP",

@@ -71,7 +71,10 @@ class Sink(Protocol):
 
 
 class _Reader(NamedTuple):
-    """A function that gets the rows of some kinds; of steps, each `every`-th."""
+    """A function to call with rows of the given kinds.
+
+    Of the rows of steps it gets only each `every`-th.
+    """
 
     read: OnRow
     kinds: tuple[RowKind, ...]

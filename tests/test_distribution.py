@@ -40,7 +40,7 @@ def test_the_other_library_is_warned_of(monkeypatch):
     other = {"Author": "Somebody else", "Version": "0.1"}
     monkeypatch.setattr(importlib.metadata, "metadata", {"jaxdp": other}.get)
     with pytest.warns(UserWarning, match="`jaxdp` 0.1 .* `pip uninstall jaxdp`"):
-        environment.warn_of_namesake()
+        environment.warn_of_other_jaxdp()
 
 
 def test_versions_have_the_library_by_its_import_name():

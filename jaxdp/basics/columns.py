@@ -40,7 +40,7 @@ class Table:
         self._columns = read_table(path)[0] if path.exists() else []
 
     def read_rows(self) -> list[dict[str, str]]:
-        """Reads all rows."""
+        """Reads all rows, as texts by column, without an unfinished last one."""
         return read_table(self._path)[1] if self._columns else []
 
     def append(self, row: Mapping[str, Any]) -> None:

@@ -49,7 +49,7 @@ def describe_hardware() -> dict[str, Any]:
     }
 
 
-def warn_of_namesake() -> None:
+def warn_of_other_jaxdp() -> None:
     """Warns if the package index's `jaxdp`, which is another library, is installed.
 
     Both are imported as `jaxdp`, so their files would lie in one folder.

@@ -45,9 +45,10 @@ def _sum(leaf: Array) -> UInt32[Array, ""]:
 
 
 def _hash(words: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
-    """Applies a bijection of 32 bits in which every bit changes half of the others.
+    """Mixes the bits of 32-bit words, by a bijection.
 
-    (The finaliser of MurmurHash3, after a shift away from its fixed point 0.)
+    If one bit of a word changes, about half of the bits of its result change. (The
+    finaliser of MurmurHash3, after a shift away from its fixed point 0.)
     """
     words = words + np.uint32(0x9E3779B9)
     words = (words ^ (words >> 16)) * np.uint32(0x85EBCA6B)

@@ -373,7 +373,8 @@ pass patterns by position: decay_mask('**.scale') <- exclude
 it is called `learning_rate` <- lr
 it is called `beta` <- betas momentum
 
-# Values of arguments, in lower case: names of losses and metrics.
+# The next sections hold not names of arguments but their values, in lower case: the
+# names that other libraries give to losses, metrics and precisions.
 [loss]
 'cross_entropy', which takes logits <- sparse_categorical_crossentropy
     categorical_crossentropy crossentropy ce nll nll_loss softmax_cross_entropy

@@ -213,7 +213,10 @@ class Hooks:
         raise AttributeError(f"there is no hook named {name!r}; hooks are {HOOKS}")
 
     def with_callbacks(self, callbacks: Iterable[Callback]) -> "Hooks":
-        """Returns the hooks of the callbacks that `trainer.callbacks` has now.
+        """Returns hooks for `callbacks` in place of the present ones.
+
+        `callbacks` are those that `trainer.callbacks` has now. The result is this
+        object if nothing has changed.
 
         Raises:
             ValueError: if one was added that has a part in the compiled step.
@@ -246,7 +249,7 @@ class Hooks:
             options = callback.step_options(options)
         return options
 
-    def evaluated_state(self) -> Callable[[Any], Any] | None:
+    def find_evaluated_state(self) -> Callable[[Any], Any] | None:
         """Returns the function that chooses the weights to evaluate, if any."""
         callbacks = [c for c in self.callbacks if overrides(c, "evaluated_state")]
         if len(callbacks) > 1:

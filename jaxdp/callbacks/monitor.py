@@ -27,7 +27,8 @@ class MetricCallback(Callback):
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Raises if the fit will log no value named `monitor`."""
-        # A callback of the user may log it, and a `PassMetric` may have any values.
+        # Some values are known only later. A callback of the user may log one named
+        # `monitor`, and a `PassMetric` may return values of any names.
         modules = [type(callback).__module__ for callback in trainer.callbacks]
         is_of_validation = (self.monitor or "").startswith("val_")
         may_come = is_of_validation and not trainer.record.names_are_all

@@ -119,9 +119,9 @@ class Profiler(Callback):
 
 
 def lacks_device_events(folder: Path, platform: str) -> bool:
-    """Returns True if a trace has events of the host alone, for devices but CPUs.
+    """Returns True if a trace has no events of the devices, only those of the host.
 
-    The operations of CPUs are among the host's events.
+    For CPUs it is always False: their operations are among the host's events.
     """
     if platform == "cpu":
         return False

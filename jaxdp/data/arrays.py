@@ -62,7 +62,8 @@ class Arrays:
         self.batch_size, self.seed = int(batch_size), int(seed)
         self.shuffle, self.drop_last = shuffle, drop_last
         self._columns, self.num_rows = _columns(tree)
-        # The first row has the structure of the converted tree.
+        # Converting one row is enough to learn the structure of each batch, and the
+        # leaves without rows.
         columns = iter(self._columns)
         first = normalize_batch(map_row_leaves(lambda _: next(columns)[:1], tree))
         leaves, self._treedef = jax.tree.flatten(first)
@@ -76,14 +77,14 @@ class Arrays:
         return full + (rest > 0 and not self.drop_last)
 
     def __iter__(self) -> Iterator[Any]:
-        lists = self.draw_lists(self.seed, self._epoch)
+        lists = self.draw_row_lists(self.seed, self._epoch)
         self._epoch += 1
         return map(to_user_batch, self.fetch(lists))
 
     def __repr__(self) -> str:
         return f"Arrays({self.num_rows} rows, batch_size={self.batch_size})"
 
-    def draw_lists(self, *seed: int, first: int = 0) -> Iterator[np.ndarray]:
+    def draw_row_lists(self, *seed: int, first: int = 0) -> Iterator[np.ndarray]:
         """Yields the row numbers of each batch, from batch `first` on.
 
         Without a seed, rows are in order, even with `shuffle`.
@@ -144,7 +145,7 @@ class ArraysSource(Source):
 
     def _read(self, position: Position) -> Iterator[Batch]:
         seed = (*self._seed, position.epoch) if self._seed else ()
-        lists = self.loader.draw_lists(*seed, first=position.batches)
+        lists = self.loader.draw_row_lists(*seed, first=position.batches)
         lists, add_counts = self.partition.split_lists(lists)
         return add_counts(self.loader.fetch(lists))
 

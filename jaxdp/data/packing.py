@@ -211,7 +211,7 @@ class Packer:
         is_split, was_padded = True, False
         if self.pads and not micros[0].spec.is_rowless:  # which has no rows to pad
             was_padded = self._pad(micros, steps * slots)
-        elif not all(self._fills_shards(micro.counts) for micro in micros):
+        elif not all(self._needs_no_padding(micro.counts) for micro in micros):
             is_split = False
             for micro in micros:
                 micro.leaves = self._gather(micro.leaves, micro.counts)
@@ -300,7 +300,7 @@ class Packer:
             index[block, :count] = range(stop - count, stop)
         return [select_rows(leaf, index.ravel()) for leaf in leaves]
 
-    def _fills_shards(self, counts: _Counts) -> bool:
+    def _needs_no_padding(self, counts: _Counts) -> bool:
         """Returns whether blocks of these sizes need no padding."""
         shards = self.num_shards // self.blocks.count
         return len(set(counts)) == 1 and counts[0] % shards == 0

@@ -114,8 +114,8 @@ class Source:
     def close(self) -> None:
         """Ends the current epoch, and frees resources that later epochs would use.
 
-        The frames of a generator may live on in the traceback of an exception. But
-        global generators must be restored, and workers must end.
+        An exception's traceback may keep the generator of an epoch alive. But global
+        random generators must be restored, and workers must end.
         """
         self.end_epoch()
 

@@ -152,7 +152,7 @@ class Engine:
             self.replace_pure(skip_nonfinite=options.skip_nonfinite)
             self.steps["train"].programs.clear()
 
-    def update_debug_settings(self) -> None:
+    def discard_outdated_programs(self) -> None:
         """Discards the programs if JAX's settings for debugging have changed."""
         if (settings := get_debug_settings()) != self._debug_settings:
             self._debug_settings = settings

@@ -222,7 +222,7 @@ class VirtualShards(Collectives):
         leaves, treedef = jax.tree.flatten(shapes)
         latest = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
 
-        def run(turn: Array, latest: list[Array]) -> list[Array]:
+        def run_turn(turn: Array, latest: list[Array]) -> list[Array]:
             # In a separate loop of one turn, nothing is fused with later operations.
             once = jaxpr_as_fun(traced)
             return _loop(1, turn, zero, lambda turn, _: once(turn), latest)
@@ -236,7 +236,7 @@ class VirtualShards(Collectives):
 
         def add(turn: Array, carry: Any) -> Any:
             totals, latest = carry
-            latest = run(turn, latest)
+            latest = run_turn(turn, latest)
             triples = zip(sums, totals, latest, strict=True)
             return [sum.add(total, one, turn) for sum, total, one in triples], latest
 

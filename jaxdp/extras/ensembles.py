@@ -100,7 +100,7 @@ class Ensemble:
         return states
 
     def wrap(self, steps: Steps, strategy: DataParallel) -> tuple[Steps, DataParallel]:
-        """Returns the steps of one model and the strategy, for all members."""
+        """Returns steps and strategy for all members, made from those of one model."""
         return EnsembleSteps(*steps)._replace(extra=self), _MemberwiseStrategy(strategy)
 
     def select_member(self, model: PyTree, index: int) -> PyTree:
@@ -117,7 +117,7 @@ class Ensemble:
         return jax.tree.map(_drop_member_axis, tree)
 
     def make_inference_model(self, model: PyTree, state: Any) -> InferenceModel:
-        """Returns a model of one example that calls all members."""
+        """Returns a model that calls all members on one example, in inference mode."""
         return InferenceModels(model, state)
 
     def name_values(self, of_members: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -138,10 +138,12 @@ class Ensemble:
 
 
 def find_ensemble(arguments: Mapping[str, Any]) -> Ensemble:
-    """Returns the `Ensemble` of `Trainer(ensemble=...)`, once the model fits it.
+    """Returns the `Ensemble` of `Trainer(ensemble=...)`; checks that the model fits it.
 
     Raises:
-        TypeError, ValueError: if the arrays of the model do not count its members.
+        TypeError, ValueError: if `ensemble` is neither an `Ensemble` nor a count.
+        ValueError: if the first axis of an array of the model, or of its state, does
+            not have the length of the ensemble.
     """
     ensemble = arguments["ensemble"]
     if not isinstance(ensemble, Ensemble):

@@ -144,9 +144,10 @@ class _SequenceCollectives(Collectives):
     """The collectives of a strategy, for a step whose tokens are split.
 
     Args:
-        inner: the collectives by which the step reaches other devices.
+        inner: the strategy's own collectives, which do the communication.
         split: makes a group of batches into one whose tokens are split.
-        mesh: the axes over which they are.
+        mesh: the axes over which tokens are split, as an abstract mesh. It is ambient
+            in the step, so that `fuse_attention` knows of the split.
     """
 
     def __init__(

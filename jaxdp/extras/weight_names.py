@@ -83,7 +83,7 @@ class ModelLeaf(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the part that each name stands for."""
+        """The shape of what a name stands for: a `Stack` block, or the full leaf."""
         return self.value.shape[len(next(iter(self.names.values()))) :]
 
 

@@ -133,7 +133,7 @@ class TrainerConfig:
             strategy,
             seed=self.seed,
             micro_batches=self.accumulate_grad_batches,
-            view=hooks.evaluated_state(),
+            view=hooks.find_evaluated_state(),
             in_order=self.data == "global",
             compiler_options=self.compiler_options,
             offload=bool(self._prepared["offload"]),
@@ -281,7 +281,7 @@ class Run:
         is `in_order`, `Arrays` are shuffled.
         """
         if self._engine is not None and self.doing != "a fit":
-            self._engine.update_debug_settings()
+            self._engine.discard_outdated_programs()
         has_own_loss = (
             self.arguments["loss_fn"] is not None or self.config.optimizer_parts
         )

@@ -25,8 +25,9 @@ class KeepsWeights(Protocol):
 
 
 def make_weights_view(opt_state: PyTree) -> Callable[[TrainState], TrainState] | None:
-    """Returns a function from a state to one with the weights to evaluate, or None if
-    the optimizer trains these weights themselves.
+    """Returns a function that puts the weights to evaluate into a state, or None.
+
+    None means that the weights to evaluate are those that the optimizer trains.
 
     Args:
         opt_state: arrays, or their shapes.

@@ -66,10 +66,11 @@ class Metrics(Mapping[str, Any]):
     one transfer, and each value from `Callback.inside_step` in its own.
 
     Args:
-        facts: the names of `means`.
-        means: the values in their order.
-        inside: values from `Callback.inside_step`.
-        index: the index of this step in a call that runs several; else None.
+        facts: its `names` name the values of `means`.
+        means: the means of the loss and metrics, in the order of `facts.names`.
+        inside: values from `Callback.inside_step`, by name.
+        index: the number of this step in a call that runs several steps; else None.
+            With it, the first axis of `means` and of `inside` counts the steps.
 
     Attributes:
         steps_in_flight: the number of later steps after which the device has certainly

@@ -118,11 +118,11 @@ def accepts_keyword(model: Any, name: str) -> bool:
 def copy_state(model_state: PyTree) -> PyTree:
     """Returns a copy of a model's `eqx.nn.State`, each of which can be used once."""
 
-    def copy_one(state: eqx.nn.State) -> eqx.nn.State:
+    def copy_node(state: eqx.nn.State) -> eqx.nn.State:
         values, markers = state.tree_flatten()
         return eqx.nn.State.tree_unflatten(markers, values)
 
-    return map_nodes(eqx.nn.State, copy_one, model_state)
+    return map_nodes(eqx.nn.State, copy_node, model_state)
 
 
 class InferenceModel(eqx.Module):

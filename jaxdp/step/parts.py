@@ -74,7 +74,10 @@ Part.__init__ = checks_arguments(Part.__init__)
 def add_clipping(
     optimizer: optax.GradientTransformation, norm: float | None
 ) -> optax.GradientTransformation:
-    """Returns the optimizer, after clipping by global norm if `norm` is given."""
+    """Returns the optimizer, preceded by clipping of the gradients to a global norm.
+
+    Without `norm`, it is the optimizer itself.
+    """
     if norm is None:
         return optimizer
     return optax.chain(optax.clip_by_global_norm(float(norm)), optimizer)

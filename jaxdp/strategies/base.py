@@ -360,7 +360,11 @@ def make_shardings(
     layout: Callable[[Role], Any],
     of_group: Callable[[Group], Any],
 ) -> tuple[tuple[Any, ...], Any]:
-    """Returns the layouts of the arguments and results of a step, by their roles."""
+    """Returns the layouts of a step's arguments, and those of its results.
+
+    `layout` maps a role to its layout. The role "groups" is a list of `Group`s instead:
+    `of_group` maps each of them to its layout.
+    """
     layouts = tuple(
         [of_group(group) for group in argument] if role == "groups" else layout(role)
         for argument, role in zip(arguments, roles, strict=True)

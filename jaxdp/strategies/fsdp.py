@@ -104,9 +104,9 @@ class FSDP(_AxisShardedStrategy):
       the number of devices. It sends 1.5 times the bytes of `Sharded`'s all-reduce.
     - all others before the step. That sends as many bytes as the all-reduce.
 
-    Named losses and `per_example` gather in the calls of blocks, and may use the
-    parameters of blocks nowhere else (a penalty on all weights needs gather="once").
-    For a `loss_fn`, which gets the full batch, XLA gathers, by sharding constraints.
+    With a named loss or `per_example`, each block is gathered in its own call. Its
+    parameters may be used nowhere else (a penalty on all weights needs gather="once").
+    With a `loss_fn`, which gets the full batch, XLA gathers, by sharding constraints.
 
     A leaf (array) is split along its first axis that the devices divide; in a `Stack`,
     along an axis of a single block. Leaves without such an axis, or with fewer than

@@ -69,7 +69,7 @@ def put_rows(
     def put_leaf(own: Any, shape: Any, sharding: Any) -> Any:
         size = shape.shape[1] // blocks.count
 
-        def part(index: Any) -> Any:
+        def get_block(index: Any) -> Any:
             micros, rows, *others = index
             start, stop, _ = rows.indices(shape.shape[1])
             if blocks.count > 1:
@@ -77,7 +77,7 @@ def put_rows(
                 start, stop = local_start, local_start + stop - start
             return own[(micros, slice(start, stop), *others)]
 
-        return jax.make_array_from_callback(shape.shape, sharding, part)
+        return jax.make_array_from_callback(shape.shape, sharding, get_block)
 
     placed = []
     for group in groups:

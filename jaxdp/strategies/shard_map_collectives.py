@@ -185,9 +185,10 @@ class ShardMapCollectives(Collectives):
 
 
 class _DeviceCollectives(AxisCollectives):
-    """The collectives of one device, which works on its local rows.
+    """The collectives of a step inside its `shard_map`: each device has its own rows.
 
-    Its parameters are full, except for the shards that units gather in their calls.
+    The parameters are full there, except for the shards of units. A unit is a submodule
+    that gathers its own parameters when it is called.
     """
 
     def __init__(self, step: ShardMapCollectives):

@@ -109,7 +109,7 @@ def tensor_rules(model: PyTree, axis: str = "model") -> list[Rule]:
     Raises:
         ValueError: if there are no such layers.
     """
-    rules = _rules(model, axis)
+    rules = _make_rules(model, axis)
     if not rules:
         raise ValueError(
             "`model` has no eqx.nn.MLP of two or more layers and no"
@@ -119,7 +119,8 @@ def tensor_rules(model: PyTree, axis: str = "model") -> list[Rule]:
     return rules
 
 
-def _rules(model: PyTree, axis: str) -> list[Rule]:
+def _make_rules(model: PyTree, axis: str) -> list[Rule]:
+    """Returns the rules that split the layers of `model` over `axis`, in pairs."""
     kinds = eqx.nn.MLP | eqx.nn.MultiheadAttention | Stack
     is_kind = lambda node: isinstance(node, kinds)  # noqa: E731
     rules: list[Rule] = []
@@ -130,7 +131,7 @@ def _rules(model: PyTree, axis: str) -> list[Rule]:
         if isinstance(node, Stack):
             rules += [
                 (f"{prefix}stacked.{name}", PartitionSpec(None, *spec))
-                for name, spec in _rules(node.stacked, axis)
+                for name, spec in _make_rules(node.stacked, axis)
             ]
         elif isinstance(node, eqx.nn.MLP):
             pairs = [

@@ -224,7 +224,7 @@ def _list_collectives(
         elif scatter := _make_all_reduce_scatter(module, computation, instruction):
             yield scatter
         elif not instruction.opcode.endswith(("-done", "-update")):
-            inputs = _find_inputs(module, computation, instruction, arguments)
+            inputs = _bind_inputs(module, computation, instruction, arguments)
             is_branch = instruction.opcode == "conditional"
             for called in instruction.called:
                 for collective in _list_in_call(module, called, inputs):
@@ -236,7 +236,7 @@ def _list_in_loop(
     module: HloModule, computation: str, loop: Instruction, arguments: Arguments
 ) -> Iterator[Collective]:
     invariants = _find_invariants(
-        module, loop, _find_inputs(module, computation, loop, arguments)
+        module, loop, _bind_inputs(module, computation, loop, arguments)
     )
     in_body = [*_list_in_call(module, loop.body, invariants)]
     in_test = [*_list_in_call(module, loop.condition, invariants)]
@@ -278,7 +278,7 @@ def count_iterations(
         return int(match[1])
     if (named := read_num_runs(loop.path)) is not None:
         return named
-    return _run_loop(module, loop, _find_inputs(module, computation, loop, arguments))[
+    return _run_loop(module, loop, _bind_inputs(module, computation, loop, arguments))[
         0
     ]
 
@@ -335,10 +335,10 @@ def _find_invariants(
     return invariants
 
 
-def _find_inputs(
+def _bind_inputs(
     module: HloModule, computation: str, caller: Instruction, arguments: Arguments
 ) -> Arguments:
-    """Returns the arguments of a call; those of a branch are not known."""
+    """Returns a function for the arguments of a call; of a branch, none is known."""
 
     def inputs(place: int, element: int | None) -> int | None:
         if caller.opcode == "conditional":
@@ -384,7 +384,7 @@ def _evaluate(
     if opcode == "tuple" and element is not None:
         return evaluate(operands[element])
     if opcode in ("fusion", "call", "while"):
-        inputs = _find_inputs(module, computation, maker, arguments)
+        inputs = _bind_inputs(module, computation, maker, arguments)
         if opcode == "while":
             return _run_loop(module, maker, inputs)[1](0, element)
         return _evaluate_root(module, maker.called[0], inputs, element)

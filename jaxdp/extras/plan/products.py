@@ -93,7 +93,11 @@ def _find_compute_dtype(equation: Any) -> str:
 
 
 def _count_convolution(equation: Any) -> int:
-    """Counts kernel taps over the input; zeros of padding count, of dilation do not."""
+    """Counts the operations of a convolution, a multiply-add as two.
+
+    Products with the zeros of padding count. Those with the zeros that dilation puts
+    between the elements of the input do not.
+    """
     numbers = equation.params["dimension_numbers"]
     kernel = equation.invars[1].aval.shape
     # The kernel's axes: out, in (of one group), then space.

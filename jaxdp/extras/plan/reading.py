@@ -109,9 +109,11 @@ class StepAnalysis:
         )
 
     def _count_bytes_in_flight(self, memory: int) -> int:
-        """Returns the bytes of batches that wait on a device for their steps.
+        """Returns the bytes of the batches that wait on a device for their steps.
 
-        They belong to the dispatched steps after the running one, and the next one."""
+        These are the batches of the dispatches behind the running one, and those of the
+        next dispatch, which are placed ahead of it.
+        """
         nbytes = sum(
             leaf.bytes_per_device for leaf in self.batch if leaf.path != "counts"
         )

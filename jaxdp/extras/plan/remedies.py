@@ -42,7 +42,10 @@ def find_remedies(
 def _list_changes(
     config: TrainerConfig, rows: int
 ) -> Iterator[tuple[str, TrainerConfig, int | None]]:
-    """Yields what can be changed: in words, as a config, and rows."""
+    """Yields changes to try: each in words, as a config, and the rows of its batches.
+
+    None for the rows leaves them as they are.
+    """
     arguments, strategy = config.arguments, config.strategy
     if not arguments["remat"]:
         with contextlib.suppress(ValueError):  # of a model without a `Stack`

@@ -216,8 +216,8 @@ def shorten_names(runs: Sequence[Run]) -> list[str]:
 def summarize_throughput(run: Run) -> dict[str, float]:
     """Summarizes the measurements of `ThroughputMonitor` over a run, by name.
 
-    The rate is all examples over all seconds, of all fits of a resumed run; shares are
-    of the same seconds. The result is empty where nothing was measured.
+    All fits of a resumed run count. The rate is all examples divided by all seconds;
+    each share is that of the same seconds. The result is empty if nothing was measured.
     """
     logged = {
         name.removeprefix(THROUGHPUT): [value for _, value in points]
