@@ -1,4 +1,4 @@
-"""How fast jaxdp is beside a loop written by hand and beside other libraries.
+"""The speed of jaxdp beside a loop written by hand and beside other libraries.
 
 python -m benchmarks            every work, every peer that is installed
 python -m benchmarks.quick      has jaxdp become slower? Under two minutes

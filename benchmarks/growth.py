@@ -1,4 +1,4 @@
-"""How costs grow with the model, the callbacks, the devices and the data.
+"""The growth of costs with the model, the callbacks, the devices and the data.
 
 python -m benchmarks.growth [--only leaves,rows] [--turns 5]
 

@@ -31,7 +31,7 @@ def free_address() -> str:
 
 
 def run_script(config: dict[str, Any]) -> None:
-    """What each worker does: says who it is, and runs the script."""
+    """Tells JAX the rank of the worker, and runs the script."""
     context = ray.train.get_context()
     rank = context.get_world_rank()
     address = broadcast_from_rank_zero(free_address() if rank == 0 else None)

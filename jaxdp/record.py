@@ -83,7 +83,7 @@ class _Reader(NamedTuple):
 
 
 class _LogTarget(NamedTuple):
-    """Where `log` puts values at a moment."""
+    """The dictionaries that `log` puts values into at a moment."""
 
     names: Mapping[str, Any]
     """The names that are taken there."""

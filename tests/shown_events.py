@@ -1,4 +1,4 @@
-"""What TensorBoard shows of the event files in a folder."""
+"""The events that TensorBoard shows of the files in a folder."""
 
 
 def events(folder):

@@ -1,4 +1,4 @@
-"""What `examples/cluster/` holds for clusters, run as far as one machine can."""
+"""The files of `examples/cluster/` run, as far as one machine can run them."""
 
 import csv
 import os

@@ -77,7 +77,7 @@ def generator(seed):
 
 
 def spirals(count, seed):
-    """Where they start, and where they are at `TIMES`."""
+    """Returns the starts of spirals, and their points at `TIMES`."""
     start = generator(seed).uniform(-1, 1, size=(count, 2)).astype(np.float32)
     turn = np.array([[np.cos(TIMES), np.sin(TIMES)], [-np.sin(TIMES), np.cos(TIMES)]])
     paths = np.exp(-TIMES)[:, None] * np.einsum("ijt,ni->ntj", turn, start)

@@ -129,7 +129,7 @@ def _script(name):
 
 
 def _agree(shown, printed):
-    """Whether they are the same, up to the lines that `...` leaves out.
+    """Returns True if they are the same, up to the lines that `...` leaves out.
 
     Times are not compared. Temporary memory, and with it the peak, is for the CPU's
     kind; the values of an epoch may differ in the third digit, as sums are made in
@@ -199,7 +199,7 @@ def test_the_lowest_versions_that_are_tried_are_those_of_setup_cfg():
 
 
 def _anchors(page):
-    """What a page's headings are called in links, as MkDocs and GitHub have it."""
+    """Returns the names of a page's headings in links, as MkDocs and GitHub have it."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
     titles = re.findall(r"^#+ (.+)$", text, re.M)
     plain = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title) for title in titles)

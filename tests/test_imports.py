@@ -36,7 +36,7 @@ basics
 
 
 def imports(path):
-    """What a file imports of the package, wherever in it, as parts of dotted names."""
+    """Yields the package imports anywhere in a file, as parts of dotted names."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.level:
             inside = path.relative_to(PACKAGE).parts[: -node.level]
@@ -157,7 +157,7 @@ PATCHES = {"setattr", "delattr", "setitem", "delitem"}
 
 
 def test_tests_patch_nothing_of_ours():
-    """What JAX, NumPy or the system do is told by patches; what we do, by results."""
+    """Patches stand for JAX, NumPy or the system; results show what we do."""
     patched = []
     for path in pathlib.Path(__file__).parent.rglob("*.py"):
         nodes = list(ast.walk(ast.parse(path.read_text())))

@@ -84,7 +84,7 @@ def of_trainer(name):
 
 
 def allows(annotation, value):
-    """Whether a value is of an annotation, as far as that can be told."""
+    """Returns True if a value is of an annotation, as far as that can be told."""
     origin = typing.get_origin(annotation) or annotation
     if origin in (types.UnionType, typing.Union):
         return any(allows(each, value) for each in typing.get_args(annotation))

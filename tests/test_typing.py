@@ -1,4 +1,4 @@
-"""What type checkers make of a user's script."""
+"""Type checkers accept a user's script, and find its mistakes."""
 
 import json
 import os

@@ -57,6 +57,9 @@ UNWANTED = re.compile(
     re.IGNORECASE,
 )
 
+BEGINNINGS = r"(What|How|Where|Whether|As|Those|That|Who)\b"
+"""First words of docstrings that are clauses; a property may begin with "Whether"."""
+
 
 def functions():
     """Each function that the rule is for: a file and its node."""
@@ -112,6 +115,20 @@ def test_docstrings_and_comments_name_their_subjects(path):
             wrong.append(f"{path.name}:{line}: begins with {text[:40]!r}")
         for found in UNWANTED.finditer(text):
             wrong.append(f"{path.name}:{line}: {found[0]!r} in {text[:40]!r}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("room", ["jaxdp", "tests", "benchmarks", "examples"])
+def test_docstrings_begin_with_their_nouns_or_verbs(room):
+    kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
+    wrong = []
+    for path in sorted((pathlib.Path(__file__).parents[1] / room).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            text = isinstance(node, kinds) and ast.get_docstring(node)
+            marks = map(ast.unparse, getattr(node, "decorator_list", []))
+            if text and (first := re.match(BEGINNINGS, text)):
+                if first[0] != "Whether" or not any("property" in m for m in marks):
+                    wrong.append(f"{path.name}:{getattr(node, 'lineno', 1)}: {text}")
     assert not wrong, "\n".join(wrong)
 
 

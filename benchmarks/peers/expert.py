@@ -81,7 +81,7 @@ def train(
 
 
 def _feed(work: Work) -> Callable[[], Iterable[Any]]:
-    """What gives the batches of an epoch."""
+    """Returns a function that yields the batches of an epoch."""
     if not work.augmented:
         batches = work.batches()
         return lambda: batches

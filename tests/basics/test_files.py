@@ -1,4 +1,4 @@
-"""What is written is whole, told of or refused; what is read as JSON is checked."""
+"""Files and rows are written as a whole; a fault is an error or a warning."""
 
 import os
 import resource
@@ -20,7 +20,7 @@ from jaxdp.history import History
 
 @pytest.fixture
 def little_room():
-    """As on a disk that is nearly full: no file may be larger than so many bytes."""
+    """Yields a function that limits the size of files, as a nearly full disk does."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))

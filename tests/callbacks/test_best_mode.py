@@ -1,4 +1,4 @@
-"""Whether small or large values are best: by `mode`, or by the name of the metric."""
+"""Small or large values are best: `mode` decides, or the name of the metric."""
 
 import pytest
 from toys import batches, linear_trainer

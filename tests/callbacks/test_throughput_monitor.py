@@ -1,4 +1,4 @@
-"""How long the phases of a fit take, and the operations of a step."""
+"""Tests of the times of a fit's phases, and of the operations of a step."""
 
 import time
 

@@ -73,7 +73,7 @@ class Run:
         (step / "files.json").write_text(json.dumps(sums))
 
     def all(self):
-        """What a `load` may change, but for the arrays, which are new ones then."""
+        """Returns all that a `load` may change, but the arrays, which are new then."""
         trainer = self.trainer
         owners = trainer.run.progress, trainer.history, *trainer.callbacks
         return repr((trainer.record.run_id, *map(vars, owners)))

@@ -43,7 +43,7 @@ def best(root, **options):
 
 
 def told(path):
-    """What a checkpoint says, but for what two runs can't have in common."""
+    """Returns a checkpoint's metadata and state, but what two runs can't share."""
     meta = json.loads((path / "meta" / "metadata").read_text())
     for name in ("run_id", "identities"):
         meta.pop(name)

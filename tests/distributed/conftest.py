@@ -11,7 +11,7 @@ HERE = pathlib.Path(__file__).parent
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory):
-    """Where programs that one test has compiled are for the others."""
+    """The folder of compiled programs, which all tests share."""
     return str(tmp_path_factory.mktemp("compiled"))
 
 

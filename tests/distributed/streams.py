@@ -1,4 +1,4 @@
-"""What processes of a test do with loaders and weights of other libraries."""
+"""Tasks for processes of a test, with loaders and weights of other libraries."""
 
 import pathlib
 import warnings
@@ -104,7 +104,7 @@ def resume_all(into):
 
 
 def resumes(kind, local, into):
-    """Whether a run that was stopped inside an epoch ends like one that was not."""
+    """Reports if a run that was stopped inside an epoch ends like one that was not."""
 
     def run(epochs, *callbacks, ckpt_path=None):
         options = {"data": "local" if local else "global"}

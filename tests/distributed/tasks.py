@@ -1,4 +1,4 @@
-"""What the processes of a test do. Imported once, in the server that they fork from."""
+"""Tasks for processes of a test. The server that they fork from imports this once."""
 
 import atexit
 import hashlib

@@ -1,4 +1,4 @@
-"""What can be wrong when the processes of a job start: named, and by all of them."""
+"""All processes of a job name the fault if they can't start together."""
 
 import concurrent.futures
 import contextlib

@@ -22,7 +22,7 @@ SIZES = [41, 13]
 
 
 def told(outputs):
-    """What each process told, in order."""
+    """Returns the values that each process reported, in order."""
     return [
         [json.loads(line) for line in re.findall(r"^told (.*)$", text, re.M)]
         for text in outputs
@@ -42,12 +42,12 @@ def tell_alone(capsys):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Where the scenes of a job write."""
+    """The folder that the scenes of a job write to."""
     return tmp_path_factory.mktemp("scenes")
 
 
 def play(crew, scenes):
-    """What both processes of one job printed in scenes, by their names."""
+    """Plays scenes in one job; returns the texts of both processes, by scene."""
     job = crew("in_turn", start={"devices": 2}, scenes=scenes)
     codes, outputs = job.join(limit=LIMIT * len(scenes))
     assert codes == [0, 0], job.all_outputs()

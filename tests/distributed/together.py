@@ -1,4 +1,4 @@
-"""What the processes of `test_together` do; each prints a line of JSON for the test."""
+"""Scenes for the processes of `test_together`; each prints JSON for the test."""
 
 import contextlib
 import datetime
@@ -169,7 +169,7 @@ def plateaus():
 
 
 def planned():
-    """What the plans say of the processes."""
+    """Reports the hosts, rows and traffic that plans have for the processes."""
     run = trainer("FSDP")
     loader = DataLoader(data(64), 16)
 
@@ -504,7 +504,7 @@ def spoilt(step):
 
 
 def decisions():
-    """What one process decides, or all by what they see: all do it together."""
+    """All processes stop together, if one decides it or all by the values they see."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         stop = here(1, 3, lambda run: setattr(run, "should_stop", True))

@@ -1,4 +1,4 @@
-"""What the extras refuse, each by an error that says what to do."""
+"""Each refusal of the extras is an error that says what to do."""
 
 import re
 import sys

@@ -31,7 +31,7 @@ from jaxdp.strategies import tensor_rules
 
 
 def check_alike(layer, others, inputs, **keywords):
-    """Whether layers have the same values, and gradients of all they are given."""
+    """Asserts that layers have the same values, and gradients of weights and inputs."""
 
     def total(both):
         result = both[0](*both[1], **keywords)
@@ -251,7 +251,7 @@ HALF = jnp.bfloat16
 
 
 def on(monkeypatch, device, count=1):
-    """As if such devices were here; returns the shapes that cuDNN is called with."""
+    """Pretends to have such devices; returns the shapes that cuDNN is called with."""
     calls = []
 
     def attention(query, key, value, *, is_causal, implementation):

@@ -141,7 +141,7 @@ def with_state(tmp_path_factory):
 
 
 def loaded(path, like, **options):
-    """What is loaded, or the error; and what is warned of."""
+    """Returns the loaded model or the text of the error, and the warnings."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         try:

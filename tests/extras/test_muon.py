@@ -60,7 +60,7 @@ class Model(eqx.Module):
 
 
 def axes(params):
-    """What optax is to take for matrices, in Equinox's order of axes."""
+    """Returns the axes of matrices for optax, in Equinox's order."""
     labels = jax.tree.map(lambda _: None, params)
     where = lambda m: (  # noqa: E731
         m.blocks.stacked.up.weight,

@@ -1,4 +1,4 @@
-"""What W&B and MLflow have of a run, by their own readers."""
+"""W&B and MLflow have the values of a run, as their own readers show."""
 
 import struct
 import time
@@ -40,7 +40,7 @@ def offline(monkeypatch):
 
 
 def wandb_records(folder):
-    """What is in the files of offline runs: config, rows of the history, exit codes."""
+    """Returns the config, history rows and exit codes in the files of offline runs."""
     import wandb
     from wandb.proto import wandb_internal_pb2
 

@@ -74,7 +74,7 @@ class Jobs:
         return -1
 
     def assert_same(self, name, whole, but=()):
-        """That a job ended as one that nothing had happened to."""
+        """Asserts that a job ended as one that nothing had happened to."""
         ours, theirs = self.result(name), self.result(whole)
         for key in ours:
             if key not in but:

@@ -1,4 +1,4 @@
-"""Whether the suite runs at length: `make faults`."""
+"""The switch by which the suite runs at length: `make faults`."""
 
 import os
 

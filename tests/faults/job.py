@@ -184,7 +184,7 @@ def turn_back_the_clock():
 
 
 def kill_a_worker():
-    """As the kernel does when memory is short."""
+    """Kills the worker processes, as the kernel does when memory is short."""
     parent, me = {}, str(os.getpid())
     for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
         try:

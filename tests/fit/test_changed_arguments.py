@@ -1,4 +1,4 @@
-"""What was changed between a save and its resume is named as the argument it is."""
+"""A resume names the arguments that were changed since the save."""
 
 import functools
 import re

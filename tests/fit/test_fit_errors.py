@@ -1,4 +1,4 @@
-"""What trainers and fits refuse, each by an error that says what to change."""
+"""Each refusal of a trainer or a fit is an error that says what to change."""
 
 import equinox as eqx
 import jax

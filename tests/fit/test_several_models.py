@@ -47,7 +47,7 @@ def make(kind, strategy=None, optimizer=None, **options):
 
 @pytest.fixture(scope="module")
 def expected():
-    """What a module of the two has learned."""
+    """The trained arrays of a module that holds the two models."""
     both = quiet(
         Both(ENCODER, HEAD), optax.adam(1e-2), loss_fn=loss_fn, strategy=SingleDevice()
     )

@@ -1,4 +1,4 @@
-"""What users of Lightning and Keras type first."""
+"""Tests of the names that users of Lightning and Keras type first."""
 
 import copy
 import pickle

@@ -336,7 +336,7 @@ def by_hand(name, kind, sizes, others, accumulated=1):
 
 
 def trained(options, kind, strategy, data, others=None, **keywords):
-    """What `by_hand` gives, by a trainer."""
+    """Returns the numbers of `by_hand`, from a trainer."""
     model, state = make_model(kind)
     recorder = Recorder()
     trainer = quiet(

@@ -1,4 +1,4 @@
-"""How a model and a loss are called: with the axes they name, and with state."""
+"""A model and a loss are called with the arguments they name, and with state."""
 
 import functools
 

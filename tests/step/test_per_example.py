@@ -133,7 +133,7 @@ def test_padding_is_copies_of_rows_that_do_not_count(kind, caplog):
 
 @pytest.mark.parametrize("number", [2, True])
 def test_a_weight_may_be_a_constant(number):
-    """That of all rows is the same, so the mean is that without weights."""
+    """All rows have the same weight, so the mean is that without weights."""
 
     def loss(model, x, y):
         return plain(model, x, y), {"m": (x[0], number), "n": number}

@@ -1,4 +1,4 @@
-"""What is in which dtype, and the scaling of float16's losses."""
+"""Tests of the dtypes of arrays in a step, and of the scaling of float16's losses."""
 
 import equinox as eqx
 import jax

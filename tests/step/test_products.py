@@ -1,4 +1,4 @@
-"""What products of float32 arrays are computed in, and what is said of it."""
+"""Tests of the precision of float32 products, and of the messages about it."""
 
 import types
 

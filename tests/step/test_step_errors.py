@@ -1,4 +1,4 @@
-"""What losses, models, parts and weights of steps may not be: errors that say why."""
+"""Losses, models, parts and weights that a step can't use are errors that say why."""
 
 import re
 

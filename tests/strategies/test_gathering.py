@@ -189,7 +189,7 @@ def penalized(model, x, y):
 
 
 def by_row(model, x, y):
-    """Whether a row passes the blocks depends on it, and differs by device."""
+    """Passes rows through the blocks if they begin above 0, which differs by device."""
 
     def logits(x):
         hidden = model.first(x)

@@ -36,7 +36,7 @@ def assert_same_bits(trainer, other):
 
 
 def kinds(trainer):
-    """Where the optimizer's leaves are, by how large they are."""
+    """Returns the kinds of memory that hold the optimizer's large and small leaves."""
     leaves = jax.tree.leaves(trainer.state.opt_state)
     return {(leaf.size > 1024, leaf.sharding.memory_kind) for leaf in leaves}
 

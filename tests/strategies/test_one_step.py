@@ -36,7 +36,7 @@ STRATEGIES = {
 
 
 def strategies_for(case, name):
-    """Those of a name that fit a model, each on another number of devices."""
+    """Returns a name's strategies that fit a model, each on another device count."""
     if name == "TensorParallel":
         shapes = [(count // 2, 2) for count in DEVICES[1:]] if case.split else []
         axes = [{"data": rows, "model": parts} for rows, parts in shapes]

@@ -1,4 +1,4 @@
-"""What strategies refuse, each by an error that says what to do."""
+"""Each refusal of a strategy is an error that says what to do."""
 
 import equinox as eqx
 import jax

@@ -131,7 +131,7 @@ def start(names, later=False, **environment):
 
 
 def finish(process):
-    """What it has written to stderr since it started."""
+    """Lets a process end; returns the text that it wrote to stderr since its start."""
     _, err = process.communicate("\n", timeout=300)
     assert process.returncode == 0, err
     return err.partition("started\n")[2]

@@ -1,4 +1,4 @@
-"""What is in the programs that XLA makes for an H100, which is not here."""
+"""Tests of the programs that XLA makes for an H100, which this machine lacks."""
 
 import equinox as eqx
 import jax

@@ -174,7 +174,7 @@ WORDS = {
 
 
 def collectives(text):
-    """Those of a program with an addition, in which words stand for longer ones."""
+    """Returns a program's collectives. In its text, words stand for longer ones."""
     for word, meaning in WORDS.items():
         text = text.replace(word, meaning)
     return hlo.read(HEADER + ADD + text).collectives

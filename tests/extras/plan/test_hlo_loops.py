@@ -1,4 +1,4 @@
-"""How often loops run, by counters, in programs that were compiled here."""
+"""Tests of the turns that loops run, by counters, in programs compiled here."""
 
 import re
 
@@ -71,7 +71,7 @@ def triangular(x):
 
 
 def gathered(x):
-    """What is gathered comes from the turn's number: GPUs take the first turn out."""
+    """Gathers values made from the turn's number: GPUs take the first turn out."""
     parts = jnp.broadcast_to(x[: WIDTH // 2], (9, WIDTH // 2, WIDTH))
     turn = lambda x, w: (jnp.tanh(x @ lax.all_gather(w, "data", tiled=True)), None)  # noqa: E731
     return lax.scan(turn, x, parts * jnp.arange(9.0)[:, None, None])[0]
@@ -117,7 +117,7 @@ def text_of(name, compiler, options=None):
 
 
 def times_in(text):
-    """How often collectives are run, or None."""
+    """Returns the number of times that collectives run, or None if it is unknown."""
     times = [each.times for each in hlo.read(text).collectives]
     return None if None in times else sum(times)
 

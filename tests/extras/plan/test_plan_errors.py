@@ -1,4 +1,4 @@
-"""What can't be planned or read: each by an error that says why."""
+"""Each refusal to plan or to read a plan is an error that says why."""
 
 import pytest
 from planned import batch, trainer, whole_plan

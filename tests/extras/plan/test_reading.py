@@ -1,4 +1,4 @@
-"""What a compiled step is read to take, against live arrays and arithmetic."""
+"""Tests of the costs read from a compiled step, against live arrays and arithmetic."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""What a plan that does not fit names instead."""
+"""A plan that does not fit names changes that need less memory."""
 
 import equinox as eqx
 import jax
