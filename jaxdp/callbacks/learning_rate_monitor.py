@@ -81,6 +81,9 @@ class LearningRateMonitor(Callback):
         # Then the rate comes from the state.
         rates = self.inside_step(None, None, trainer.state)
         for name, rate in rates.items():
+            mean = name.partition("[")[0]  # over the members of an ensemble
+            if mean != name and mean in latest:
+                trainer.log(mean, latest[mean])
             trainer.log(name, latest.get(name, rate))
 
 

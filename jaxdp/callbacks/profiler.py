@@ -108,6 +108,10 @@ class Profiler(Callback):
             jax.block_until_ready(trainer.state)  # waits for the device
         finally:
             jax.profiler.stop_trace()
+        if trainer.global_step == self._first:
+            text = f"nothing was traced: the fit ended after step {self._first}."
+            announce(trainer, "Profiler", text)
+            return
         traces = self._folder.glob("plugins/profile/*/perfetto_trace.json.gz")
         trace = max(traces, key=lambda path: path.stat().st_mtime)
         text = f"steps {self._first + 1} to {trainer.global_step} are traced in {trace}"

@@ -1,8 +1,11 @@
-"""Workarounds for Orbax: names of folders, and its temporary folders."""
+"""Workarounds for Orbax: names of folders, its log, its temporary folders."""
 
+import contextlib
 import glob
+import logging
 import os
 import re
+from collections.abc import Iterator
 
 
 def check_name(argument: str, path: str) -> None:
@@ -23,3 +26,21 @@ def check_name(argument: str, path: str) -> None:
 def find_unfinished(path: str) -> list[str]:
     """Returns the temporary folders that Orbax writes to before it renames one."""
     return glob.glob(f"{glob.escape(path)}.orbax-checkpoint-tmp*")
+
+
+@contextlib.contextmanager
+def silence_orbax() -> Iterator[None]:
+    """Hides Orbax's log of errors within the block, which are raised as well.
+
+    When a disk is full, it has some 600 lines.
+    """
+
+    def is_of_others(record: logging.LogRecord) -> bool:
+        return f"{os.sep}orbax{os.sep}" not in record.pathname
+
+    logger = logging.getLogger("absl")
+    logger.addFilter(is_of_others)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_of_others)

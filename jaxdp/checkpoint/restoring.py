@@ -201,13 +201,19 @@ def _check_same_leaves(
 ) -> None:
     """Raises unless the leaves of a checkpoint have the expected shapes and dtypes.
 
-    The error lists the arguments that have `changed`, then the leaves that differ.
+    The error lists the arguments that have `changed` but the model, then the leaves
+    that differ. If these are the optimizer's alone, the arguments explain them.
     """
     lines = list_differences(use_public_names(wanted), use_public_names(stored))
     if lines:
+        arguments = [line for line in changed if not line.startswith("  `model`")]
+        is_explained = arguments and all(
+            line.startswith("  opt_state") for line in lines
+        )
+        shown = arguments if is_explained else [*arguments, *lines]
         raise ValueError(
             f"`path`: {path} does not fit this trainer:\n"
-            f"{join_first_lines([*changed, *lines])}\n"
+            f"{join_first_lines(shown)}\n"
             "Pass the same ones to resume; `jaxdp.load_model(path, like=model)` loads"
             " the weights alone."
         )

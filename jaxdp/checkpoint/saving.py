@@ -38,7 +38,7 @@ from .leaves import (
     nest_by_field,
 )
 from .metadata import FORMAT, check_schema, list_files_of_process, write_file_list
-from .orbax_quirks import check_name, find_unfinished
+from .orbax_quirks import check_name, find_unfinished, silence_orbax
 
 
 class SaveFailed(RuntimeError):
@@ -109,12 +109,13 @@ class PendingSave:
         return self.path
 
     def _write(self, checkpointer: Any) -> None:
-        try:
-            checkpointer.wait_until_finished()
-            sync_to_disk(os.path.dirname(self.path))
-            checkpointer.close()
-        except BaseException as error:
-            self._error = error
+        with silence_orbax():
+            try:
+                checkpointer.wait_until_finished()
+                sync_to_disk(os.path.dirname(self.path))
+                checkpointer.close()
+            except BaseException as error:
+                self._error = error
 
 
 _starting: Final = threading.Lock()
@@ -205,10 +206,11 @@ def start_saving(
             options = ocp.options.AsyncOptions(
                 barrier_sync_fn=arrive, post_finalization_callback=finish
             )
-            checkpointer = ocp.AsyncCheckpointer(
-                ocp.CompositeCheckpointHandler(), async_options=options
-            )
-            checkpointer.save(path, args=arguments)
+            with silence_orbax():
+                checkpointer = ocp.AsyncCheckpointer(
+                    ocp.CompositeCheckpointHandler(), async_options=options
+                )
+                checkpointer.save(path, args=arguments)
         except (OSError, ValueError) as error:  # a full disk is a ValueError to Orbax
             raise _save_failed(path, error) from error
         saving = PendingSave(path, checkpointer, on_saved, wait_context, processes)

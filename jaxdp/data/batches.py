@@ -132,7 +132,15 @@ def stack_leaves(leaves: Sequence[Any]) -> Any:
     """Returns arrays of one shape as one, along a new first axis."""
     if all([type(leaf) is np.ndarray for leaf in leaves]):
         return np.stack(leaves)
-    return _stack_on_device(leaves)
+    first = next(leaf for leaf in leaves if isinstance(leaf, jax.Array))
+    devices = first.sharding.device_set
+    moved = [
+        jax.device_put(leaf, first.sharding)
+        if isinstance(leaf, jax.Array) and leaf.sharding.device_set != devices
+        else leaf
+        for leaf in leaves
+    ]
+    return _stack_on_device(moved)
 
 
 @jax.jit

@@ -281,6 +281,8 @@ def _narrow(array: np.ndarray, batch: Any, index: int) -> np.ndarray:
 
 
 def _is_of_numbers(dtype: np.dtype) -> bool:
+    if dtype.char in "gG":
+        return False  # long double, which JAX lacks
     return dtype.kind not in "OUSMmV" or dtype.isbuiltin == 2
 
 

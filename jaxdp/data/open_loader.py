@@ -62,7 +62,8 @@ def open_loader(
             " (The trainer has its model: Trainer(model).fit(loader).)"
         )
     if not isinstance(loader, list | tuple):
-        return IterableSource(loader, argument, partition, seed)
+        # It draws from global generators as the user has seeded them.
+        return IterableSource(loader, argument, partition, seeds_draws=False)
     all_leaves = jax.tree_util.all_leaves  # a loader is a leaf, a batch is not
     if loader and all(_is_iterable(item) and all_leaves([item]) for item in loader):
         raise TypeError(

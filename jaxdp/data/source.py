@@ -243,7 +243,7 @@ class IterableSource(Source):
     """The batches of an iterable: a generator, or a loader of another library.
 
     It gets to a position inside an epoch by the state that the loader publishes, or by
-    reading all batches before it. With a seed, the seed, the epoch and the batch decide
+    reading all batches before it. If it `seeds_draws`, seed, epoch and batch decide
     the draws of global generators.
     """
 
@@ -256,8 +256,10 @@ class IterableSource(Source):
         argument: str,
         partition: RowPartition = ALL_ROWS,
         seed: int = 0,
+        seeds_draws: bool = True,
     ):
         super().__init__(loader, argument, partition, seed)
+        self._seeds_draws = seeds_draws
         self._state = find_loader_state(loader, argument)
         self._notes: collections.deque[Any] = collections.deque(maxlen=_NUM_NOTES)
 
@@ -343,10 +345,15 @@ class IterableSource(Source):
         return iter(self.loader)
 
     def _iterate(self, epoch: int, first: int) -> Iterator[Any]:
-        """Yields the loader's batches, the first of which has number `first`.
+        """Returns the loader's batches, the first of which has number `first`.
 
-        Before each one, global generators are seeded.
+        Global generators are seeded before each one if `seeds_draws`.
         """
+        if not self._seeds_draws:
+            return self._make_iterator()
+        return self._seed_each(epoch, first)
+
+    def _seed_each(self, epoch: int, first: int) -> Iterator[Any]:
         process = self.partition.sampler_seed
         with seed_globally(self.seed, epoch, *process):
             batches = self._make_iterator()

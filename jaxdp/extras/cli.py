@@ -134,6 +134,9 @@ def _plan(options: argparse.Namespace) -> None:
             runpy.run_path(script, run_name="__main__")
     except _PlanDone:
         print(plans[0])
+    except SystemExit as error:
+        if error.code:  # the script says why
+            raise
     finally:
         sys.argv, sys.path[:] = argv, path
     if not plans:

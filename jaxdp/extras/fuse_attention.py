@@ -64,7 +64,12 @@ def fuse_attention(
     check_count("block", block)
     check_choice("implementation", implementation, ("auto", "cudnn", "blocks"))
     patterns = [causal] if isinstance(causal, str) else causal
-    if not isinstance(patterns, bool | list | tuple) or patterns in ([], ()):
+    are_texts = (
+        isinstance(patterns, list | tuple)
+        and len(patterns) > 0
+        and all(isinstance(pattern, str) for pattern in patterns)
+    )
+    if not (isinstance(patterns, bool) or are_texts):
         raise TypeError(
             "`causal` must be True, False, or path patterns of layers, such as"
             f" 'decoder.**'; got {causal!r}."

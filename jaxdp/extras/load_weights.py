@@ -154,6 +154,14 @@ def _load(
             f"`names`: the model and {os.fspath(path)} don't fit, so nothing was"
             f" loaded.\n{table}"
         )
+    for leaf, parts in mappings:
+        is_filled = (leaf.tree, leaf.index) in filled
+        value = leaves[leaf.tree][leaf.index]
+        if not is_filled and isinstance(value, jax.ShapeDtypeStruct):
+            raise ValueError(
+                f"`names`: {next(iter(parts.values()))[0]} is to stay as it is, but"
+                " `like` has only its shape; fill it, or make the model itself."
+            )
     for (tree, index), (leaf, views) in filled.items():
         leaves[tree][index] = _make_array(leaf.value, views)
     for norm in find_norms(*like).values():

@@ -274,11 +274,17 @@ class _ReplicaAxisCollectives(AxisCollectives):
 def _init_replicas(inner: Any, replicas: PyTree) -> PyTree:
     """Returns the state of the optimizer `inner` for each replica.
 
-    Scalars, such as learning rates, are shared by all replicas, so that they can be
-    set; unless an update computes one of them from gradients.
+    Scalars of no parameter, such as learning rates, are shared by all replicas, so that
+    they can be set; unless an update computes one of them from gradients.
     """
     states = jax.vmap(inner.init)(replicas)
-    shared = jax.tree.map(lambda leaf: leaf[0] if leaf.ndim == 1 else leaf, states)
+    share = lambda leaf: leaf[0] if leaf.ndim == 1 else leaf  # noqa: E731
+    try:
+        shared = optax.tree_utils.tree_map_params(
+            inner, lambda leaf: leaf, states, transform_non_params=share
+        )
+    except Exception:  # optax can't tell the parameters in this state
+        shared = jax.tree.map(share, states)
     update = _make_replica_update(inner, shared, jnp.zeros(()))
     try:
         jax.eval_shape(update, replicas, shared, replicas)

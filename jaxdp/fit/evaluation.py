@@ -222,7 +222,8 @@ def predict(
                 "`loader` shuffles: the predictions are in the order of its rows, not"
                 " in that of its dataset. Pass a loader with shuffle=False."
             )
-        if getattr(loader, "drop_last", False) is True:
+        parts = loader, getattr(loader, "batch_sampler", None)
+        if any(getattr(part, "drop_last", False) is True for part in parts):
             warn(
                 "`loader` has drop_last=True: the rows of a last, smaller batch get no"
                 " prediction. Pass a loader with drop_last=False."

@@ -308,8 +308,9 @@ class Limits:
         return step >= self.min_steps and epoch >= self.min_epochs
 
     def format_minimum(self) -> str:
-        """Returns `min_epochs` and `min_steps` for a message; 0 if not given."""
-        return f"`min_epochs`={self.min_epochs} and `min_steps`={self.min_steps}"
+        """Returns those of `min_epochs` and `min_steps` that are set, for a message."""
+        least = {"min_epochs": self.min_epochs, "min_steps": self.min_steps}
+        return " and ".join(f"`{name}`={n}" for name, n in least.items() if n)
 
     def steps_until_stop(self, step: int, batches_done: int) -> int | None:
         """Returns the steps until `min_steps`, `max_steps` or a validation within the

@@ -32,7 +32,12 @@ def call_model(
     name that its BatchNorm layers use.
     """
     given_state = copy_state(model_state)
-    norms = find_nodes(eqx.nn.BatchNorm, model)
+    axes = {norm.axis_name for norm in find_nodes(eqx.nn.BatchNorm, model)}
+    if len(axes) > 1 or any(not isinstance(axis, str) for axis in axes):
+        raise ValueError(
+            f"the model's BatchNorm layers name the axes {sorted(map(str, axes))}; give"
+            " all of them one, axis_name='batch', which has all rows of the batch."
+        )
 
     def one_row(row: PyTree, key: PRNGKeyArray) -> Any:
         keywords = bind_keywords(model, key, training=rows.training)
@@ -46,7 +51,7 @@ def call_model(
         one_row,
         (row_axes(x), 0),
         out_axes=(0, None),
-        axis_name=norms[0].axis_name if norms else None,
+        axis_name=next(iter(axes), None),
     )(x, rows.keys)
 
 
@@ -65,6 +70,7 @@ def row_axes(batch: PyTree) -> PyTree:
 
 def bind_keywords(model: Any, key: Any, *, training: bool) -> dict[str, Any]:
     """Returns those of `key` and `training` that the model's call names."""
+    check_training_flags(model)
     named = find_keywords(model)
     offered = {"key": key, "training": training}
     return {name: value for name, value in offered.items() if name in named}

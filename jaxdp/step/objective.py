@@ -153,10 +153,14 @@ class LossFnObjective:
             is_long = isinstance(result, tuple) and len(result) in (2, 3)
             if not is_long or not isinstance(result[-1], eqx.nn.State):
                 got = map(describe, result if is_long else [result])
+                is_state = lambda node: isinstance(node, eqx.nn.State)  # noqa: E731
+                nodes = jax.tree_util.tree_leaves_with_path(result, is_leaf=is_state)
+                paths = [jax.tree_util.keystr(p) for p, node in nodes if is_state(node)]
+                where = f" The State is result{paths[0]}." if paths else ""
                 raise TypeError(
                     "`loss_fn` takes `state`, so it must return (loss, state) or"
                     " (loss, metrics, state), with the new eqx.nn.State last and not"
-                    f" inside of another element; got {', '.join(got)}."
+                    f" inside of another element; got {', '.join(got)}.{where}"
                 )
             *result, state = result
             model_state = state

@@ -174,9 +174,11 @@ def make_leaf_mask(params: PyTree, model: PyTree, argument: str) -> PyTree:
     try:
         return jax.tree.map(spread, params, model)
     except (TypeError, ValueError) as error:
+        # JAX's text on a structure has several lines, and names types alone.
+        came = f": {error}" if isinstance(error, TypeError) else "."
         raise type(error)(
             f"{argument} must be a path pattern, a list of them, or a pytree of bools"
-            f" that is a prefix of the model: {error}"
+            f" that is a prefix of the model{came}"
         ) from error
 
 

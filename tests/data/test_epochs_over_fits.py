@@ -209,10 +209,35 @@ def test_predictions_of_a_shuffling_loader_are_warned_of(kind):
     assert np.allclose(found, in_order) == ("order" in kind)
 
 
-@pytest.mark.parametrize("kind", ["torch", "Arrays"])
+class Drawn:
+    """A loader of one's own that draws from NumPy's global generator."""
+
+    def __iter__(self):
+        x, y = rows(8)
+        for _ in range(3):
+            yield x + np.random.rand(*x.shape).astype(x.dtype), y  # noqa: NPY002
+
+
+@pytest.mark.parametrize("kind", [Drawn, lambda: iter(Drawn())])
+def test_a_loader_of_ones_own_draws_as_the_user_has_seeded(kind):
+    def train(seed):
+        np.random.seed(seed)  # noqa: NPY002
+        recorder = Recorder()
+        make(recorder).fit(kind())
+        return [*recorder.losses, np.random.rand()]  # noqa: NPY002
+
+    first = train(0)
+    assert train(0) == first
+    assert not set(train(1)) & set(first)
+
+
+@pytest.mark.parametrize("kind", ["torch", "batch_sampler", "Arrays"])
 def test_predictions_without_a_last_short_batch_are_warned_of(kind):
     x = TENSORS.tensors[0].numpy()
     loader = DataLoader(TENSORS, 8, drop_last=True)
+    if kind == "batch_sampler":
+        sampler = data.BatchSampler(data.SequentialSampler(TENSORS), 8, True)
+        loader = DataLoader(TENSORS, batch_sampler=sampler)
     if kind == "Arrays":
         loader = Arrays(x, batch_size=8, shuffle=False, drop_last=True)
     with pytest.warns(UserWarning, match="drop_last=True: the rows of a last"):

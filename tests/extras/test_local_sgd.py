@@ -206,3 +206,21 @@ def test_changes_in_half_precision_are_averaged_in_float32():
     updates, _ = wrapped.update(steps, state, start)
     assert float(updates[0]) in (132.0, 133.0)  # bfloat16 has eight bits
     assert updates.dtype == jnp.bfloat16
+
+
+class Scaled(eqx.Module):
+    layer: eqx.nn.Linear
+    scale: jax.Array
+
+    def __call__(self, x):
+        return self.scale * self.layer(x)
+
+
+def test_a_parameter_that_is_a_scalar_leaves_learning_rates_shared():
+    model = Scaled(eqx.nn.Linear(4, 3, key=jax.random.key(0)), jnp.array(1.0))
+    optimizer = optax.inject_hyperparams(optax.adam)(0.1)
+    strategy = LocalSGD(every=2)
+    trainer = make_small(model, optimizer, loss="cross_entropy", strategy=strategy)
+    trainer.fit(batches(16, 16))
+    assert np.shape(trainer.hyperparams["learning_rate"]) == ()
+    trainer.set_hyperparams(learning_rate=0.01)

@@ -341,3 +341,14 @@ def test_what_can_not_be_kept_is_refused(tells, metrics, error, match, tmp_path)
     with pytest.raises(error, match=match):
         trainer.fit([(X, np.ones((8, 3), np.float32))])
         trainer.save(tmp_path / "saved")
+
+
+def test_a_pass_without_the_loss_refuses_flags_that_it_would_not_set():
+    def loss_fn(model, x, y):
+        return ((jax.vmap(lambda row: model(row, train=True))(x) - y) ** 2).mean()
+
+    model = Trains(4, 3, key=jax.random.key(0))
+    trainer = make(model, loss_fn=loss_fn)
+    trainer.fit([(X, jnp.zeros((8, 3)))])
+    with pytest.raises(TypeError, match="Call it `training`"):
+        trainer.predict([X])
