@@ -165,7 +165,7 @@ def check_optimizer(optimizer: Any) -> None:
         raise TypeError(
             "`optimizer` must be an optax.GradientTransformation, as optax.adam(1e-3)"
             " returns (and `gradient_transformation()` of optax.MultiSteps), or a list"
-            f" of jaxdp.Part; got {came!r}."
+            f" of jaxdp.Part; got {'' if is_short else 'an instance of '}{came!r}."
         )
 
 

@@ -94,7 +94,7 @@ INJECTED = optax.inject_hyperparams(optax.adam)(1e-3)
     ({"optimizer": type(of_other_library("Adam", "torch.optim"))}, TypeError,
      r"`optimizer` must be an optax.*got <class .*Adam'>"),
     ({"optimizer": of_other_library("SGD", "torch.optim")}, TypeError,
-     r"or a list of jaxdp.Part; got <class .*SGD'>"),
+     r"or a list of jaxdp.Part; got an instance of <class .*SGD'>"),
     ({"loss": of_other_library("CrossEntropyLoss", "torch.nn", __call__=x_y)},
      TypeError, "`loss` is torch's CrossEntropyLoss"),
     ({"metrics": {"f1": of_other_library("f1_score", "sklearn.m", __call__=x_y)}},
