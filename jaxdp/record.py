@@ -169,8 +169,8 @@ class Record:
         limits = self.limits
         if limits is None or limits.max_steps is None:
             return limits and limits.steps_per_epoch
-        left = max(limits.max_steps - self._progress.global_step, 0)
-        return min(self.batch_idx + left, limits.steps_per_epoch or math.inf)
+        remaining = max(limits.max_steps - self._progress.global_step, 0)
+        return min(self.batch_idx + remaining, limits.steps_per_epoch or math.inf)
 
     @property
     def is_at_epoch_end(self) -> bool:

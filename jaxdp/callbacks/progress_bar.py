@@ -107,8 +107,8 @@ class ProgressBar(Callback):
         loss = trainer.record.latest("loss") if shown is self._train else None
         text += "" if loss is None else f", loss {loss:.3g}"
         if total is not None and n < total:
-            left = seconds * (total - n) / (n - shown.batches)
-            text += f", {format_seconds(left)} left"
+            remaining = seconds * (total - n) / (n - shown.batches)
+            text += f", {format_seconds(remaining)} left"
         if shown is self._train:
             text += _format_speed(trainer, shown, seconds)
         if not self._is_live:

@@ -66,9 +66,9 @@ def find_hyperparams(state: PyTree) -> dict[str, Hyperparam]:
 
 def fetch_hyperparams(state: PyTree) -> Mapping[str, Any]:
     """Returns the values by the names of `find_hyperparams`. Waits for the device."""
-    found = find_hyperparams(state).items()
+    hyperparams = find_hyperparams(state).items()
     # waits for the device
-    arrays = {name: np.asarray(each.leaf) for name, each in found}
+    arrays = {name: np.asarray(hyperparam.leaf) for name, hyperparam in hyperparams}
     values = {name: a if a.ndim else a.item() for name, a in arrays.items()}
     return MappingProxyType(values)
 

@@ -55,8 +55,8 @@ def plan_step(
 
     def compile_plan(config: TrainerConfig, rows: int | None) -> Plan:
         def engine_on(strategy: DataParallel) -> Engine:
-            there = config.replace(strategy=strategy)
-            engine = there.make_engine(run.hooks, abstract=True)
+            planned = config.replace(strategy=strategy)
+            engine = planned.make_engine(run.hooks, abstract=True)
             engine.replace_pure(objective=objective)
             engine.set_options(options)
             return engine
