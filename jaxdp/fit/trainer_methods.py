@@ -122,13 +122,12 @@ def get_shapes(run: "Run") -> tuple[Any, Any, Any]:
     placed.
     """
     config = run.config
-    try:
-        if run.has_engine:
-            state = run.engine.device_state.get_shapes()
-        else:
-            state = config.make_engine(run.hooks, abstract=True).state
-    except NotImplementedError:  # a custom strategy may have no `mesh`
+    if run.has_engine:
+        state = run.engine.device_state.get_shapes()
+    elif config.strategy.mesh.empty:  # an engine of the user's own
         return *config.parts[:2], config.model_state
+    else:
+        state = config.make_engine(run.hooks, abstract=True).state
     return state.params, state.buffers, state.model_state
 
 
