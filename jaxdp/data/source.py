@@ -243,8 +243,8 @@ class IterableSource(Source):
     """The batches of an iterable: a generator, or a loader of another library.
 
     It gets to a position inside an epoch by the state that the loader publishes, or by
-    reading all batches before it. If it `seeds_draws`, seed, epoch and batch decide
-    the draws of global generators.
+    reading all batches before it. With `seeds_draws`, the seed, the epoch and the batch
+    decide the draws of global generators; without, they are as the user seeded them.
     """
 
     needs_commits = True

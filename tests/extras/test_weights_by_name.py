@@ -330,3 +330,16 @@ def test_weights_are_saved_in_the_dtype_that_is_asked_for(tmp_path, dtype, caplo
         assert kinds == {"weight": "bfloat16", "count": model["count"].dtype.name}
     with pytest.raises(ValueError, match="`like` and `dtype`=bfloat16"):
         jaxdp.save_weights(model, alike, names, like=asked, dtype=dtype)
+
+
+def test_a_leaf_that_stays_as_it_is_can_not_be_a_shape(tmp_path):
+    def make():
+        return eqx.nn.Linear(4, 3, key=jax.random.key(0))
+
+    path = tmp_path / "model.safetensors"
+    jaxdp.save_weights(make(), path, {"**": "**"})
+    names = {"weight": "weight", "bias": None}
+    loaded = jaxdp.load_weights(path, make(), names, ignore=["bias"])
+    assert (loaded.weight == make().weight).all()
+    with pytest.raises(ValueError, match="bias is to stay as it is, but `like` has"):
+        jaxdp.load_weights(path, eqx.filter_eval_shape(make), names, ignore=["bias"])
