@@ -12,7 +12,7 @@ import numpy as np
 from .basics.arguments import as_number
 from .basics.columns import EPOCH, VALIDATION
 from .basics.console import warn
-from .basics.stopwatch import NO_STOPWATCH, Stopwatch
+from .basics.stopwatch import Stopwatch
 from .basics.tracebacks import note_callback
 from .distributed import ProcessGroup
 from .history import History
@@ -122,7 +122,7 @@ class Record:
         self.names: tuple[str, ...] = ()
         self.names_are_all = True
         self.limits: Any = None
-        self.stopwatch: Stopwatch = NO_STOPWATCH
+        self.stopwatch = Stopwatch()
         self._processes, self._progress = processes, progress
         self._accumulate = accumulate
 
@@ -293,7 +293,7 @@ class Record:
     def open(self) -> Iterator[None]:
         """Starts the list of readers of a fit, or of a loop of the caller, anew."""
         was_open, outer = self._target is not None, self._readers
-        self._readers, self.stopwatch = [], NO_STOPWATCH
+        self._readers, self.stopwatch = [], Stopwatch()
         self.begin_step()
         try:
             yield
@@ -362,8 +362,7 @@ class Record:
 
     def measure_phases(self) -> Stopwatch:
         """Has the fit that begins measured, phase by phase; for `Callback.setup`."""
-        if not self.stopwatch.is_on:
-            self.stopwatch = Stopwatch()
+        self.stopwatch.is_on = True
         return self.stopwatch
 
     def read_queue(self) -> None:

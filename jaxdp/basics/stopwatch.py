@@ -1,6 +1,5 @@
 """The time of a loop by phase: each second counts once."""
 
-import copy
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,12 +26,12 @@ class Stopwatch:
     seconds add up to the elapsed time. A validation or a checkpoint counts all phases
     inside of it as its own.
 
-    Args:
-        is_on: False for a stopwatch that measures and wraps nothing.
+    Attributes:
+        is_on: whether a callback reads it; if none does, no function is wrapped.
     """
 
-    def __init__(self, *, is_on: bool = True):
-        self.is_on = is_on
+    def __init__(self) -> None:
+        self.is_on = False
         self._seconds: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
         self._stack: list[Phase] = ["loop"]
         self._last = time.perf_counter()
@@ -58,29 +57,9 @@ class Stopwatch:
 
     def time_function(self, phase: Phase, function: Callable[..., Any]) -> Any:
         """Returns `function`, with its calls counted as `phase`."""
-        if not self.is_on:
-            return function
 
         def call_timed(*arguments: Any, **options: Any) -> Any:
             with self.measure(phase):
                 return function(*arguments, **options)
 
-        return call_timed
-
-    def time_iterator(self, phase: Phase, items: Iterator[Any]) -> Iterator[Any]:
-        """Returns `items`, with the wait for each one counted as `phase`."""
-        if not self.is_on:
-            return items
-        # Calls it until it raises StopIteration; no item is the sentinel.
-        return iter(self.time_function(phase, items.__next__), object())
-
-    def time_methods(self, phase: Phase, owner: Any, names: tuple[str, ...]) -> Any:
-        """Returns a copy of `owner` with its named methods counted as `phase`."""
-        timed = copy.copy(owner)
-        for name in names:
-            setattr(timed, name, self.time_function(phase, getattr(owner, name)))
-        return timed
-
-
-NO_STOPWATCH: Final = Stopwatch(is_on=False)
-"""The stopwatch of a fit that no callback measures."""
+        return call_timed if self.is_on else function

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from ..basics.arguments import check_number, checks_arguments
-from ..basics.stopwatch import NO_STOPWATCH, PHASES
+from ..basics.stopwatch import PHASES, Stopwatch
 from ..basics.units import format_number, format_seconds
 from .base import Callback, Trainer
 from .monitor import announce
@@ -65,7 +65,7 @@ class ThroughputMonitor(Callback):
         self.flops_per_example = flops_per_example
         self.peak_flops_per_device = peak_flops_per_device
         self.summary: dict[str, float] = {}
-        self._stopwatch = NO_STOPWATCH
+        self._stopwatch = Stopwatch()
         self._counts = {"steps": 0, "examples": 0}
         self._start: dict[str, float] = {}  # the totals when the first step began
         self._last: dict[str, float] = {}  # and when the last row was logged

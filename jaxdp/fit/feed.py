@@ -158,7 +158,8 @@ class Feed:
         remaining = None if limit is None else max(0, limit - progress.done)
         batches = self._source.read_epoch(progress.position())
         windows = make_windows(itertools.islice(batches, remaining), slots)
-        windows = run.record.stopwatch.time_iterator("data", windows)
+        read = run.record.stopwatch.time_function("data", windows.__next__)
+        windows = iter(read, object())  # until it raises StopIteration
         pack = engine.steps["train"].packer.pack
         for window in windows:
             groups = [[window]]

@@ -64,6 +64,7 @@ def test_each_phase_has_its_share_of_the_time(tmp_path, clock):
     # The first batch is read before the clock starts; the callback comes last.
     assert float(first["throughput/data"]) == pytest.approx(3 / 4)
     assert float(first["throughput/callbacks"]) == pytest.approx(1 / 4)
+    assert float(second["throughput/seconds"]) == 8
     assert float(second["throughput/data"]) == pytest.approx(6 / 8)
     assert float(second["throughput/steps_per_s"]) == pytest.approx(2 / 8)
     assert float(second["throughput/examples_per_s"]) == pytest.approx(16 / 8)
