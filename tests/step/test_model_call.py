@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toys import quiet
+from toys import linear, quiet
 
 from jaxdp import FSDP, SingleDevice
 from jaxdp.step.model_call import call_model, check_training_flags, find_keywords
@@ -16,9 +16,9 @@ from jaxdp.step.state import MaskAndKeys
 
 X = np.arange(6, dtype=np.float32).reshape(3, 2)
 KEY = jax.random.key(0)
-KEYS = jax.random.split(KEY, 3)
-X4 = np.ones((8, 4), np.float32)
-ROWS = MaskAndKeys(jnp.ones(3, bool), KEYS, KEY, jnp.int32(0), True)
+ROWS = MaskAndKeys(
+    jnp.ones(3, bool), jax.random.split(KEY, 3), KEY, jnp.int32(0), training=True
+)
 
 
 class Switch(eqx.Module):
@@ -61,9 +61,7 @@ def test_a_state_is_left_as_it_was_and_may_be_set_to_a_constant():
 class Told(eqx.Module):
     """Adds what it is told of to its predictions: 1 in training, else 0."""
 
-    linear: eqx.nn.Linear = eqx.field(
-        default_factory=lambda: eqx.nn.Linear(4, 3, key=KEY)
-    )
+    linear: eqx.nn.Linear = eqx.field(default_factory=linear)
 
     def __call__(self, x, key=None, training=None):
         assert isinstance(training, bool)
@@ -80,31 +78,32 @@ class ToldWithState(Told):
 
 
 MODELS = {
-    "with a state": (lambda: eqx.nn.make_with_state(ToldWithState)(), {}),
-    "split and recomputed": (
-        Told,
-        {"strategy": FSDP(2, min_size=1), "remat": "linear"},
-    ),
-    "an ensemble": (
-        lambda: eqx.filter_vmap(lambda _: Told())(jnp.arange(2)),
-        {"ensemble": 2},
-    ),
-    "a partial": (lambda: eqx.Partial(Told(), key=None), {"precision": "bf16-mixed"}),
-}
+    "with a state": lambda: dict(zip(
+        ("model", "state"), eqx.nn.make_with_state(ToldWithState)(), strict=True
+    )),
+    "split and recomputed": lambda: {
+        "model": Told(), "strategy": FSDP(2, min_size=1), "remat": "linear"
+    },
+    "an ensemble": lambda: {
+        "model": eqx.filter_vmap(lambda _: Told())(jnp.arange(2)), "ensemble": 2
+    },
+    "a partial": lambda: {
+        "model": eqx.Partial(Told(), key=None), "precision": "bf16-mixed"
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_model_that_names_training_is_told_in_each_pass(kind):
-    make, options = MODELS[kind]
-    model, state = made if isinstance(made := make(), tuple) else (made, None)
-    options = {"strategy": SingleDevice(), "state": state} | options
-    trainer = quiet(model, loss=lambda p, y: p.mean(-1), **options)
-    data = [(X4, np.zeros(8, np.int32))]
+    options = {"strategy": SingleDevice(), "loss": lambda p, y: p.mean(-1)}
+    trainer = quiet(**options | MODELS[kind]())
+    x = np.ones((8, 4), np.float32)
+    data = [(x, np.zeros(8, np.int32))]
     assert trainer.fit(data)["loss"] == [1.0]
     assert trainer.validate(data)["val_loss"] == 0
     assert trainer.test(data)["test_loss"] == 0
-    assert not trainer.predict([X4]).any()
-    assert not trainer.inference_model()(X4[0]).any()
+    assert not trainer.predict([x]).any()
+    assert not trainer.inference_model()(x[0]).any()
 
 
 @pytest.mark.parametrize("model, names", [
@@ -137,13 +136,11 @@ def test_a_name_that_nobody_passes_is_refused(name):
             quiet(model, loss="mse")
 
 
-def test_a_loss_fn_that_can_not_tell_the_model_is_said(caplog):
-    def without(model, x, y):
-        return jax.vmap(lambda x: model(x, training=True))(x).mean(1)
-
+@pytest.mark.parametrize("names", [True, False])
+def test_a_loss_fn_that_can_not_tell_the_model_is_said(names, caplog):
     def naming(model, x, y, training):
         return jax.vmap(lambda x: model(x, training=training))(x).mean(1)
 
-    for loss_fn, is_said in {naming: False, without: True}.items():
-        quiet(Told(), loss_fn=loss_fn, strategy=SingleDevice())
-        assert ("Name `training` in `loss_fn`" in caplog.text) is is_said
+    loss_fn = naming if names else lambda model, x, y: naming(model, x, y, True)
+    quiet(Told(), loss_fn=loss_fn, strategy=SingleDevice())
+    assert ("Name `training` in `loss_fn`" in caplog.text) is not names

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toys import On, batches, linear, linear_on_one_device, make_small, mlp, quiet
+from toys import On, batches, linear, linear_on_one_device, make_small, quiet
 
 from jaxdp import Pmap, Sharded, SingleDevice
 from jaxdp.step.per_example import Arguments
 
-cross_entropies = optax.softmax_cross_entropy_with_integer_labels
-OFFERED = {"keys": "keys", "key": "key", "mask": "mask", "state": "state"}
+softmax = optax.softmax_cross_entropy_with_integer_labels
+OFFERED = {name: name for name in ("keys", "key", "mask", "state")}
 
 
 @pytest.mark.parametrize("loss_fn, batch", [
@@ -49,37 +49,25 @@ def test_a_batch_that_does_not_fit_is_refused(loss_fn):
         Arguments(loss_fn).bind(("x", "y"), OFFERED)
 
 
-def fit(loss_fn, data, model=None, strategy=None, **options):
-    model = mlp() if model is None else model
-    options |= {"loss_fn": loss_fn, "strategy": strategy}
-    trainer = quiet(model, optax.adam(1e-2), **options)
-    trainer.fit(data, data, max_epochs=2)
-    return trainer
-
-
-def hard(z, y):  # pairs of rows, and as many features
-    return (jnp.abs(z[:, None] - z[None]).sum(-1) * (y[:, None] == y[None])).mean(1)
-
-
 OF_BATCHES = {
     "vmapped": jax.vmap(lambda p, y: -jax.nn.log_softmax(p)[y]),
-    "pairs": hard,
-    "a mean": lambda p, y: cross_entropies(p, y).mean(),
+    "pairs": lambda p, y: (
+        jnp.abs(p[:, None] - p[None]).sum(-1) * (y[:, None] == y[None])
+    ).mean(1),
+    "a mean": lambda p, y: softmax(p, y).mean(),
 }
+"""Of as many rows as features."""
 
 
 @pytest.mark.parametrize("name", OF_BATCHES)
 def test_a_loss_that_is_written_for_a_batch_is_not_taken_for_one_of_an_example(name):
     data = [(np.ones((4, 4), np.float32), np.arange(4))]
-    trainer = make_small(
-        eqx.nn.Linear(4, 4, key=jax.random.key(0)), loss=OF_BATCHES[name]
-    )
+    trainer = make_small(linear(4, 4), loss=OF_BATCHES[name])
     assert np.isfinite(trainer.fit(data)["loss"][-1])
 
 
 def cross_entropy(model, x, y):
-    logits = jax.vmap(model)(x)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, y)
+    return softmax(jax.vmap(model)(x), y)
 
 
 @pytest.mark.parametrize("options", [
@@ -98,12 +86,13 @@ def test_a_loss_may_name_the_step_and_whether_it_trains(options):
         here = {"step_no": jnp.full(len(x), step), "trains": jnp.full(len(x), training)}
         return cross_entropy(model, x, y) * (1 + step), here
 
-    options |= {"callbacks": [On(on_train_batch_end=see)]}
-    history = fit(loss_fn, batches(16, 16, 16, 16), **options)
+    data, see = batches(16, 16, 16, 16), On(on_train_batch_end=see)
+    trainer = make_small(loss_fn=loss_fn, callbacks=[see], **options)
+    history = trainer.fit(data, data, max_epochs=2)
     steps = 8 // options.get("accumulate_grad_batches", 1)
     assert seen == [(step, 1) for step in range(steps)]
-    assert history.history["val_step_no"] == [steps // 2, steps]
-    assert history.history["val_trains"] == [0, 0]
+    assert history["val_step_no"] == [steps // 2, steps]
+    assert history["val_trains"] == [0, 0]
 
 
 def test_a_key_per_batch_differs_from_step_to_step_and_repeats_with_the_seed():
@@ -130,31 +119,29 @@ def test_a_model_may_give_and_take_pytrees():
         return ((prediction["a"] - target["a"]) ** 2).mean(axis=1)
 
     x = {"left": np.ones((9, 4), np.float32), "right": np.ones((9, 2), np.float32)}
-    data = [(x, {"a": np.zeros((9, 3), np.float32)})]
-    trainer = fit(None, data, Two(linear()), loss=loss)
+    trainer = quiet(Two(linear()), loss=loss)
+    trainer.fit([(x, {"a": np.zeros((9, 3), np.float32)})])
     predicted = trainer.predict([x])
     assert predicted["a"].shape == (9, 3)
     np.testing.assert_array_equal(predicted["b"], np.full(9, 2.0))
 
 
 def test_of_a_scalar_metric_it_is_said_once_that_it_is_a_mean_of_batches(caplog):
-    def spread(prediction, y):
-        return jnp.std(prediction)
+    metrics = {
+        "spread": lambda prediction, y: jnp.std(prediction),
+        "narrow": lambda prediction, y: jnp.abs(prediction).mean(axis=1),
+    }
 
-    def narrow(prediction, y):
-        return jnp.abs(prediction).mean(axis=1)
+    def told():
+        return [each for each in caplog.messages if "is a scalar" in each]
 
-    def told(name):
-        return sum(f"{name!r} is a scalar" in each for each in caplog.messages)
-
-    trainer = linear_on_one_device(metrics={"spread": spread, "narrow": narrow})
-    data = batches(16, 5)
+    trainer, data = linear_on_one_device(metrics=metrics), batches(16, 5)
     trainer.plan(data)
-    assert told("spread") == 0
+    assert told() == []
     trainer.fit(data, data, max_epochs=2)
     found = trainer.validate(data)
-    assert told("spread") == 1
-    assert told("narrow") == told("loss") == 0
+    (text,) = told()
+    assert "'spread' is a scalar" in text
     of_batches = [jnp.std(jax.vmap(trainer.model)(x)) for x, _ in data]
     expected = np.average(of_batches, weights=[16, 5])
     assert found["val_spread"] == pytest.approx(expected)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toys import NormNet, On, arrays, assert_close, batches, quiet
+from toys import NormNet, On, arrays, assert_close, batches, bits, quiet
 
 from jaxdp import (
     FSDP,
@@ -71,12 +71,13 @@ def parts(every=2, generator=GENERATOR, critic=critic_loss):
 
 
 class Values(Callback):
+    """Keeps every step's scalars."""
+
     def __init__(self):
         self.steps = []
 
     def on_train_batch_end(self, trainer, metrics, batch_idx):
-        found = {name: np.asarray(value) for name, value in metrics.items()}
-        self.steps.append({n: float(v) for n, v in found.items() if v.ndim == 0})
+        self.steps.append({n: float(v) for n, v in metrics.items() if np.ndim(v) == 0})
 
     def of(self, name):
         return [step[name] for step in self.steps]
@@ -92,39 +93,38 @@ def fit(of_parts, *callbacks, epochs=2, data=DATA, model=None, **options):
 def by_hand(data, epochs, every):
     """The model, and the values of every step."""
     gan, steps = Gan(), []
+    named = {
+        "critic": (critic_loss, CRITIC, 1),
+        "generator": (generator_loss, GENERATOR, every),
+    }
     states = {
-        "critic": CRITIC.init(eqx.filter(gan.critic, eqx.is_array)),
-        "generator": GENERATOR.init(eqx.filter(gan.generator, eqx.is_array)),
+        name: optimizer.init(eqx.filter(getattr(gan, name), eqx.is_array))
+        for name, (_, optimizer, _) in named.items()
     }
 
     @eqx.filter_jit
-    def update(gan, state, x, keys, name, loss_fn, optimizer):
-        def mean(own):
-            whole = eqx.tree_at(lambda gan: getattr(gan, name), gan, own)
-            loss, metrics = loss_fn(whole, x, keys)
-            return loss.mean(), metrics
+    def update(gan, state, x, keys, name):
+        loss_fn, optimizer, _ = named[name]
+        of_part = lambda gan: getattr(gan, name)  # noqa: E731
 
-        own = getattr(gan, name)
-        (loss, metrics), grads = eqx.filter_value_and_grad(mean, has_aux=True)(own)
+        def mean(own):
+            loss, metrics = loss_fn(eqx.tree_at(of_part, gan, own), x, keys)
+            return loss.mean(), metrics | {"loss": loss}
+
+        (_, values), grads = eqx.filter_value_and_grad(mean, has_aux=True)(of_part(gan))
         updates, state = optimizer.update(grads, state)
-        own = eqx.apply_updates(own, updates)
-        gan = eqx.tree_at(lambda gan: getattr(gan, name), gan, own)
-        return gan, state, loss, jax.tree.map(jnp.mean, metrics)
+        own = eqx.apply_updates(of_part(gan), updates)
+        return eqx.tree_at(of_part, gan, own), state, jax.tree.map(jnp.mean, values)
 
     for step, (x,) in enumerate(data * epochs):
         key = jax.random.fold_in(jax.random.key(0), step)
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(len(x)))
-        named = [("critic", critic_loss, CRITIC)]
-        if (step + 1) % every == 0:
-            named.append(("generator", generator_loss, GENERATOR))
         values = {"loss": 0.0, "generator_loss": np.nan}
-        for name, loss_fn, optimizer in named:
-            gan, states[name], loss, metrics = update(
-                gan, states[name], x, keys, name, loss_fn, optimizer
-            )
-            values[f"{name}_loss"] = float(loss)
-            values["loss"] += float(loss)
-            values |= {f"{name}_{k}": float(v) for k, v in metrics.items()}
+        for name, (_, _, due) in named.items():
+            if (step + 1) % due == 0:
+                gan, states[name], found = update(gan, states[name], x, keys, name)
+                values |= {f"{name}_{k}": float(v) for k, v in found.items()}
+                values["loss"] += float(found["loss"])
         steps.append(values)
     return gan, steps
 
@@ -191,24 +191,22 @@ def test_one_part_is_the_plain_trainer():
 
 
 def test_callbacks_inside_the_step_see_all_parts():
-    decay = 0.5
-    averaging, seen = WeightAveraging(decay), Values()
-    averages = []
+    averages, seen = [], Values()
 
-    class Follow(Callback):
-        def on_train_batch_end(self, trainer, metrics, batch_idx):
-            weights = arrays(trainer.run.model_of(trainer.state))
-            old = averages[-1] if averages else weights
-            pairs = zip(old, weights, strict=True)
-            averages.append([o + (1 - decay) * (w - o) for o, w in pairs])
+    def follow(trainer, *_):
+        weights = arrays(trainer.run.model_of(trainer.state))
+        old = averages[-1] if averages else weights
+        pairs = zip(old, weights, strict=True)
+        averages.append([old + 0.5 * (new - old) for old, new in pairs])
 
     class Updates(Callback):
         def inside_step(self, grads, updates, state):
             leaves = jax.tree.leaves((grads.generator, updates.generator))
             return {"moved": jnp.stack([jnp.abs(leaf).max() for leaf in leaves]).max()}
 
-    trainer = fit(parts(), averaging, GradientMonitor(), Updates(), Follow(), seen)
-    assert_close(trainer.model, averages[-1])
+    follower = On(on_train_batch_end=follow)
+    callbacks = WeightAveraging(0.5), GradientMonitor(), Updates(), follower, seen
+    assert_close(fit(parts(), *callbacks).model, averages[-1])
     assert [value > 0 for value in seen.of("moved")] == [False, True] * 6
 
 
@@ -218,18 +216,11 @@ def test_a_part_that_is_not_finite_leaves_the_whole_step_out():
         return jnp.where(step == 3, jnp.nan, loss), metrics
 
     after = []
-
-    def keep(trainer, *_):
-        after.append(arrays(trainer.model))
-
+    keep = On(on_train_batch_end=lambda trainer, *_: after.append(bits(trainer.model)))
     broken = [parts()[0], Part("generator", at_fourth, GENERATOR, every=2)]
     with pytest.warns(UserWarning, match="step 4 .* the loss was nan"):
-        keeping = NanGuard("skip"), On(on_train_batch_end=keep)
-        trainer = fit(broken, *keeping, epochs=1, strategy=Sharded(8))
-    same = [
-        all((a == b).all() for a, b in zip(*pair, strict=True))
-        for pair in zip(after, after[1:], strict=False)
-    ]
+        trainer = fit(broken, NanGuard("skip"), keep, epochs=1, strategy=Sharded(8))
+    same = [one == other for one, other in zip(after, after[1:], strict=False)]
     assert same == [False, False, True, False, False]
     assert np.isfinite(trainer.history["generator_loss"]).all()
 
@@ -243,9 +234,8 @@ def test_a_part_may_evaluate_its_loss():
 
 def test_a_state_goes_from_part_to_part():
     def loss(net, x, y, state):
-        logits, state = jax.vmap(
-            net, in_axes=(0, None), out_axes=(0, None), axis_name="batch"
-        )(x, state)
+        over_rows = jax.vmap(net, (0, None), (0, None), axis_name="batch")
+        logits, state = over_rows(x, state)
         return optax.softmax_cross_entropy_with_integer_labels(logits, y), state
 
     net, state = eqx.nn.make_with_state(NormNet)(jax.random.key(0))
@@ -253,13 +243,9 @@ def test_a_state_goes_from_part_to_part():
         Part(["first", "norm*"], loss, optax.sgd(0.1), name="below"),
         Part("last", loss, optax.sgd(0.1)),
     ]
-    losses = []
+    options, losses = {"data": batches(16, 16), "model": net, "state": state}, []
     for strategy in (SingleDevice(), Sharded(8)):
-        seen = Values()
-        fit(
-            of_parts, seen, data=batches(16, 16), model=net, state=state,
-            strategy=strategy,
-        )  # fmt: skip
+        fit(of_parts, seen := Values(), strategy=strategy, **options)
         losses.append([seen.of("below_loss"), seen.of("last_loss")])
     np.testing.assert_allclose(*losses, rtol=1e-5)
     assert losses[0][1][0] < losses[0][0][0]  # the second sees what the first has done
@@ -286,22 +272,15 @@ def test_patterns_and_bools_choose_leaves_and_a_name(params, name, num_leaves):
     assert [*trainer.fit(DATA[:1])] == ["loss", name or "some_loss"]
 
 
-def one(params="critic", loss_fn=critic_loss, optimizer=CRITIC, **options):
-    return Part(params, loss_fn, optimizer, **options)
-
-
 def test_a_metric_over_a_pass_is_of_parts_that_return_predictions():
-    def returning(*names):
-        def loss_fn(gan, x, keys):
-            loss, metrics = critic_loss(gan, x, keys)
-            both = {"predictions": jax.vmap(gan.critic)(x)[:, 0], "targets": x}
-            return loss, metrics | {name: both[name] for name in names}
-
-        return [one(loss_fn=loss_fn), parts()[1]]
+    def returning(gan, x, keys):
+        loss, metrics = critic_loss(gan, x, keys)
+        scores = jax.vmap(gan.critic)(x)[:, 0]
+        return loss, metrics | {"predictions": scores, "targets": x}
 
     metrics = {"most": PassMetric(lambda scores, x: scores.max() + x.min())}
     options = {"strategy": Sharded(8), "metrics": metrics}
-    trainer = fit(returning("predictions", "targets"), **options)
+    trainer = fit(parts(critic=returning), **options)
     data = DATA[:3] + [(DATA[3][0][:5],)]
     found = trainer.validate(data)
     x = np.concatenate([each for (each,) in data])

@@ -23,15 +23,18 @@ from jaxdp.step import equations_in
 from jaxdp.step.precision import GROWTH_INTERVAL, PRECISIONS, LossScale, cast_calls
 
 
-def make(model, *, data=None, epochs=1, callbacks=(), optimizer=None, **options):
+def make(model=None, *, data=None, epochs=1, callbacks=(), **options):
     """The losses of a training, and its trainer."""
-    recorder = Recorder()
+    recorder, model = Recorder(), Mlp(KEY) if model is None else model
     if "loss_fn" not in options:
         options = {"loss": "cross_entropy"} | options
-    optimizer = optax.adam(1e-2) if optimizer is None else optimizer
-    trainer = quiet(model, optimizer, callbacks=[recorder, *callbacks], **options)
+    options = {"optimizer": optax.adam(1e-2)} | options
+    trainer = quiet(model, callbacks=[recorder, *callbacks], **options)
     trainer.fit(data or batches(16, 16, 5), max_epochs=epochs)
     return recorder.losses, trainer
+
+
+KEY = jax.random.key(0)
 
 
 def dtypes_of(jaxpr, *primitives):
@@ -73,9 +76,7 @@ class Block(eqx.Module):
 @pytest.mark.parametrize("name", ["bf16-mixed", "bf16-true", "16-mixed"])
 def test_matrices_are_multiplied_narrow_and_norms_and_softmax_are_not(name):
     narrow = "float16" if name == "16-mixed" else "bfloat16"
-    model = Block(jax.random.key(0))
-
-    params, static = eqx.partition(model, eqx.is_inexact_array)
+    params, static = eqx.partition(Block(KEY), eqx.is_inexact_array)
 
     def loss(params, x):
         model = cast_calls(eqx.combine(params, static), PRECISIONS[name])
@@ -89,34 +90,32 @@ def test_matrices_are_multiplied_narrow_and_norms_and_softmax_are_not(name):
     assert dtypes_of(jaxpr, "exp", "rsqrt", "sqrt", "square") == {"float32"}
 
 
-@pytest.mark.slow
+@pytest.mark.slow_but("ema-bf16-mixed")
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-mixed"])
 @pytest.mark.parametrize("mode", ["batch", "ema"])
-def test_batch_norm_has_its_statistics_in_float32(mode):
+def test_batch_norm_has_its_statistics_in_float32(mode, precision):
+    seen = set()
+
     class Net(NormNet):
         def __call__(self, x, state):
             assert isinstance(self.norm, eqx.nn.BatchNorm)
-            x = self.first(x)
-            seen.append(x.dtype)
-            x, state = self.norm(x, state)
-            seen.append(x.dtype)
-            return self.last(jax.nn.relu(x)), state
+            before = self.first(x)
+            after, state = self.norm(before, state)
+            seen.update((before.dtype, after.dtype))
+            return self.last(jax.nn.relu(after)), state
 
-    means = []
-    for precision in ("32-true", "bf16-mixed", "bf16-true", "16-mixed"):
-        seen = []
-        model, state = eqx.nn.make_with_state(Net)(jax.random.key(0), mode=mode)
-        losses, trainer = make(
-            model, state=state, precision=precision, strategy=Sharded(4), epochs=3
-        )
-        narrow = PRECISIONS[precision].computed or jnp.float32
-        assert set(seen) == {jnp.dtype(narrow)}
-        floating = eqx.filter(trainer.model_state, eqx.is_inexact_array)
-        assert {str(leaf.dtype) for leaf in jax.tree.leaves(floating)} == {"float32"}
-        assert trainer.state.params.norm.weight.dtype == jnp.float32
-        assert type(trainer.model.norm) is eqx.nn.BatchNorm
-        trainer.validate(batches(16))
-        means.append(np.mean(losses))
-    np.testing.assert_allclose(means, means[0], rtol=2e-2)
+    model, state = eqx.nn.make_with_state(Net)(KEY, mode=mode)
+    options = {"state": state, "strategy": Sharded(4), "epochs": 3}
+    expected, _ = make(model, **options)
+    seen.clear()
+    losses, trainer = make(model, precision=precision, **options)
+    assert seen == {jnp.dtype(PRECISIONS[precision].computed)}
+    floating = jax.tree.leaves(eqx.filter(trainer.model_state, eqx.is_inexact_array))
+    assert {leaf.dtype for leaf in floating} == {jnp.dtype("float32")}
+    assert trainer.state.params.norm.weight.dtype == jnp.float32
+    assert type(trainer.model.norm) is eqx.nn.BatchNorm
+    trainer.validate(batches(16))
+    np.testing.assert_allclose(np.mean(losses), np.mean(expected), rtol=2e-2)
 
 
 def test_gradients_of_common_words_are_summed_in_float32():
@@ -144,9 +143,10 @@ def test_gradients_of_common_words_are_summed_in_float32():
     assert (error < 0.005 * np.linalg.norm(expected, axis=1)).all()
 
 
-def test_bf16_mixed_is_the_textbook_cast():
+@pytest.mark.parametrize("options", [{}, {"loss_fn": cross_entropy}])
+def test_bf16_mixed_is_the_textbook_cast(options):
     """Float32 parameters and Adam; a cast in the loss; the loss in float32."""
-    model, data = Mlp(jax.random.key(0), rate=0.0), batches(16, 16, 16)
+    model, data = Mlp(KEY, rate=0.0), batches(16, 16, 16)
 
     def loss_of(model, x, y):
         narrow = jax.tree.map(
@@ -155,31 +155,29 @@ def test_bf16_mixed_is_the_textbook_cast():
         logits = jax.vmap(narrow)(x.astype(jnp.bfloat16)).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
 
-    _, expected = hand_written(model, optax.adam(1e-2), data, 5, loss_of)
-    _, full = hand_written(model, optax.adam(1e-2), data, 5, cross_entropy)
-    for options in ({"loss": "cross_entropy"}, {"loss_fn": cross_entropy}):
-        losses, trainer = make(
-            model, data=data, epochs=5, precision="bf16-mixed",
-            strategy=SingleDevice(), **options,
-        )  # fmt: skip
-        np.testing.assert_allclose(losses, expected, rtol=1e-5)
-        assert max(np.abs(np.subtract(losses, full))) > 1e-5  # it did compute narrow
-        kept = eqx.filter(trainer.state, eqx.is_inexact_array)
-        assert {str(leaf.dtype) for leaf in jax.tree.leaves(kept)} == {"float32"}
-        assert trainer.predict([data[0][0]]).dtype == np.float32
+    expected, full = (
+        hand_written(model, optax.adam(1e-2), data, 5, loss)[1]
+        for loss in (loss_of, cross_entropy)
+    )
+    options = {"precision": "bf16-mixed", "strategy": SingleDevice()} | options
+    losses, trainer = make(model, data=data, epochs=5, **options)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert max(np.abs(np.subtract(losses, full))) > 1e-5  # it did compute narrow
+    kept = jax.tree.leaves(eqx.filter(trainer.state, eqx.is_inexact_array))
+    assert {leaf.dtype for leaf in kept} == {jnp.dtype("float32")}
+    assert trainer.predict([data[0][0]]).dtype == np.float32
 
 
 def test_bf16_true_keeps_parameters_and_optimizer_in_bfloat16():
-    model = Block(jax.random.key(0))
+    model = Block(KEY)
     x = np.random.default_rng(0).normal(size=(16, 4, 8)).astype(np.float32)
     data = [(x, (x[:, 0, 0] > 0).astype(np.int32))]
     losses, trainer = make(model, data=data, epochs=20, precision="bf16-true")
     state = trainer.state
-    assert state.params.last.weight.dtype == jnp.bfloat16
-    assert state.opt_state[0].mu.last.weight.dtype == jnp.bfloat16
-    assert state.params.layer.weight.dtype == jnp.float32
-    assert trainer.model.last.weight.dtype == jnp.float32
-    assert model.last.weight.dtype == jnp.float32
+    for leaf in state.params.last.weight, state.opt_state[0].mu.last.weight:
+        assert leaf.dtype == jnp.bfloat16
+    for leaf in state.params.layer.weight, trainer.model.last.weight, model.last.weight:
+        assert leaf.dtype == jnp.float32
     assert losses[-1] < losses[0] / 2
 
 
@@ -189,8 +187,8 @@ def test_bf16_true_keeps_parameters_and_optimizer_in_bfloat16():
 def test_narrow_losses_are_one_devices_up_to_narrow_rounding(precision, strategy):
     """A device rounds the gradient of its share, so 1e-5 is not to be had."""
     options = {"precision": precision, "epochs": 4, "accumulate_grad_batches": 2}
-    expected, _ = make(Mlp(jax.random.key(0)), strategy=SingleDevice(), **options)
-    losses, _ = make(Mlp(jax.random.key(0)), strategy=strategy(), **options)
+    expected, _ = make(strategy=SingleDevice(), **options)
+    losses, _ = make(strategy=strategy(), **options)
     np.testing.assert_allclose(losses, expected, rtol=2e-2)
 
 
@@ -226,7 +224,7 @@ def by_methods(model, x, y):
 
 def test_a_loss_fn_may_use_parts_of_a_model_and_sees_float32():
     options = {"loss_fn": by_methods, "precision": "bf16-mixed", "epochs": 10}
-    losses, _ = make(Encoder(jax.random.key(0)), **options)
+    losses, _ = make(Encoder(KEY), **options)
     assert losses[-1] < losses[0]
 
 
@@ -243,37 +241,27 @@ def test_what_cannot_be_called_is_cast_with_its_batch():
     assert losses[0] > 0
 
 
-def spiked(at):
-    """Batches of (x, y), the one at place `at` with values that float16 overflows."""
-    data = batches(*[16] * 8)
-    x, y = data[at]
-    data[at] = np.where(np.arange(4) == 0, np.float32(3e4), x), y
-    return data
-
-
 @pytest.mark.slow_but("Sharded")
 @pytest.mark.parametrize("strategy", [SingleDevice, Sharded, Pmap])
 def test_an_overflow_skips_the_step_and_halves_the_scale(strategy):
-    states = []
+    data, states = batches(*[16] * 8), []
+    x, y = data[3]
+    data[3] = np.where(np.arange(4) == 0, np.float32(3e4), x), y
 
     def watch(trainer, metrics, batch_idx):
         state = trainer.state
         kept = jax.tree.map(np.array, (state.params, state.opt_state, state.loss_scale))
         states.append((*kept, bool(metrics["skipped"])))
 
-    _, trainer = make(
-        Mlp(jax.random.key(0)), data=spiked(3), precision="16-mixed",
-        strategy=strategy(), callbacks=[On(on_train_batch_end=watch)],
-    )  # fmt: skip
+    options = {"strategy": strategy(), "callbacks": [On(on_train_batch_end=watch)]}
+    _, trainer = make(data=data, precision="16-mixed", **options)
     skipped = [state[3] for state in states]
     assert skipped[3] and not any(skipped[4:])
     first = skipped.index(False)  # 2**16 may be too much for the first steps
     for before, after in zip(states[first:], states[first + 1 :], strict=False):
-        same = eqx.tree_equal(before[:2], after[:2])
-        assert same == after[3]
+        assert eqx.tree_equal(before[:2], after[:2]) == after[3]
         assert after[2].scale == before[2].scale / (2 if after[3] else 1)
-    done = 8 - sum(skipped)
-    assert int(trainer.state.opt_state[0].count) == done
+    assert int(trainer.state.opt_state[0].count) == 8 - sum(skipped)
     assert int(trainer.state.step) == trainer.global_step == 8
 
 
@@ -290,29 +278,20 @@ class FromScale(SingleDevice):
 
 def test_the_scale_grows_and_changes_no_number():
     still, grown = (
-        make(
-            Mlp(jax.random.key(0)),
-            precision="16-mixed",
-            epochs=4,
-            strategy=FromScale(1024.0, good_steps),
-        )[1]
-        for good_steps in (0, GROWTH_INTERVAL - 5)
+        make(precision="16-mixed", epochs=4, strategy=FromScale(1024.0, steps))[1]
+        for steps in (0, GROWTH_INTERVAL - 5)
     )
-    assert still.state.loss_scale.scale == 1024
-    assert still.state.loss_scale.good_steps == 12
-    assert grown.state.loss_scale.scale == 2048
-    assert grown.state.loss_scale.good_steps == 7
+    for trainer, expected in (still, (1024, 12)), (grown, (2048, 7)):
+        assert trainer.state.loss_scale == expected
     # Powers of two only move the exponent, where nothing is too small.
     assert_close(still.model, grown.model, rtol=1e-2, atol=1e-4)
 
 
 def test_small_gradients_are_lost_without_the_scale():
-    def tiny(prediction, target):
-        return 1e-7 * (prediction**2).mean(axis=1)
-
     def moved(scale):
-        model = eqx.nn.Linear(4, 3, use_bias=False, key=jax.random.key(0))
+        model = eqx.nn.Linear(4, 3, use_bias=False, key=KEY)
         options = {"precision": "16-mixed", "strategy": FromScale(scale)}
+        tiny = lambda prediction, _: 1e-7 * (prediction**2).mean(axis=1)  # noqa: E731
         _, trainer = make(model, loss=tiny, optimizer=optax.sgd(1.0), **options)
         return float(jnp.abs(trainer.model.weight - model.weight).max())
 

@@ -2,11 +2,10 @@
 
 import types
 
-import equinox as eqx
 import jax
 import optax
 import pytest
-from toys import Deep, batches, quiet
+from toys import Deep, batches, cross_entropy, mlp, quiet
 
 from jaxdp import FSDP, Part, Pipeline, Pmap, Sharded, SingleDevice
 from jaxdp.callbacks.run_metadata import collect_metadata
@@ -19,17 +18,15 @@ from jaxdp.step import (
 )
 
 DATA = batches(16, 16)
-H100 = types.SimpleNamespace(
-    platform="gpu", device_kind="NVIDIA H100 80GB HBM3", compute_capability="9.0"
-)
-TPU = types.SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
-T4 = types.SimpleNamespace(
-    platform="gpu", device_kind="Tesla T4", compute_capability="7.5"
-)
 
 
-def mlp():
-    return eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0))
+def device(platform, kind, **more):
+    return types.SimpleNamespace(platform=platform, device_kind=kind, **more)
+
+
+H100 = device("gpu", "NVIDIA H100 80GB HBM3", compute_capability="9.0")
+TPU = device("tpu", "TPU v5 lite")
+T4 = device("gpu", "Tesla T4", compute_capability="7.5")
 
 
 def products_of(trainer):
@@ -46,26 +43,17 @@ def products_of(trainer):
     return [{name for name, n in count.items() if n} for count in counts]
 
 
-def loss_of_part(model, x, y):
-    return ((jax.vmap(model)(x)[:, 0] - y) ** 2).mean()
+PARTS = [Part("layers[0]", cross_entropy, optax.sgd(0.1))]
 
 
-PARTS = [Part("layers[0]", loss_of_part, optax.sgd(0.1))]
-
-
-@pytest.mark.slow_cases("Pmap", "FSDP", "SingleDevice", "stages")
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"strategy": SingleDevice()},
-        {"strategy": Sharded()},
-        {"strategy": Pmap()},
-        {"strategy": FSDP()},
-        {"model": Deep(4), "strategy": Pipeline(2, 4, 4), "loss": "cross_entropy"},
-        {"optimizer": PARTS, "strategy": SingleDevice()},
-    ],
-    ids=["SingleDevice", "Sharded", "Pmap", "FSDP", "stages", "parts"],
-)
+@pytest.mark.slow_cases("Pmap", "FSDP", "stages")
+@pytest.mark.parametrize("options", [
+    {"strategy": Sharded()},
+    {"strategy": Pmap()},
+    {"strategy": FSDP()},
+    {"model": Deep(4), "strategy": Pipeline(2, 4, 4), "loss": "cross_entropy"},
+    {"optimizer": PARTS, "strategy": SingleDevice()},
+], ids=["Sharded", "Pmap", "FSDP", "stages", "parts"])  # fmt: skip
 def test_products_are_in_float32_in_every_kind_of_step(options):
     trainer = quiet(**{"model": mlp(), "precision": "32-highest"} | options)
     assert products_of(trainer) == [{"float32"}] * 3
@@ -95,39 +83,31 @@ def test_what_a_loss_sets_itself_stays(precision):
     }
 
 
-@pytest.mark.parametrize(
-    ("device", "name", "bits"), [(H100, "TF32", "10 bits"), (TPU, "bfloat16", "7 bits")]
-)
+@pytest.mark.parametrize("device, name, bits", [
+    (H100, "TF32", "10 bits"), (TPU, "bfloat16", "7 bits")
+])  # fmt: skip
 def test_what_the_default_is_and_how_to_change_it_is_said(device, name, bits):
-    default = find_precision("32-true")
+    default, highest = map(find_precision, ("32-true", "32-highest"))
     note = note_on_products(default, device)
     assert f"computed in {name} here ({bits} of mantissa" in note
     assert device.device_kind in note and 'precision="32-highest"' in note
     assert float32_products(default, device) == name
-    assert note_on_products(default, T4) is None
-    assert note_on_products(default, jax.devices()[0]) is None
+    for other in (T4, jax.devices()[0]):
+        assert note_on_products(default, other) is None
 
-    highest = find_precision("32-highest")
     assert note_on_products(highest, device) is None
     assert float32_products(highest, device) == "float32"
     with jax.default_matmul_precision("default"):
         assert note_on_products(default, device) is None
-        chosen = float32_products(default, device)
-    assert chosen == "default"
+        assert float32_products(default, device) == "default"
 
 
 @pytest.mark.parametrize("precision", ["32-true", "32-highest", "bf16-mixed"])
-def test_it_is_said_of_steps_that_have_such_products(precision):
+def test_loggers_are_told_and_a_cpu_says_nothing(precision, caplog):
     trainer = quiet(mlp(), strategy=SingleDevice(), precision=precision)
     trainer.fit(DATA)
     program = trainer.run.engine.get_train_program()
     assert has_default_products(program.jaxpr) is (precision == "32-true")
-
-
-@pytest.mark.parametrize("precision", ["32-true", "32-highest"])
-def test_loggers_are_told_and_a_cpu_says_nothing(precision, caplog):
-    trainer = quiet(mlp(), strategy=SingleDevice(), precision=precision)
-    trainer.fit(DATA)
     facts = collect_metadata(trainer, None)["hyperparameters"]
     assert facts["float32_products"] == "float32"
     assert "matrix products" not in caplog.text

@@ -1,5 +1,6 @@
 """Losses, models, parts and weights that a step can't use are errors that say why."""
 
+import inspect
 import re
 
 import equinox as eqx
@@ -14,7 +15,7 @@ from toys import (
     NormNet,
     batches,
     each_refused,
-    linear_on_one_device,
+    linear,
     make_small,
     quiet,
 )
@@ -34,35 +35,31 @@ from jaxdp import (
 KEY = jax.random.key(0)
 ONES = np.ones(8, np.float32)
 X4 = np.ones((8, 4), np.float32)
-WRONG = ValueError, TypeError
 cross_entropy = optax.softmax_cross_entropy_with_integer_labels
 
 
 def changed(after):
-    return quiet(Mlp(KEY), after_update=after)
+    return lambda: quiet(Mlp(KEY), after_update=after)
 
 
 def with_weight(change):
-    return changed(
-        lambda m: eqx.tree_at(lambda m: m.first.weight, m, change(m.first.weight))
-    )
+    at = lambda m: m.first.weight  # noqa: E731
+    return changed(lambda m: eqx.tree_at(at, m, change(at(m))))
 
 
 def optimized(optimizer):
-    return make_small(optimizer=optimizer).fit(batches(16))
+    return lambda: make_small(optimizer=optimizer).fit(batches(16))
 
 
-def sam():
-    ascent = optax.chain(optax.contrib.normalize(), optax.sgd(0.05))
-    return optax.contrib.sam(optax.sgd(0.1), ascent, sync_period=3)
+ASCENT = optax.chain(optax.contrib.normalize(), optax.sgd(0.05))
+SAM = optax.contrib.sam(optax.sgd(0.1), ASCENT, sync_period=3)
 
 
 def changing(state_of):
     """An optimizer whose state has another form after a step."""
-    return optax.GradientTransformation(
-        lambda params: {"a": jnp.zeros(()), "b": jnp.zeros(())},
-        lambda updates, state, params=None: (updates, state_of(state)),
-    )
+    first = {"a": jnp.zeros(()), "b": jnp.zeros(())}
+    update = lambda updates, state, params=None: (updates, state_of(state))  # noqa: E731
+    return optimized(optax.GradientTransformation(lambda params: first, update))
 
 
 def with_state(loss_fn=None, **options):
@@ -76,12 +73,11 @@ def returning(change):
         logits, state = over_rows(x, state)
         return change(cross_entropy(logits, y).mean(), state)
 
-    with_state(loss_fn)
+    return lambda: with_state(loss_fn)
 
 
 def criterion(loss):
-    trainer = make_small(eqx.nn.Linear(4, 4, key=KEY), loss=loss)
-    trainer.fit([(X4[:4], np.arange(4))])
+    return lambda: make_small(linear(4, 4), loss=loss).fit([(X4[:4], np.arange(4))])
 
 
 def one(params="critic", loss_fn=critic_loss, optimizer=CRITIC, **options):
@@ -92,6 +88,15 @@ def gan(*of_parts, **options):
     return quiet(Gan(), list(of_parts), **options)
 
 
+def part(*arguments, **options):
+    return lambda: gan(one(*arguments, **options))
+
+
+def beside(*of_parts, **options):
+    """A trainer of a part, and of others or other options."""
+    return lambda: gan(one(), *of_parts, **options)
+
+
 def over_a_pass(*names, rows=16):
     """A validation with a metric over a pass, of a part that returns these."""
 
@@ -100,7 +105,8 @@ def over_a_pass(*names, rows=16):
         return loss, metrics | dict.fromkeys(names, x[:rows])
 
     metrics = {"most": PassMetric(lambda scores, x: x.min())}
-    gan(one(loss_fn=loss_fn), parts()[1], metrics=metrics).validate(DATA)
+    both = one(loss_fn=loss_fn), parts()[1]
+    return lambda: gan(*both, metrics=metrics).validate(DATA)
 
 
 def twice(gan, x, keys):
@@ -108,9 +114,9 @@ def twice(gan, x, keys):
     return loss, {"b_loss": loss}
 
 
-def predict(of):
-    both = of(Gan().generator, Gan().critic)
-    return quiet(both, loss_fn=lambda model, x: x).predict(DATA)
+def in_a_dict():
+    both = {"generator": Gan().generator, "critic": Gan().critic}
+    quiet(both, loss_fn=lambda model, x: x).predict(DATA)
 
 
 def example(loss, rows=8, **options):
@@ -118,12 +124,18 @@ def example(loss, rows=8, **options):
     make_small(**options).fit(batches(rows))
 
 
+def of_rows(loss, rows=4):
+    return lambda: example(loss, rows)
+
+
 def plain(model, x, y):
     return cross_entropy(model(x), y)
 
 
-def of_example(function):
-    return lambda: per_example(function)
+def names(loss):
+    """A loss of one example, which can't have an argument that it names."""
+    name = ({"keys", "mask", "state"} & {*inspect.signature(loss).parameters}).pop()
+    return lambda: example(loss), f"`per_example`.* can't name .*`{name}`"
 
 
 def mean(prediction, target):
@@ -132,7 +144,7 @@ def mean(prediction, target):
 
 def weighted(weight, **options):
     options = options or {"loss": "cross_entropy"}
-    make_small(**options).fit([(*batches(8)[0], weight)])
+    return lambda: make_small(**options).fit([(*batches(8)[0], weight)])
 
 
 def focal(model, x, y):
@@ -142,37 +154,91 @@ def focal(model, x, y):
 
 def of_model(**options):
     """A loss whose second value is of the parameters, and so no weight."""
-    make_small(**{"loss_fn": focal} | options).fit(batches(8, 8))
+    options = {"loss_fn": focal} | options
+    return lambda: make_small(**options).fit(batches(8, 8)), ValueError, NO_WEIGHT
 
 
 NOTHING = jax.tree.map(lambda _: False, Gan())
+PARTS = [
+    (part("citric"), r"'citric' matches no submodule.*critic.layers"),
+    (beside(one("**.weight", name="x")), "in 'critic' and in 'x'"),
+    (beside(one(name="critic")), "two are named 'critic'"),
+    (part(["critic"]), "pass `name`"),
+    (part("*"), r"'\*' can't be put before"),
+    (part(name="val"), "'val_' and 'test_'"),
+    (part(NOTHING, name="none"), "no floating"),
+    (part({"critic": True}, name="x"), "a prefix of the model"),
+    (part(lambda gan: gan), "or a pytree of bools"),
+    (part(loss_fn=CRITIC, optimizer=critic_loss), "`optimizer` must be an optax"),
+    (part(every=0), "`every`"),
+    (part(gradient_clip_val=-1), "`gradient_clip_val`"),
+    (part(optimizer=optax.adam), "`optimizer` must be an optax"),
+    (part(loss_fn="mse"), "`loss_fn` must be a callable"),
+    (lambda: quiet(Gan(), {"critic": CRITIC}), "must be .* or a list of jaxdp.Part"),
+    (lambda: quiet(Gan(), one()), "or a list of jaxdp.Part; got"),
+    (lambda: gan(CRITIC, GENERATOR), "every element must be a jaxdp.Part"),
+    (gan, "empty list"),
+    (beside(loss="mse", metrics=["accuracy"]), "`loss` can't"),
+    (beside(loss_fn=critic_loss), "`loss_fn` can't be combined with"),
+    (beside(filter_spec=eqx.is_array), "`filter_spec` can't be combined with"),
+    (beside(gradient_clip_val=1.0), "`gradient_clip_val` can't be combined"),
+    (beside(strategy=Bitwise(Sharded())), "does not work with a list of parts"),
+    (beside(strategy=LocalSGD(every=2)), "LocalSGD keeps its replicas in"),
+    (over_a_pass(), "no part has a `loss_fn` that returns"),
+    (over_a_pass("predictions", "targets", rows=3),
+     r"the predictions have .* for a batch of 16 rows; it must have the rows"),
+    (over_a_pass("predictions"), r"does not return \['targets'\]"),
+    (lambda: gan(parts()[0], one("generator", lambda gan, x: x[:, 0])).fit(DATA),
+     "does not depend on any.*in the Part 'generator'"),
+    (lambda: gan(one("critic", twice, name="a"), one("generator", name="a_b")).fit(
+        DATA), "two values named 'a_b_loss'"),
+    (lambda: finders.lr_find(gan(*parts()), DATA, optimizer=optax.adam),
+     "a list of parts"),
+]  # fmt: skip
+OF_EXAMPLES = [
+    *((lambda function=function: per_example(function), "per_example|takes nothing")
+      for function in (None, "mse", ONES, lambda: 0)),
+    names(lambda model, x, y, keys: 0.0),
+    names(lambda model, x, y, *, mask: 0.0),
+    names(lambda model, state, x, y: 0.0),
+    *((of_rows(lambda model, x, y: model(x), rows), "`loss_fn`: the loss")
+      for rows in (3, 4, 8)),
+    (of_rows(lambda model, x, y: (x[0], {"logits": model(x)}), 3),
+     "`loss_fn`: metric 'logits'"),
+    (of_rows(lambda model, x, y: (plain(model, x, y), x)), "`loss_fn`: the loss"),
+    (of_rows(lambda model, x, y: (x[0], {"pair": (x[0], x)})),
+     "`loss_fn`: metric 'pair'"),
+    (lambda: with_state(per_example(plain)), "per_example.*state|state.*per_example"),
+    (lambda: make_small(loss=per_example(jnp.add)), "pass it as `loss_fn`"),
+    (lambda: make_small(metrics={"a": per_example(jnp.add)}), "pass it as `loss_fn`"),
+    (lambda: example(None, loss_fn=lambda model, x, y: jax.vmap(model)(x).sum(1),
+                     strategy=Bitwise(Sharded())), "per_example"),
+]  # fmt: skip
 LAST = r"\(loss, metrics, state\), with .*; got "
 IN_VMAP = r"\(4, 4\) for a batch .* in jax.vmap"
 NO_WEIGHT = "depends on the model's par.*into a dict"
 REFUSED = {
     "after_update": [
-        (lambda: changed(3), TypeError, "`after_update` must be a function model -> m"),
-        (lambda: changed(lambda model, x: model), TypeError,
+        (changed(3), TypeError, "`after_update` must be a function model -> m"),
+        (changed(lambda model, x: model), TypeError,
          "is called with the model and what it nam"),
-        (lambda: changed(lambda: None), TypeError, "is called with the model"),
-        (lambda: changed(lambda model: None), TypeError,
+        (changed(lambda: None), TypeError, "is called with the model"),
+        (changed(lambda model: None), TypeError,
          "returned a NoneType; it must be the model"),
-        (lambda: changed(lambda model: model.first), TypeError,
+        (changed(lambda model: model.first), TypeError,
          "returned a Linear; it must be the mod"),
-        (lambda: with_weight(lambda w: w.T), TypeError,
-         r"first.weight was .*, is \(4, 16\)"),
-        (lambda: with_weight(lambda w: 0.5), TypeError, "nothing but values of arrays"),
-        (lambda: changed(eqx.nn.inference_mode), TypeError,
+        (with_weight(lambda w: w.T), TypeError, r"first.weight was .*, is \(4, 16\)"),
+        (with_weight(lambda w: 0.5), TypeError, "nothing but values of arrays"),
+        (changed(eqx.nn.inference_mode), TypeError,
          "eqx.tree_at: .*inference is another one"),
     ],
     "optimizers": [
-        (lambda: optimized(optax.chain(optax.clip(1.0), sam())), ValueError,
+        (optimized(optax.chain(optax.clip(1.0), SAM)), ValueError,
          "pass opaque_mode=True"),
-        (lambda: optimized(optax.lookahead(optax.sgd(0.1), 5, 0.5)), ValueError,
+        (optimized(optax.lookahead(optax.sgd(0.1), 5, 0.5)), ValueError,
          "optax.lookahead trains pairs"),
-        (lambda: optimized(changing(lambda s: {"a": s["a"]})), TypeError,
-         "after a step: b is missing"),
-        (lambda: optimized(changing(lambda s: s | {"a": jnp.zeros(2)})), TypeError,
+        (changing(lambda s: {"a": s["a"]}), TypeError, "after a step: b is missing"),
+        (changing(lambda s: s | {"a": jnp.zeros(2)}), TypeError,
          r"another shape after a step: a was \(\), is \(2,\)"),
     ],
     "models": [
@@ -182,8 +248,7 @@ REFUSED = {
          TypeError, "`inference_model` calls the model on one"),
         (lambda: gan(*parts()).predict(DATA), TypeError,
          r"Gan has no __call__.*jax\.vmap\(trainer"),
-        (lambda: predict(lambda *two: {"generator": two[0], "critic": two[1]}),
-         TypeError, r"trainer\.model\['generator'\]"),
+        (in_a_dict, TypeError, r"trainer\.model\['generator'\]"),
         (lambda: make_small(remat=True), ValueError,
          "`remat`=True recomputes each block of every jaxdp.Stack.*has none"),
         *((lambda name=name: make_small(precision=name), ValueError,
@@ -191,118 +256,39 @@ REFUSED = {
           for name in ("b16", None, 64)),
     ],
     "losses": [
-        (lambda: returning(lambda loss, state: (loss, (state, {}))), TypeError,
-         LAST + r"an array of .*, a tuple of 2 \(State, dict\)"),
-        (lambda: returning(lambda loss, state: (loss, state, {})), TypeError,
+        (returning(lambda loss, state: (loss, (state, {}))), TypeError,
+         LAST + r"an array of .*, a tuple of 2 \(State, dict\).*The State is resul"),
+        (returning(lambda loss, state: (loss, state, {})), TypeError,
          LAST + "an array of .*, a State, a dict"),
-        (lambda: returning(lambda loss, state: loss), TypeError,
-         LAST + "an array of shape ()"),
-        (lambda: criterion(lambda p, y: -jax.nn.log_softmax(p)[y]), ValueError,
-         IN_VMAP),
-        (lambda: criterion(lambda p, y: 1 - jax.nn.softmax(p)[y]), ValueError, IN_VMAP),
-        (lambda: criterion(lambda p, y: -jnp.take(p, y, axis=0)), ValueError, IN_VMAP),
-        (lambda: make_small(eqx.nn.Linear(4, 3, key=KEY), loss="mse").fit(
-            [(X4 * 1j, X4[:, :3])]), WRONG, "got complex64"),
+        (returning(lambda loss, state: loss), TypeError, LAST + "an array of shape ()"),
+        (criterion(lambda p, y: -jax.nn.log_softmax(p)[y]), ValueError, IN_VMAP),
+        (criterion(lambda p, y: -jnp.take(p, y, axis=0)), ValueError, IN_VMAP),
+        (lambda: make_small(linear(), loss="mse").fit([(X4 * 1j, X4[:, :3])]),
+         (ValueError, TypeError), "got complex64"),
     ],
-    "parts": [
-        (lambda: gan(one("citric")), WRONG,
-         r"'citric' matches no submodule.*critic.layers"),
-        (lambda: gan(one(), one("**.weight", name="x")), WRONG,
-         "in 'critic' and in 'x'"),
-        (lambda: gan(one(), one(name="critic")), WRONG, "two are named 'critic'"),
-        (lambda: gan(one(["critic"])), WRONG, "pass `name`"),
-        (lambda: gan(one("*")), WRONG, r"'\*' can't be put before"),
-        (lambda: gan(one(name="val")), WRONG, "'val_' and 'test_'"),
-        (lambda: gan(one(NOTHING, name="none")), WRONG, "no floating"),
-        (lambda: gan(one({"critic": True}, name="x")), WRONG, "a prefix of the model"),
-        (lambda: gan(one(lambda gan: gan)), WRONG, "or a pytree of bools"),
-        (lambda: gan(Part("critic", CRITIC, critic_loss)), WRONG,
-         "`optimizer` must be an optax"),
-        (lambda: quiet(Gan(), {"critic": CRITIC}), WRONG,
-         "`optimizer` must be .* or a list of jaxdp.Part"),
-        (lambda: quiet(Gan(), one()), WRONG, "or a list of jaxdp.Part; got"),
-        (lambda: gan(one(every=0)), WRONG, "`every`"),
-        (lambda: gan(one(gradient_clip_val=-1)), WRONG, "`gradient_clip_val`"),
-        (lambda: gan(one(optimizer=optax.adam)), WRONG, "`optimizer` must be an optax"),
-        (lambda: gan(one(loss_fn="mse")), WRONG, "`loss_fn` must be a callable"),
-        (lambda: gan(CRITIC, GENERATOR), WRONG,
-         "every element must be a jaxdp.Part"),
-        (lambda: gan(), WRONG, "empty list"),
-        (lambda: gan(one(), loss="mse", metrics=["accuracy"]), WRONG,
-         "`loss` can't"),
-        (lambda: gan(one(), loss_fn=critic_loss), WRONG,
-         "`loss_fn` can't be combined with"),
-        (lambda: gan(one(), filter_spec=eqx.is_array), WRONG,
-         "`filter_spec` can't be combined with"),
-        (lambda: gan(one(), gradient_clip_val=1.0), WRONG,
-         "`gradient_clip_val` can't be combined"),
-        (lambda: gan(one(), strategy=Bitwise(Sharded())), WRONG,
-         "does not work with a list of parts"),
-        (lambda: gan(one(), strategy=LocalSGD(every=2)), WRONG,
-         "LocalSGD keeps its replicas in"),
-        (over_a_pass, ValueError, "no part has a `loss_fn` that returns"),
-        (lambda: over_a_pass("predictions", "targets", rows=3), ValueError,
-         r"the predictions have .* for a batch of 16 rows; it must have the rows"),
-        (lambda: over_a_pass("predictions"), ValueError,
-         r"does not return \['targets'\]"),
-        (lambda: gan(parts()[0], one("generator", lambda gan, x: x[:, 0])).fit(DATA),
-         ValueError, "does not depend on any.*in the Part 'generator'"),
-        (lambda: gan(one("critic", twice, name="a"), one("generator", name="a_b")).fit(
-            DATA), ValueError, "two values named 'a_b_loss'"),
-        (lambda: finders.lr_find(gan(*parts()), DATA, optimizer=optax.adam),
-         ValueError, "a list of parts"),
-    ],
-    "per_example": [
-        *((of_example(function), TypeError, "per_example|takes nothing")
-          for function in (None, 3, "mse", ONES, lambda: 0)),
-        (lambda: example(lambda model, x, y, keys: 0.0), WRONG,
-         "per_example.*`keys`|`keys`.*per_example"),
-        (lambda: example(lambda model, x, y, *, mask: 0.0), WRONG,
-         "per_example.*`mask`|`mask`.*per_example"),
-        (lambda: example(lambda model, state, x, y: 0.0), WRONG,
-         "per_example.*`state`|`state`.*per_example"),
-        *((lambda rows=rows: example(lambda model, x, y: model(x), rows), ValueError,
-           "`loss_fn`: the loss") for rows in (3, 4, 8)),
-        (lambda: example(lambda model, x, y: (x[0], {"logits": model(x)}), 3),
-         ValueError, "`loss_fn`: metric 'logits'"),
-        (lambda: example(lambda model, x, y: (plain(model, x, y), x), 4), ValueError,
-         "`loss_fn`: the loss"),
-        (lambda: example(lambda model, x, y: (x[0], {"pair": (x[0], x)}), 4),
-         ValueError, "`loss_fn`: metric 'pair'"),
-        (lambda: with_state(per_example(plain)), WRONG,
-         "per_example.*state|state.*per_example"),
-        (lambda: make_small(loss=per_example(jnp.add)), TypeError,
-         "pass it as `loss_fn`"),
-        (lambda: make_small(metrics={"a": per_example(jnp.add)}), TypeError,
-         "pass it as `loss_fn`"),
-        (lambda: example(None, loss_fn=lambda model, x, y: jax.vmap(model)(x).sum(1),
-                         strategy=Bitwise(Sharded())), WRONG, "per_example"),
-    ],
+    "parts": [(provoke, (ValueError, TypeError), words) for provoke, words in PARTS],
+    "per_example": [(provoke, (ValueError, TypeError), words)
+                    for provoke, words in OF_EXAMPLES],
     "weights": [
-        (lambda: weighted({"a": ONES}), TypeError, "must be an array .rows,."),
-        (lambda: weighted(np.ones((8, 2))), ValueError, r"shape \(8, 2\)"),
-        (lambda: weighted(ONES, loss=mean), ValueError, r"values of shape \(\) and"),
-        (lambda: weighted(ONES, metrics={"m": mean}), ValueError,
+        (weighted({"a": ONES}), TypeError, "must be an array .rows,."),
+        (weighted(np.ones((8, 2))), ValueError, r"shape \(8, 2\)"),
+        (weighted(ONES, loss=mean), ValueError, r"values of shape \(\) and"),
+        (weighted(ONES, metrics={"m": mean}), ValueError,
          "return no mean, which can't be"),
-        (lambda: weighted(-ONES), ValueError, "0 or more.* has -1.0. For fac"),
-        (lambda: weighted(1 - np.arange(8), loss=lambda p, y: p.mean(1)), ValueError,
-         "has -"),
-        (lambda: weighted(ONES, loss_fn=lambda m, x, *b: (x[0], 1.0)), ValueError,
+        (weighted(-ONES), ValueError, "0 or more.* has -1.0. For fac"),
+        (weighted(1 - np.arange(8), loss=lambda p, y: p.mean(1)), ValueError, "has -"),
+        (weighted(ONES, loss_fn=lambda m, x, *b: (x[0], 1.0)), ValueError,
          "into a dict"),
-        (lambda: weighted(ONES, loss_fn=lambda m, x, *b: (b[0], b[1])), TypeError,
+        (weighted(ONES, loss_fn=lambda m, x, *b: (b[0], b[1])), TypeError,
          "dtype int32"),
-        (of_model, ValueError, NO_WEIGHT),
-        (lambda: of_model(strategy=Sharded(), accumulate_grad_batches=2), ValueError,
-         NO_WEIGHT),
-        (lambda: of_model(strategy=FSDP(min_size=1), precision="bf16-mixed"),
-         ValueError, NO_WEIGHT),
-        (lambda: of_model(strategy=Pmap(), steps_per_execution=2), ValueError,
-         NO_WEIGHT),
-        (lambda: of_model(loss_fn=None, loss=lambda p, y: (
-            cross_entropy(p, y), jax.nn.softmax(p)[:, 0])), ValueError, NO_WEIGHT),
-        (lambda: linear_on_one_device(
-            loss=None, optimizer=[Part("weight", focal, optax.sgd(0.1))]
-        ).fit(batches(8, 8)), ValueError, NO_WEIGHT),
+        of_model(),
+        of_model(strategy=Sharded(), accumulate_grad_batches=2),
+        of_model(strategy=FSDP(min_size=1), precision="bf16-mixed"),
+        of_model(strategy=Pmap(), steps_per_execution=2),
+        of_model(loss_fn=None, loss=lambda p, y: (
+            cross_entropy(p, y), jax.nn.softmax(p)[:, 0])),
+        of_model(loss_fn=None, optimizer=[
+            Part("layers[0]", focal, optax.sgd(0.1), name="first")]),
     ],
 }  # fmt: skip
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toys import Recorder, batches, on_one_device, quiet
+from toys import Recorder, batches, linear, on_one_device, quiet
 
 from jaxdp import FSDP, Bitwise, Pmap, Sharded, SingleDevice
 from jaxdp.basics.tree import leaf_path
@@ -38,12 +38,8 @@ def ridge(model, x, y):
     )
 
 
-def linear():
-    return eqx.nn.Linear(8, 1, key=jax.random.key(0))
-
-
 def by_hand(optimizer, steps):
-    params, static = eqx.partition(linear(), eqx.is_inexact_array)
+    params, static = eqx.partition(linear(8, 1), eqx.is_inexact_array)
     opt_state, losses = optimizer.init(params), []
 
     def mean(params, _=0):
@@ -66,36 +62,22 @@ def by_hand(optimizer, steps):
 
 @pytest.mark.slow_but("Sharded(8)-1-lbfgs", "Pmap(8)-1-backtracking")
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize(
-    "strategy, micro_batches",
-    [
-        (SingleDevice(), 1),
-        (Sharded(8), 1),
-        (Sharded(8), 3),
-        (FSDP(8, min_size=1), 1),
-        (FSDP(8, min_size=1), 3),
-        (Pmap(8), 1),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("strategy, micro_batches", [
+    (SingleDevice(), 1), (Sharded(8), 1), (Sharded(8), 3), (FSDP(8, min_size=1), 3),
+    (Pmap(8), 1),
+], ids=str)  # fmt: skip
 def test_thirty_steps_are_those_of_a_loop_by_hand(name, strategy, micro_batches):
-    recorder = Recorder()
-    trainer = quiet(
-        linear(), OPTIMIZERS[name], loss_fn=ridge, strategy=strategy,
-        accumulate_grad_batches=micro_batches, callbacks=[recorder],
-    )  # fmt: skip
+    recorder, optimizer = Recorder(), OPTIMIZERS[name]
+    options = {"accumulate_grad_batches": micro_batches, "callbacks": [recorder]}
+    options |= {"loss_fn": ridge, "strategy": strategy}
     xs, ys = np.split(X, micro_batches), np.split(Y, micro_batches)
+    trainer = quiet(linear(8, 1), optimizer, **options)
     trainer.fit(list(zip(xs, ys, strict=True)), max_epochs=30)
-    np.testing.assert_allclose(
-        recorder.losses, by_hand(OPTIMIZERS[name], 30), rtol=1e-5
-    )
+    np.testing.assert_allclose(recorder.losses, by_hand(optimizer, 30), rtol=1e-5)
 
 
 def comparing():
     """Keeps in its state how far what the functions give is from what was given."""
-
-    def init(params):
-        return {"far": jnp.zeros(3)}
 
     def update(updates, state, params, *, value, grad, value_fn, grad_fn):
         def far(tree):
@@ -108,7 +90,8 @@ def comparing():
         updates = jax.tree.map(lambda grad: -0.1 * grad, updates)
         return updates, {"far": jnp.maximum(state["far"], found)}
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    first = {"far": jnp.zeros(3)}
+    return optax.GradientTransformationExtraArgs(lambda params: first, update)
 
 
 @pytest.mark.slow_but("options0", "options4")
