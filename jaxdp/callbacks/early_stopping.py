@@ -1,7 +1,6 @@
 """Stops a fit that no longer improves."""
 
 import math
-from collections.abc import Mapping
 from typing import Any, Literal
 
 from ..basics.arguments import check_number, checks_arguments
@@ -9,10 +8,10 @@ from ..basics.console import warn
 from ..strategies.placement import fetch
 from .base import Trainer
 from .model_checkpoint import ModelCheckpoint
-from .monitor import MonitorCallback, announce, is_better
+from .monitor import PatienceCallback, announce, is_better
 
 
-class EarlyStopping(MonitorCallback):
+class EarlyStopping(PatienceCallback):
     """Stops when a monitored value has not improved for `patience` checks in a row.
 
     A check happens after every validation when `monitor` begins with `val_`, and
@@ -70,38 +69,33 @@ class EarlyStopping(MonitorCallback):
         self.restore_best = restore_best
         self.stopped_epoch: int | None = None
         self.reason: str | None = None
-        self._last_check: tuple[int, float] | None = None  # its step and value
-        self._is_restored = self._has_failed = False
-        # The steps that have the best weights: the one of the best check, and the last
-        # one of a fit that ended with these weights. And a copy, unless the best check
-        # is older than the resume.
-        self._best_steps: list[int] = []
+        self._last_value: float | None = None
+        self._has_failed = False
+        # The weights of the best check, unless that is older than a resume; and the
+        # steps that have them: its own, and the last one of a fit that restored them.
         self._best: dict[str, Any] | None = None
+        self._best_steps: list[int] = []
 
     def on_fit_start(self, trainer: Trainer) -> None:
         super().on_fit_start(trainer)
-        was_restored, self._is_restored = self._is_restored, False
         self._has_failed = False
-        if not was_restored or self._last_check is None:
-            return
-        # No reason to stop is saved: the last check is judged again, by the rules of
-        # this run. Between two checks the next one decides.
-        step, value = self._last_check
-        if step == trainer.global_step or self.stopped_epoch is not None:
-            self._stop_if_due(trainer, value)
+        # A run that had stopped stays so, if this run's arguments stop it, too. A
+        # second fit of one trainer has a reason, and continues.
+        is_resumed = self.stopped_epoch is not None and self.reason is None
+        self.reason = None
+        if not (is_resumed and self._stop_if_due(trainer)):
+            self.stopped_epoch = None
         if self.restore_best and trainer.global_step in self._best_steps:
             self._best = _copy_parts(trainer)
 
-    def check(self, trainer: Trainer, values: Mapping[str, float]) -> None:
-        value = values[self.monitor]
-        self._last_check = trainer.global_step, value
+    def check(self, trainer: Trainer, value: float) -> None:
+        self._last_value = value
         if self.update_best(value):
             self._best_steps = [trainer.global_step]
             self._best = _copy_parts(trainer) if self.restore_best else None
         else:
             self.wait_count += 1
-        self._stop_if_due(trainer, value)
-        if self.reason is not None and trainer.should_stop:
+        if self._stop_if_due(trainer):
             self.stopped_epoch = trainer.current_epoch
 
     def on_exception(self, trainer: Trainer, exception: BaseException) -> None:
@@ -111,7 +105,12 @@ class EarlyStopping(MonitorCallback):
         is_best = trainer.global_step in self._best_steps or self.best_score is None
         if not self.restore_best or self._has_failed or is_best:
             return
-        source = self._find_best_path(trainer) if self._best is None else self._best
+        source: Any = self._best
+        if source is None:
+            savers = [c for c in trainer.callbacks if isinstance(c, ModelCheckpoint)]
+            # That of a fit's last step has the weights before the best were put back.
+            paths = [c.find_path(step) for step in self._best_steps[:1] for c in savers]
+            source = next(filter(None, paths), None)
         try:
             if source is None:
                 raise ValueError("no `ModelCheckpoint` of this trainer has them.")
@@ -130,52 +129,43 @@ class EarlyStopping(MonitorCallback):
         announce(trainer, "EarlyStopping", text)
         self._best_steps = [step, trainer.global_step]
 
-    def _find_best_path(self, trainer: Trainer) -> str | None:
-        """Returns the checkpoint of the best check, if a callback has one."""
-
-        def find() -> str | None:
-            savers = [c for c in trainer.callbacks if isinstance(c, ModelCheckpoint)]
-            # That of a fit's last step has the weights before the best were put back.
-            paths = (c.find_path(step) for step in self._best_steps[:1] for c in savers)
-            return next(filter(None, paths), None)
-
-        processes = trainer.run.processes
-        return processes.run_on_rank_zero("where the best weights are", find)
-
     def state_dict(self) -> dict[str, Any]:
-        last = self._last_check
         return super().state_dict() | {
             "stopped_epoch": self.stopped_epoch,
             "best_steps": self._best_steps,
-            "last_check": last and [*map(str, last)],
+            "last": [] if self._last_value is None else [str(self._last_value)],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self.stopped_epoch, self._is_restored = state["stopped_epoch"], True
-        last = state.get("last_check")
-        if last is None and state.get("last"):  # of 0.2, without the step
-            last = [-1, state["last"][0]]
-        self._last_check = (int(last[0]), float(last[1])) if last else None
+        self.stopped_epoch = state["stopped_epoch"]
+        # 0.2 saved a second value in `last`, and `last_check` had the step before it.
+        last = state.get("last") or (state.get("last_check") or [])[1:]
+        self._last_value = float(last[0]) if last else None
         self._best_steps = list(state.get("best_steps", []))  # not in 0.2
         # The best weights belong to steps that are undone, or to another trainer.
         self.reason = self._best = None
 
-    def _stop_if_due(self, trainer: Trainer, value: float) -> None:
-        """Stops the fit if the last check, of `value`, says so."""
-        self.reason = self._find_reason(value)
+    def _stop_if_due(self, trainer: Trainer) -> bool:
+        """Stops the fit if the last check is a reason to; returns whether it is one."""
+        reason = self._find_reason()
         # `should_stop` stays set once it is set. So it is not set before the minimum of
         # the fit, or it would end a run that improves later.
         step, epochs = trainer.global_step, trainer.record.epochs_done
-        if self.reason is not None and trainer.record.limits.may_stop(step, epochs):
-            if self.verbose and not trainer.should_stop:
-                announce(trainer, "EarlyStopping", self.reason)
-            trainer.should_stop = True
+        if reason is None or not trainer.record.limits.may_stop(step, epochs):
+            return False
+        if self.verbose and not trainer.should_stop:
+            announce(trainer, "EarlyStopping", reason)
+        self.reason, trainer.should_stop = reason, True
+        return True
 
-    def _find_reason(self, value: float) -> str | None:
-        """Returns the reason to stop at this value, or None."""
+    def _find_reason(self) -> str | None:
+        """Returns the reason to stop at the last check, or None."""
+        value, better = self._last_value, self.stopping_threshold
+        worse = self.divergence_threshold
+        if value is None:
+            return None
         got = f"{self.monitor} is {value:.6g}"
-        better, worse = self.stopping_threshold, self.divergence_threshold
         if self.check_finite and not math.isfinite(value):
             return f"{got}, which is not finite."
         if better is not None and is_better(self.mode, value, better):

@@ -62,7 +62,6 @@ class Lockstep(Callback):
         self.every_n_steps = every_n_steps
         self.timeout = timeout
         self.warn_after = warn_after
-        self._programs: tuple[str, ...] = ()
         self._has_compared_model = self._has_failed = False
 
     def setup(self, trainer: Trainer) -> None:
@@ -73,15 +72,14 @@ class Lockstep(Callback):
         barrier = process_group.get_barrier()
         barrier.timeout, barrier.warn_after = self.timeout, self.warn_after
         barrier.every_n_steps = self.every_n_steps
+        arguments = {name: trainer.run.arguments[name] for name in _ARGUMENTS}
+        arguments |= {n: getattr(trainer, n) for n in ("max_epochs", "max_steps")}
         facts = {f"the version of {k}": v for k, v in get_versions().items()}
-        arguments = trainer.run.arguments
-        facts |= {f"`{name}`": repr(arguments[name]) for name in _ARGUMENTS}
-        for name in ("max_epochs", "max_steps"):
-            facts[f"`{name}`"] = repr(getattr(trainer, name))
+        facts |= {f"`{name}`": repr(value) for name, value in arguments.items()}
         facts["steps done"] = str(trainer.global_step)
         facts["epochs done"] = str(trainer.current_epoch)
         if not self._has_compared_model:
-            facts |= _describe_model(arguments["model"])
+            facts |= _describe_model(trainer.run.arguments["model"])
             self._has_compared_model = True
         self._wait(trainer, f"the start of {trainer.run.doing}", facts)
 
@@ -99,7 +97,7 @@ class Lockstep(Callback):
             facts = {"a row of the batch": _shapes(batch, 1)}
             facts["rows before it"] = str(trainer.record.examples)
             step, epoch = trainer.global_step + 1, trainer.current_epoch
-            self._add_entry(trainer, f"step {step} of epoch {epoch}", facts).sync_step()
+            _add_entry(trainer, f"step {step} of epoch {epoch}", facts).sync_step()
 
     def on_exception(self, trainer: Trainer, exception: BaseException) -> None:
         self._has_failed = True
@@ -111,19 +109,17 @@ class Lockstep(Callback):
 
     def _wait(self, trainer: Trainer, where: str, facts: Mapping[str, str]) -> None:
         if coordination.has_peers():
-            self._add_entry(trainer, where, facts).wait_for_all()
+            _add_entry(trainer, where, facts).wait_for_all()
 
-    def _add_entry(
-        self, trainer: Trainer, where: str, facts: Mapping[str, str]
-    ) -> process_group.ProcessBarrier:
-        """Adds facts that the next barrier compares, and programs that are new."""
-        (_, programs), noted = trainer.run.compiled_facts(), dict(facts)
-        if programs != self._programs:
-            self._programs = programs
-            noted["the compiled programs"] = ", ".join(programs)
-        barrier = process_group.get_barrier()
-        barrier.add_entry(where, noted)
-        return barrier
+
+def _add_entry(
+    trainer: Trainer, where: str, facts: Mapping[str, str]
+) -> process_group.ProcessBarrier:
+    """Adds facts, and digests of all programs so far, to the next comparison."""
+    _, programs = trainer.run.compiled_facts()
+    barrier = process_group.get_barrier()
+    barrier.add_entry(where, {**facts, "the compiled programs": ", ".join(programs)})
+    return barrier
 
 
 def _describe_model(model: Any) -> dict[str, str]:

@@ -22,14 +22,14 @@ from ..distributed import PeriodicVote, is_graceful_stop
 from ..history import rank
 from ..record import LogRow
 from .base import Trainer
-from .monitor import MetricCallback, announce, check_mode
+from .monitor import MonitorCallback, announce, check_mode
 from .state_matching import match_state
 
 Scores = Mapping[int, float | None]
 """Maps each saved step to the value that was measured on its weights, or None."""
 
 
-class ModelCheckpoint(MetricCallback):
+class ModelCheckpoint(MonitorCallback):
     """Saves the whole `TrainState`, one folder per saved step, named by the step.
 
     Without `monitor` the newest `save_top_k` are kept; with it, the best. Resume with
@@ -150,9 +150,8 @@ class ModelCheckpoint(MetricCallback):
         return self._make_path(max(self._scores, default=None))
 
     def find_path(self, step: int) -> str | None:
-        """Returns the checkpoint of a step of this run, if it still exists."""
-        path = self._make_path(step)
-        return path if step in self._scores and os.path.isdir(path) else None
+        """Returns the checkpoint of a step of this run, if it was kept."""
+        return self._make_path(step) if step in self._scores else None
 
     def find_folder(self, trainer: Trainer) -> CheckpointDir:
         """Returns the folder for the checkpoints of a trainer."""
@@ -170,10 +169,8 @@ class ModelCheckpoint(MetricCallback):
     def setup(self, trainer: Trainer) -> None:
         """Locks the folder, so that an unwritable one is an error before training."""
         super().setup(trainer)
-        saves_by_step = (
-            self.every_n_train_steps or self.train_time_interval
-        ) is not None
-        if trainer.run.doing == "a loop of steps" and not saves_by_step:
+        saves_by_step = self.every_n_train_steps or self.train_time_interval
+        if trainer.run.doing == "a loop of steps" and saves_by_step is None:
             warn(
                 "`ModelCheckpoint`: a loop of `steps` ends no epoch, so this saves"
                 " nothing. Pass `every_n_train_steps`, or call `trainer.save(path)`."
@@ -287,14 +284,11 @@ class ModelCheckpoint(MetricCallback):
         """Starts to save the present step, if it would be kept."""
         self._finish_save(wait=True)
         assert self._dir is not None
-        step, (measured_step, value) = (
-            trainer.global_step,
-            self._measured or (None, None),
-        )
+        step, measured = trainer.global_step, self._measured
         if self.monitor is None:
             score = float(step)  # the best is the newest
         else:
-            score = value if measured_step == step else None
+            score = measured[1] if measured and measured[0] == step else None
         if step in self._scores:
             if self._scores[step] is None:  # saved before it was measured
                 self._scores[step] = score
@@ -350,19 +344,16 @@ class ModelCheckpoint(MetricCallback):
     def _select_kept(self, scores: Scores) -> set[int]:
         """Returns the steps to keep: the best, those that `keep_every_n_steps` names,
         and the newest if that is pinned, has no score, or `save_last` asks for it."""
-        if self.save_top_k == -1:
+        if self.save_top_k == -1 or not scores:
             return set(scores)
-        steps = set(_rank_steps(scores, self.mode)[: self.save_top_k])
+        kept = set(_rank_steps(scores, self.mode)[: self.save_top_k])
         if (every := self.keep_every_n_steps) is not None:
-            steps |= {step for step in scores if step % every == 0}
-        newest = max(scores, default=None)
-        if newest is not None and (
-            self.save_last
-            or newest == self._pinned_step
-            or (self.save_top_k and scores[newest] is None)
-        ):
-            steps.add(newest)
-        return steps
+            kept |= {step for step in scores if step % every == 0}
+        newest = max(scores)
+        is_unscored = self.save_top_k != 0 and scores[newest] is None
+        if self.save_last or newest == self._pinned_step or is_unscored:
+            kept.add(newest)
+        return kept
 
     def _remove_unkept(self) -> None:
         assert self._dir is not None

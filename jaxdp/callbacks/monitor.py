@@ -1,19 +1,19 @@
-"""Monitored values of callbacks, and messages."""
+"""Callbacks that watch a value of validations or epochs, and messages of callbacks."""
 
 import functools
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
-from ..basics.arguments import check_choice, check_count, check_number
+from ..basics.arguments import check_count, check_number
 from ..basics.columns import infer_mode, resolve_mode
 from ..basics.console import log_info, log_info_once
 from ..record import LogRow
 from .base import Callback, Trainer
 
 
-class MetricCallback(Callback):
+class MonitorCallback(Callback):
     """A callback that gets the means of each validation and epoch of a fit, with all
     values that callbacks have logged for them, and that may watch one: `monitor`."""
 
@@ -21,30 +21,34 @@ class MetricCallback(Callback):
     only_in_training = True
 
     monitor: str | None
+    mode: str = "min"
 
     def setup(self, trainer: Trainer) -> None:
         trainer.record.read_means(functools.partial(self.handle_means, trainer))
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Raises if the fit will log no value named `monitor`."""
-        # Some values are known only later. A callback of the user may log one named
-        # `monitor`, and a `PassMetric` may return values of any names.
-        modules = [type(callback).__module__ for callback in trainer.callbacks]
+        # A callback of the user may log a value of that name later, and a `PassMetric`
+        # may return values of any names.
+        is_ours = [type(c).__module__.startswith("jaxdp.") for c in trainer.callbacks]
         is_of_validation = (self.monitor or "").startswith("val_")
-        may_come = is_of_validation and not trainer.record.names_are_all
-        if not may_come and all(module.startswith("jaxdp.") for module in modules):
+        if all(is_ours) and (trainer.record.names_are_all or not is_of_validation):
             self._check_is_logged(trainer.record.names)
 
     def handle_means(self, trainer: Trainer, row: LogRow) -> None:
-        """Acts on the values of a validation or an epoch; raises if an ended epoch has
-        no value named `monitor`, and none can come in another one."""
-        monitor = self.monitor
-        if row.kind != "epoch" or monitor is None or monitor in trainer.history:
-            return
+        """Calls `check` if a validation or an epoch has the value; raises if an ended
+        epoch lacks it, unless a later validation may log it."""
         validates = any(name.startswith("val_") for name in trainer.record.names)
-        may_come = validates and not trainer.record.validation
-        if not (may_come and monitor.startswith("val_")):
-            self._check_is_logged((*row.values, *trainer.record.validation))
+        if self.monitor is not None and self.monitor in row.values:
+            self.check(trainer, row.values[self.monitor])
+        elif row.kind == "epoch" and (trainer.record.validation or not validates):
+            self._check_is_logged(trainer.history)  # has the names of the epoch, too
+
+    def check(self, trainer: Trainer, value: float) -> None:
+        """Acts on the value of `monitor` in a validation or an epoch."""
+
+    def identity(self, trainer: Trainer) -> str:
+        return f"{self.monitor}\n{self.mode}"
 
     def _check_is_logged(self, names: Iterable[str]) -> None:
         if self.monitor is not None and self.monitor not in names:
@@ -56,27 +60,30 @@ class MetricCallback(Callback):
             )
 
 
-class MonitorCallback(MetricCallback):
-    """A callback that checks the value `monitor` after each validation or epoch that
-    has it, and counts the checks without improvement."""
+class PatienceCallback(MonitorCallback):
+    """A callback that compares the value `monitor` of each validation or epoch with the
+    best so far, and counts the checks since the last improvement."""
 
     monitor: str
 
-    def __init__(self, monitor: str, patience: int, min_delta: float, mode: str | None):
+    def __init__(self, monitor: str, patience: int, min_delta: float, mode: str):
         check_count("patience", patience, minimum=0)
         suffix = "; `mode` says in which direction"
         check_number("min_delta", min_delta, minimum=0, suffix=suffix)
-        self.monitor = monitor
-        self.patience = int(patience)
-        self.min_delta = float(min_delta)
-        # None: the subclass knows no direction.
-        self.mode = "min" if mode is None else check_mode(self, monitor, mode)
+        self.monitor, self.mode = monitor, check_mode(self, monitor, mode)
+        self.patience, self.min_delta = int(patience), float(min_delta)
         self.wait_count = 0
         self.best_score: float | None = None
 
-    def check(self, trainer: Trainer, values: Mapping[str, float]) -> None:
-        """Acts on the values of a validation or epoch, which include `monitor`."""
-        raise NotImplementedError
+    def on_fit_start(self, trainer: Trainer) -> None:
+        super().on_fit_start(trainer)
+        is_late = not trainer.record.limits.validates_before_end()
+        if is_late and self.monitor.startswith("val_"):
+            raise ValueError(
+                f"`{type(self).__name__}(monitor={self.monitor!r})`: this fit validates"
+                " at its end alone, where nothing is left to decide. Pass a smaller"
+                " `check_val_every_n_epoch`, or leave the callback out."
+            )
 
     def update_best(self, value: float) -> bool:
         """Keeps `value` if it is the best so far; returns whether it is."""
@@ -91,24 +98,6 @@ class MonitorCallback(MetricCallback):
         checks = f"{self.wait_count} check{'s' * (self.wait_count != 1)}"
         return f"{self.monitor} did not improve on {best} for {checks}"
 
-    def on_fit_start(self, trainer: Trainer) -> None:
-        super().on_fit_start(trainer)
-        is_late = not trainer.record.limits.validates_before_end()
-        if is_late and self.monitor.startswith("val_"):
-            raise ValueError(
-                f"`{type(self).__name__}(monitor={self.monitor!r})`: this fit validates"
-                " at its end alone, where nothing is left to decide. Pass a smaller"
-                " `check_val_every_n_epoch`, or leave the callback out."
-            )
-
-    def handle_means(self, trainer: Trainer, row: LogRow) -> None:
-        super().handle_means(trainer, row)
-        if self.monitor in row.values:
-            self.check(trainer, row.values)
-
-    def identity(self, trainer: Trainer) -> str:
-        return f"{self.monitor}\n{self.mode}"
-
     def state_dict(self) -> dict[str, Any]:
         best = None if self.best_score is None else str(self.best_score)
         return {"wait_count": self.wait_count, "best_score": best}
@@ -121,7 +110,6 @@ class MonitorCallback(MetricCallback):
 def check_mode(callback: Callback, monitor: str, mode: str) -> str:
     """Returns `"min"` or `"max"`, as `mode` or the name of `monitor` says; logs once
     that it is `"min"` if neither does."""
-    check_choice("mode", mode, ("auto", "min", "max"))
     if mode == "auto" and infer_mode(monitor) is None:
         log_info_once(
             f"`{type(callback).__name__}(monitor={monitor!r})`: the name does not tell"

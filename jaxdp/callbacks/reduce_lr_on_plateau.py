@@ -1,6 +1,5 @@
 """Lowers the learning rate when a monitored value no longer improves."""
 
-from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -8,10 +7,10 @@ import numpy as np
 from ..basics.arguments import check_count, check_number, checks_arguments
 from .base import Trainer
 from .learning_rate_monitor import is_rate, make_no_rate_error
-from .monitor import MonitorCallback, announce
+from .monitor import PatienceCallback, announce
 
 
-class ReduceLROnPlateau(MonitorCallback):
+class ReduceLROnPlateau(PatienceCallback):
     """Multiplies the learning rate by `factor` when a monitored value stops improving.
 
         optimizer = optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)
@@ -70,11 +69,11 @@ class ReduceLROnPlateau(MonitorCallback):
             raise make_no_rate_error(trainer, "ReduceLROnPlateau")
         trainer.set_hyperparams(**rates)  # to what they are: a schedule's raises
 
-    def check(self, trainer: Trainer, values: Mapping[str, float]) -> None:
+    def check(self, trainer: Trainer, value: float) -> None:
         if self.cooldown_count:
             self.cooldown_count -= 1
             self.wait_count = 0
-        if not self.update_best(values[self.monitor]) and not self.cooldown_count:
+        if not self.update_best(value) and not self.cooldown_count:
             self.wait_count += 1
             if self.wait_count >= self.patience:
                 self._reduce(trainer)

@@ -1,6 +1,5 @@
 """Ends trials of Optuna early, as the pruner of the study decides."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from ..basics.arguments import checks_arguments
@@ -33,7 +32,7 @@ class OptunaPruning(MonitorCallback):
 
     @checks_arguments
     def __init__(self, trial: Any, monitor: str = "val_loss"):
-        super().__init__(monitor, 0, 0.0, None)
+        self.monitor = monitor
         self._optuna = import_package("optuna", "optuna", "`OptunaPruning`")
         is_needed = trial is not None or get_process_group().index == 0
         if is_needed and not callable(getattr(trial, "should_prune", None)):
@@ -49,9 +48,9 @@ class OptunaPruning(MonitorCallback):
         self.trial: Any = trial
         self._reports = 0
 
-    def check(self, trainer: Trainer, values: Mapping[str, float]) -> None:
+    def check(self, trainer: Trainer, value: float) -> None:
         def report() -> bool:
-            self.trial.report(values[self.monitor], self._reports)
+            self.trial.report(value, self._reports)
             return self.trial.should_prune()
 
         should_prune = get_process_group().run_on_rank_zero(
@@ -61,7 +60,7 @@ class OptunaPruning(MonitorCallback):
         if should_prune:
             raise self._optuna.TrialPruned(
                 f"pruned after {self._reports} reports of {self.monitor}, the last one"
-                f" {values[self.monitor]:.6g}"
+                f" {value:.6g}"
             )
 
     def state_dict(self) -> dict[str, Any]:

@@ -254,19 +254,23 @@ def test_callbacks_may_be_added_later_but_for_those_in_the_step(tmp_path):
             trainer.fit(batches(8))
 
 
-def test_a_run_that_had_stopped_under_0_2_stays_stopped(tmp_path):
-    def fit(is_old):
-        stopping = EarlyStopping("loss", patience=1, min_delta=10.0)
+@pytest.mark.parametrize("old", [
+    lambda value: {"last": [value, False]},  # of 0.2
+    lambda value: {"last_check": ["2", value]},
+    lambda value: {"last": [value]},  # of this version
+])  # fmt: skip
+def test_a_run_that_had_stopped_under_an_older_version_stays_stopped(old, tmp_path):
+    stopping = EarlyStopping("loss", patience=1, min_delta=10.0)
+    made_of = stopping.state_dict
 
-        def old_state(save=stopping.state_dict):
-            state = save()
-            _, value = state.pop("last_check")
-            return state | {"last": [value, False]}
+    def old_state():
+        state = made_of()
+        (value,) = state.pop("last") or [None]
+        return state | (old(value) if value else {})
 
-        if is_old:
-            stopping.state_dict = old_state
+    for changes, steps in (({"state_dict": old_state}, 2), ({}, 2)):
+        vars(stopping).update(changes)
         trainer = make_trainer(stopping, ModelCheckpoint(tmp_path))
         trainer.fit(batches(8), max_epochs=9, ckpt_path="auto")
-        return trainer.global_step
-
-    assert fit(is_old=True) == fit(is_old=False) == 2
+        assert trainer.global_step == steps
+        stopping = EarlyStopping("loss", patience=1, min_delta=10.0)
