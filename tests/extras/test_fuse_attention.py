@@ -22,7 +22,6 @@ from attending import (
     tokens,
 )
 from jax.sharding import AxisType
-from jax.test_util import check_grads
 from toys import assert_close
 
 from jaxdp import Stack, fuse_attention
@@ -115,22 +114,9 @@ def test_dropout_has_the_distribution_of_equinox_and_none_in_inference():
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_gradients_see_the_dropout_of_the_values():
-    layer, inputs = layer_and_inputs(dropout_p=0.3)
-    fused = fuse_attention(layer, block=5)
-
-    @jax.jit
-    def total(query):
-        return (fused(query, *inputs[1:], key=jax.random.key(3)) ** 2).sum()
-
-    check_grads(total, inputs[:1], order=1, modes=["rev"], rtol=0.02)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.slow_but("True")
-def test_packed_rows_are_as_if_alone(causal):
+def test_packed_rows_are_as_if_alone():
     layer, _ = layer_and_inputs()
-    fused = fuse_attention(layer, causal=causal, block=4)
+    fused = fuse_attention(layer, causal=True, block=4)
     ids = jnp.repeat(jnp.array([3, 1, 2]), 7)
 
     @jax.jit
