@@ -1,5 +1,6 @@
 """A loader over arrays that are in memory."""
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,9 +13,8 @@ from ..step import Batch, find_batched_leaves, map_row_leaves, to_user_batch
 from .batches import select_on_device
 from .conversion import as_numpy, fetch_rows, normalize_batch, take_rows, wrap_keys
 from .loader_state import Position
-from .partition import RowPartition
 from .random_states import make_seed
-from .source import ALL_ROWS, Source
+from .source import Source
 
 
 class Arrays:
@@ -120,31 +120,19 @@ class Arrays:
         )
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class ArraysSource(Source):
     """The batches of `Arrays`, which depend only on the epoch and the seed.
 
-    Args:
-        seed: the seed of the trainer.
-        in_order: whether rows keep their order, even if `shuffle` is set.
+    With `in_order`, rows keep their order even if `shuffle` is set.
     """
 
-    loader: Arrays
+    in_order: bool = False
     is_in_memory = True
 
-    def __init__(
-        self,
-        loader: Arrays,
-        argument: str,
-        partition: RowPartition = ALL_ROWS,
-        seed: int = 0,
-        *,
-        in_order: bool = False,
-    ):
-        super().__init__(loader, argument, partition, seed)
-        self._seed = () if in_order else (seed, *partition.sampler_seed)
-
     def _read(self, position: Position) -> Iterator[Batch]:
-        seed = (*self._seed, position.epoch) if self._seed else ()
+        seed = self.seed, *self.partition.sampler_seed, position.epoch
+        seed = () if self.in_order else seed
         lists = self.loader.draw_row_lists(*seed, first=position.batches)
         lists, add_counts = self.partition.split_lists(lists)
         return add_counts(self.loader.fetch(lists))

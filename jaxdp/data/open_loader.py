@@ -36,24 +36,26 @@ def open_loader(
 
     With `in_order`, `Arrays` are not shuffled.
     """
+    details = loader, argument, partition, seed
     if isinstance(loader, Arrays):
-        return ArraysSource(loader, argument, partition, seed, in_order=in_order)
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        if isinstance(loader, torch.utils.data.DataLoader):
+        return ArraysSource(*details, in_order=in_order)
+    is_dataset = False
+    if torch := sys.modules.get("torch"):
+        data = torch.utils.data
+        if isinstance(loader, data.DataLoader):
             from .torch_source import make_torch_source
 
-            return make_torch_source(loader, argument, partition, seed)
-        if isinstance(loader, torch.utils.data.IterableDataset):
-            return IterableSource(loader, argument, partition, seed)
+            return make_torch_source(*details)
+        if isinstance(loader, data.IterableDataset):
+            return IterableSource(*details)
+        is_dataset = isinstance(loader, data.Dataset)
 
-    # Any iterable of batches, but not one of other items.
-    is_dataset = torch is not None and isinstance(loader, torch.utils.data.Dataset)
-    has_arrays = isinstance(loader, tuple) and any(hasattr(x, "dtype") for x in loader)
-    if has_arrays:  # or trees of arrays
-        has_arrays = all(hasattr(x, "dtype") or isinstance(x, Mapping) for x in loader)
-    if is_dataset or has_arrays or not _is_iterable(loader):
-        kind = f"a {type(loader).__name__}" + " of arrays" * has_arrays
+    is_batch = False  # a single one, of arrays or trees of them
+    if isinstance(loader, tuple):
+        kinds = {hasattr(x, "dtype") for x in loader if not isinstance(x, Mapping)}
+        is_batch = kinds == {True}
+    if is_dataset or is_batch or not _is_iterable(loader):
+        kind = f"a {type(loader).__name__}" + " of arrays" * is_batch
         raise TypeError(
             f"`{argument}` is {kind}, not an iterable of batches; pass a list or a"
             " generator of (x, y) batches; of arrays x and y one loader of both,"
@@ -63,7 +65,7 @@ def open_loader(
         )
     if not isinstance(loader, list | tuple):
         # It draws from global generators as the user has seeded them.
-        return IterableSource(loader, argument, partition, seeds_draws=False)
+        return IterableSource(*details, seeds_draws=False)
     all_leaves = jax.tree_util.all_leaves  # a loader is a leaf, a batch is not
     if loader and all(_is_iterable(item) and all_leaves([item]) for item in loader):
         raise TypeError(
@@ -71,7 +73,7 @@ def open_loader(
             " must be one. To validate or test on several, name them: {'clean': a,"
             " 'shifted': b}."
         )
-    return ListSource(loader, argument, partition)
+    return ListSource(*details)
 
 
 def _is_iterable(item: Any) -> bool:

@@ -6,26 +6,21 @@ get there. The means are index lists, the loader's state, or reading its batches
 
 import collections
 import contextlib
+import dataclasses
 import itertools
 import sys
 from collections.abc import Generator, Iterator, Sized
 from functools import partial
 from typing import Any, Final
 
-from ..basics.console import SafeStream, warn
+from ..basics.console import SafeStream
 from ..step import Batch
 from .conversion import normalize_batch
-from .loader_state import (
-    EPOCH_START,
-    LoaderState,
-    Position,
-    compute_checksum,
-    find_loader_state,
-)
+from .loader_state import EPOCH_START, LoaderState, Position
 from .partition import RowPartition
 from .random_states import seed_globally
 
-EXHAUSTED: Final = object()
+_EXHAUSTED: Final = object()
 """Marks the end of an iterator, where None would be a batch."""
 
 _NOTE_EVERY: Final = 16
@@ -38,6 +33,7 @@ ALL_ROWS: Final = RowPartition()
 """The partition of a single process."""
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Source:
     """The batches of `loader`, which the user calls `argument`, from any position.
 
@@ -52,38 +48,37 @@ class Source:
         seed: decides the random draws of an epoch, with its number.
 
     Attributes:
+        state: reads and restores the loader's state.
         epoch_start: the position that the present epoch was read from, with the
             loader's state there. None before the first epoch.
         is_training: whether steps are taken on its batches.
         is_iterator: whether the loader yields each batch only once. Then it is not read
             ahead of the steps, since the next pass continues where it is.
         is_single_use: whether a second pass over it has no batches.
-        needs_commits: whether `commit` must be called.
         is_in_memory: whether `peek_batch` is cheap and runs no code of the user.
         shuffles: whether rows are known to come in another order than the dataset's,
             also outside of training.
+        last_batch: the last one that an iterator was trained on.
     """
 
-    is_in_memory = shuffles = needs_commits = False
+    loader: Any
+    argument: str
+    partition: RowPartition = ALL_ROWS
+    seed: int = 0
 
-    def __init__(
-        self,
-        loader: Any,
-        argument: str,
-        partition: RowPartition = ALL_ROWS,
-        seed: int = 0,
-    ):
-        self.loader: Any = loader
-        self.argument = argument
-        self.partition, self.seed = partition, seed
+    is_in_memory = shuffles = False
+    _has_index_lists = True
+
+    def __post_init__(self) -> None:
+        self.state = LoaderState(self.loader, self.argument, self._has_index_lists)
         self.epoch_start: Position | None = None
         self.is_training = False
-        self.is_iterator = hasattr(loader, "__next__")
-        module = type(loader).__module__  # other iterators may start again
+        self.is_iterator = hasattr(self.loader, "__next__")
+        module = type(self.loader).__module__  # other iterators may start again
         self.is_single_use = self.is_iterator and module in ("builtins", "itertools")
+        self.last_batch: Batch | None = None
         self._epoch: Any = None  # a generator
-        self._last_batch: Batch | None = None  # trained on; of an `IterableSource`
-        self._parts = [loader]  # that may have a `set_epoch`
+        self._notes: collections.deque[Any] = collections.deque(maxlen=_NUM_NOTES)
 
     @property
     def num_batches(self) -> int | None:
@@ -99,11 +94,14 @@ class Source:
 
         With several processes, each yields its own rows of the batches.
         """
-        position = self.epoch_start = self._start(position)
+        if position.state is None:
+            position = position._replace(state=self.state.read())
+        elif self.state.restore(position.state):
+            position = position._replace(num_yielded=position.batches)
+        self.epoch_start = position
         # Reads up to the position now, even if no batch is then taken.
         batches = self._epoch = self._track(self._read(position), position)
-        peek = None if self.is_iterator else self._peek
-        return self.partition.split(batches, peek)
+        return self.partition.split(batches, None if self.is_iterator else self._peek)
 
     def end_epoch(self) -> None:
         """Ends the current epoch, even if it has more batches."""
@@ -119,25 +117,16 @@ class Source:
         """
         self.end_epoch()
 
-    def commit(self, batch: Batch) -> None:
-        """Receives the last batch of a step."""
-
     def start_training(self) -> None:
         """Marks the batches from now on as those of training steps."""
         self.is_training = True
-
-    def read_state(self) -> Any:
-        """Returns the `Position.state` of an epoch that starts now."""
-
-    def restore(self, state: Any) -> None:
-        """Restores a result of `read_state`; None changes nothing."""
 
     def read_pass_state(self) -> Any:
         """Returns the state at the start of the present pass, or the present one."""
         is_inside = self._epoch is not None and self._epoch.gi_frame
         if self.epoch_start and is_inside:
             return self.epoch_start.state
-        return self.read_state()
+        return self.state.read()
 
     def make_position(self, epoch: int, done: int) -> Position:
         """Returns the position of batch number `done`, also for another process.
@@ -147,12 +136,15 @@ class Source:
         """
         if self.epoch_start is None or self.epoch_start.epoch != epoch:
             return EPOCH_START
-        return Position(state=self.epoch_start.state)
+        # At least one batch is read again: it begins the iteration, and an iterator may
+        # have no other to compile the step for.
+        notes = (note for note in reversed(self._notes) if note["batches"] < done)
+        return Position(state=self.epoch_start.state, waypoint=next(notes, None))
 
     @property
     def can_peek(self) -> bool:
         """Whether `peek_batch` leaves the loader as it was."""
-        return not self.is_iterator or self._last_batch is not None
+        return not self.is_iterator or self.last_batch is not None
 
     def peek_batch(self) -> Batch:
         """Returns the first batch of epoch 0, or the last one trained on of an
@@ -172,8 +164,8 @@ class Source:
     def _peek(self) -> list[Batch]:
         """Returns a list of the first batch of this process's loader, if it has any."""
         if self.is_iterator:
-            return [self._last_batch]
-        before, was_training = self.read_state(), self.is_training
+            return [self.last_batch]
+        before, was_training = self.state.read(), self.is_training
         self.is_training = False
         try:
             batches = self._track(self._read(EPOCH_START), EPOCH_START)
@@ -181,7 +173,7 @@ class Source:
                 return list(itertools.islice(batches, 1))
         finally:
             self.is_training = was_training
-            self.restore(before)
+            self.state.restore(before)
 
     def explain_no_batches(self) -> str:
         """Returns the message for an epoch without batches."""
@@ -189,27 +181,6 @@ class Source:
             f"`{self.argument}` gave no batches. Is the dataset empty, shorter than one"
             " batch with drop_last=True, a generator exhausted, or a limit 0?"
         )
-
-    # Methods of subclasses.
-
-    def _read(self, position: Position) -> Iterator[Batch]:
-        """Yields the host batches of the loader from a position on."""
-        raise NotImplementedError
-
-    def _add_notes(self, exception: Exception) -> None:
-        """Adds remedies to an exception of the loader."""
-
-    def _set_epoch(self, epoch: int) -> None:
-        for part in self._parts:
-            if hasattr(part, "set_epoch"):
-                part.set_epoch(epoch)
-
-    def _start(self, position: Position) -> Position:
-        """Brings the loader to the start of an epoch; returns the position with it."""
-        if position.state is None:
-            return position._replace(state=self.read_state())
-        self.restore(position.state)
-        return position
 
     def _track(
         self, batches: Iterator[Batch], position: Position
@@ -227,6 +198,15 @@ class Source:
             self._add_notes(exception)
             raise
 
+    # Methods of subclasses.
+
+    def _read(self, position: Position) -> Iterator[Batch]:
+        """Yields the host batches of the loader from a position on."""
+        raise NotImplementedError
+
+    def _add_notes(self, exception: Exception) -> None:
+        """Adds remedies to an exception of the loader."""
+
 
 class ListSource(Source):
     """The batches of a list or a tuple."""
@@ -234,11 +214,11 @@ class ListSource(Source):
     is_in_memory = True
 
     def _read(self, position: Position) -> Iterator[Batch]:
-        return map(
-            normalize_batch, itertools.islice(self.loader, position.batches, None)
-        )
+        batches = itertools.islice(self.loader, position.batches, None)
+        return map(normalize_batch, batches)
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class IterableSource(Source):
     """The batches of an iterable: a generator, or a loader of another library.
 
@@ -247,138 +227,71 @@ class IterableSource(Source):
     decide the draws of global generators; without, they are as the user seeded them.
     """
 
-    needs_commits = True
+    seeds_draws: bool = True
+
+    _has_index_lists = False
     _copies = True  # the loader may write the next batch into the same memory
 
-    def __init__(
-        self,
-        loader: Any,
-        argument: str,
-        partition: RowPartition = ALL_ROWS,
-        seed: int = 0,
-        seeds_draws: bool = True,
-    ):
-        super().__init__(loader, argument, partition, seed)
-        self._seeds_draws = seeds_draws
-        self._state = find_loader_state(loader, argument)
-        self._notes: collections.deque[Any] = collections.deque(maxlen=_NUM_NOTES)
-
-    def commit(self, batch: Batch) -> None:
-        self._last_batch = batch
-
-    def read_state(self) -> Any:
-        state = super().read_state()
-        if self._state is None:
-            return state
-        return {**(state or {}), "own": self._state.read_start()}
-
-    def restore(self, state: Any) -> None:
-        if self._state is not None and "own" in (state or {}):
-            self._state.load(state["own"])
-        super().restore(state)
-
-    def make_position(self, epoch: int, done: int) -> Position:
-        position = super().make_position(epoch, done)
-        if position is EPOCH_START or not done:
-            return position
-        # At least one batch is read again, and compared with the last one trained on.
-        # With several processes, each has only its own rows of that batch, and does not
-        # compare.
-        notes = (note for note in reversed(self._notes) if note["batches"] < done)
-        last = self._last_batch if self.partition is ALL_ROWS else None
-        return position._replace(waypoint=next(notes, None), last_batch=last)
-
-    def _start(self, position: Position) -> Position:
-        if self._state is not None and "own" in (position.state or {}):
-            # The state leads to the start of the epoch.
-            position = position._replace(num_yielded=None)
-        return super()._start(position)
-
     def _read(self, position: Position) -> Iterator[Batch]:
-        self._set_epoch(position.epoch)
-        batches = self._seek(position)
-        if self._state is not None and self.is_training:
-            batches = self._note_states(self._state, batches, position.batches)
-        return map(partial(normalize_batch, copy=self._copies), batches)
-
-    def _note_states(
-        self, loader_state: LoaderState, batches: Iterator[Any], first: int
-    ) -> Iterator[Any]:
-        """Yields the batches; notes the loader's state before some of them."""
-        for number in itertools.count(first):
-            if number % _NOTE_EVERY == 0 and number > first:
-                if (state := loader_state.read()) is not None:
-                    self._notes.append({"batches": number, "state": state})
-            if (batch := next(batches, EXHAUSTED)) is EXHAUSTED:
-                return
-            yield batch
-
-    def _seek(self, position: Position) -> Iterator[Any]:
-        """Returns an iterator over the loader's batches from a position on."""
-        note = position.waypoint
-        count = position.num_yielded if self.is_iterator else None
-        count = position.batches if count is None else count
+        self.state.set_epoch(position.epoch)
+        note = position.waypoint if self.state.has_own else None
+        if note is not None:
+            self.state.load_own(note["state"])
+            skipped = position.batches - note["batches"]
+        else:
+            skipped = position.num_yielded if self.is_iterator else position.batches
+        first = position.batches - skipped
+        seeded = self.seeds_draws
+        batches = self._seed(position.epoch, first) if seeded else self._iterate()
+        self._skip(batches, skipped)
+        if note is not None:
+            self.state.unload_own()
         if self.is_training:
             self._notes.clear()
-        if self._state is not None and note is not None:
-            self._state.load(note["state"])
-            count = position.batches - note["batches"]
-            if self.is_training:
-                self._notes.append(note)
+            self._notes.extend([note] if note is not None else [])
+            if self.state.has_own:
+                batches = self._note_states(batches, position.batches)
+        return map(partial(normalize_batch, copy=self._copies), batches)
 
-        batches = self._iterate(position.epoch, position.batches - count)
-        last = self._skip(batches, count)
-        if self._state is not None and note is not None:
-            self._state.unload()
-        checksums = compute_checksum(position.last_batch), compute_checksum(last)
-        if None not in checksums and len({*checksums}) > 1:
-            warn(
-                f"`{self.argument}`: batch {position.batches - 1} of epoch"
-                f" {position.epoch} was read again to resume, and differs from the one"
-                " that was trained on. Some rows may come twice, others not at all."
-                " Seed the order in a method `set_epoch(epoch)` of the loader, and"
-                " leave out shuffle buffers, whose content is in no state."
-            )
-        return batches
-
-    def _make_iterator(self) -> Iterator[Any]:
+    def _iterate(self) -> Iterator[Any]:
         return iter(self.loader)
 
-    def _iterate(self, epoch: int, first: int) -> Iterator[Any]:
-        """Returns the loader's batches, the first of which has number `first`.
-
-        Global generators are seeded before each one if `seeds_draws`.
+    def _seed(self, epoch: int, first: int) -> Iterator[Any]:
+        """Yields the loader's batches, the first of which has number `first`, with the
+        global generators seeded before each one.
         """
-        if not self._seeds_draws:
-            return self._make_iterator()
-        return self._seed_each(epoch, first)
-
-    def _seed_each(self, epoch: int, first: int) -> Iterator[Any]:
         process = self.partition.sampler_seed
         with seed_globally(self.seed, epoch, *process):
-            batches = self._make_iterator()
+            batches = self._iterate()
         for number in itertools.count(first):
             # The number 0 would repeat the seed of the iterator.
-            with seed_globally(
-                self.seed, epoch, *(process or (0,)), max(0, number) + 1
-            ):
-                batch = next(batches, EXHAUSTED)
-            if batch is EXHAUSTED:
+            numbers = *(process or (0,)), max(0, number) + 1
+            with seed_globally(self.seed, epoch, *numbers):
+                batch = next(batches, _EXHAUSTED)
+            if batch is _EXHAUSTED:
                 return
             yield batch
 
-    def _skip(self, batches: Iterator[Any], count: int) -> Batch | None:
-        """Reads `count` batches; returns the last one, or None if there are fewer."""
+    def _note_states(self, batches: Iterator[Any], first: int) -> Iterator[Any]:
+        """Yields the batches from number `first` on; notes the loader's state before
+        some of them.
+        """
+        for number, batch in enumerate(batches, first + 1):
+            yield batch
+            if number % _NOTE_EVERY == 0:
+                if (state := self.state.read_own()) is not None:
+                    self._notes.append({"batches": number, "state": state})
+
+    def _skip(self, batches: Iterator[Any], count: int) -> None:
+        """Reads `count` batches, or all if there are fewer."""
         if not count:
-            return None
+            return
         from tqdm import tqdm
 
         text = f"`{self.argument}` can't jump: replaying {count} batches"
-        batch, steps, out = EXHAUSTED, range(count), SafeStream(sys.stderr)
+        batch, steps, out = _EXHAUSTED, range(count), SafeStream(sys.stderr)
         for _ in tqdm(steps, text, file=out, delay=1, leave=False, mininterval=1):
-            if (batch := next(batches, EXHAUSTED)) is EXHAUSTED:
-                return None
-        last = normalize_batch(batch, copy=True)
-        if self.is_training:
-            self._last_batch = last
-        return last
+            if (batch := next(batches, _EXHAUSTED)) is _EXHAUSTED:
+                return
+        if self.is_training and self.is_iterator:
+            self.last_batch = normalize_batch(batch, copy=True)

@@ -15,20 +15,15 @@ from types import FunctionType, ModuleType
 from typing import Any, Final
 
 import numpy as np
+import torch
+from torch.utils import data
 
 from ..basics.console import log_info_once, warn
 from ..step import Batch
 from .conversion import as_numpy, fetch_rows, normalize_batch
-from .loader_state import LoaderState, Position, has_state_dict
+from .loader_state import Position, has_state_dict, is_torchdatas
 from .partition import RowPartition
-from .random_states import (
-    find_parts,
-    find_torch_generators,
-    get_states,
-    make_seed,
-    seed_globally,
-    set_states,
-)
+from .random_states import make_seed, seed_globally
 from .source import ALL_ROWS, IterableSource, Source
 from .torch_workers import (
     WORKER_RULES,
@@ -48,61 +43,26 @@ _GOLDEN: Final = 0x9E3779B97F4A7C15
 class _TorchSource(Source):
     """The common part of all torch `DataLoader`s, which are never changed."""
 
-    def __init__(
-        self,
-        loader: Any,
-        argument: str,
-        partition: RowPartition = ALL_ROWS,
-        seed: int = 0,
-    ):
-        super().__init__(loader, argument, partition, seed)
-        from torch.utils import data
-
-        _, *samplers = find_parts(loader).values()
+    def __post_init__(self) -> None:
+        super().__post_init__()
         random = data.RandomSampler | data.SubsetRandomSampler
         random |= data.WeightedRandomSampler
         self.shuffles = any(
             isinstance(sampler, random) or getattr(sampler, "shuffle", False) is True
-            for sampler in samplers
+            for sampler in self.state.samplers
         )
-        self._parts = [*samplers, loader.dataset, loader]
-        # Without custom samplers, index lists do not depend on the time when they are
-        # drawn.
-        self._custom_samplers = [s for s in samplers if not _is_torchs(s)]
-        self._sampler_states = [
-            LoaderState(sampler, argument)
-            for sampler in filter(has_state_dict, self._custom_samplers)
-        ]
-        is_torchs = loader.collate_fn is data.default_collate
-        self._has_torchs_collation = loader._auto_collation and is_torchs
+        is_torchs = self.loader.collate_fn is data.default_collate
+        self._has_torchs_collation = self.loader._auto_collation and is_torchs
         # torch's collation makes new tensors, and a worker sends new ones.
-        is_new = self._has_torchs_collation or loader.num_workers
-        self._copies = not (_iterates_as_torch(loader) and is_new)
-
-    def read_state(self) -> Any:
-        parts = super().read_state() or {}
-        if generators := get_states(find_torch_generators(self.loader)):
-            parts["generators"] = generators
-        if samplers := [state.read_start() for state in self._sampler_states]:
-            parts["samplers"] = samplers
-        return parts or None
-
-    def restore(self, state: Any) -> None:
-        super().restore(state)
-        state = state or {}
-        generators = find_torch_generators(self.loader)
-        set_states(generators, state.get("generators", {}))
-        saved = state.get("samplers", ())
-        for sampler, sampler_state in zip(self._sampler_states, saved, strict=False):
-            sampler.load(sampler_state)
+        is_new = self._has_torchs_collation or self.loader.num_workers
+        self._copies = not (is_new and _iterates_as_torch(self.loader))
 
     def _add_notes(self, exception: Exception) -> None:
         # A worker that dies may have sent tensors that the reader would still request
         # from it.
         is_broken = isinstance(exception, ConnectionError | EOFError)
-        if "exited unexpectedly" in str(exception) or (
-            is_broken and self.loader.num_workers
-        ):
+        is_broken = is_broken or "exited unexpectedly" in str(exception)
+        if is_broken and self.loader.num_workers:
             exception.add_note(f"a worker of `{self.argument}` ended. {WORKER_RULES}")
 
 
@@ -113,10 +73,11 @@ class _TorchIterableSource(_TorchSource, IterableSource):
     def num_batches(self) -> int | None:
         # If there are several workers, each makes its own last batch, so more batches
         # than the length may come.
-        is_estimate = _is_iterable(self.loader) and self.loader.num_workers > 1
+        is_stream = isinstance(self.loader.dataset, data.IterableDataset)
+        is_estimate = is_stream and self.loader.num_workers > 1
         return None if is_estimate else super().num_batches
 
-    def _make_iterator(self) -> Iterator[Any]:
+    def _iterate(self) -> Iterator[Any]:
         return start_iterator(self.loader, self.argument)
 
 
@@ -127,24 +88,18 @@ class TorchMapSource(_TorchSource):
     the loader has a generator of its own.
     """
 
-    def __init__(
-        self,
-        loader: Any,
-        argument: str,
-        partition: RowPartition = ALL_ROWS,
-        seed: int = 0,
-    ):
-        super().__init__(loader, argument, partition, seed)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._worker_loader: Any = None
         self._worker_sampler = SeededBatchSampler()
+        # Index lists of torch's samplers do not depend on the time of their drawing. A
+        # custom sampler may depend on the training so far.
+        self._draws_ahead = not self.state.custom_samplers
         # A custom dataset may draw from generators of its own, as training does.
-        can_fetch = self._find_columns() is not None
-        self.is_in_memory = can_fetch and not self._custom_samplers
+        self.is_in_memory = self._draws_ahead and self._find_columns() is not None
 
     def start_training(self) -> None:
         super().start_training()
-        from torch import Generator
-
         parts = {"dataset": self.loader.dataset, "collate_fn": self.loader.collate_fn}
         for part, node in parts.items() if self.loader.num_workers else ():
             for name, kind in _find_copied_generators(node):
@@ -154,10 +109,10 @@ class TorchMapSource(_TorchSource):
                     " np.random, random or torch instead, which are seeded for each"
                     " batch."
                 )
-        for sampler in self._custom_samplers:
+        for sampler in self.state.custom_samplers:
             is_saved = has_state_dict(sampler) or hasattr(sampler, "set_epoch")
             generator = getattr(sampler, "generator", None)
-            if not (is_saved or isinstance(generator, Generator)):
+            if not (is_saved or isinstance(generator, torch.Generator)):
                 log_info_once(
                     f"`{self.argument}`: no checkpoint contains what its sampler"
                     f" {type(sampler).__name__} draws from or counts, so a resumed run"
@@ -169,14 +124,13 @@ class TorchMapSource(_TorchSource):
 
     def _read(self, position: Position) -> Iterator[Batch]:
         epoch, first = position.epoch, position.batches
-        self._set_epoch(epoch)
+        self.state.set_epoch(epoch)
         lists = itertools.islice(self._draw_lists(epoch), first, None)
         add_counts: Callable[[Iterator[Any]], Iterator[Any]] = iter
         if self._has_torchs_collation:  # so that each process fetches only its rows
             lists, add_counts = self.partition.split_lists(lists)
         if (columns := self._find_columns()) is not None:
-            ahead = not self._custom_samplers
-            return add_counts(fetch_rows(*columns, lists, ahead))
+            return add_counts(fetch_rows(*columns, lists, self._draws_ahead))
         batches = self._fetch(lists, epoch, first)
         return add_counts(map(partial(normalize_batch, copy=self._copies), batches))
 
@@ -184,15 +138,13 @@ class TorchMapSource(_TorchSource):
         """Returns the tensors of a `TensorDataset`, and the indices of subsets of it,
         outer first. None if the dataset's own indexing or workers fetch the rows.
         """
-        from torch.utils.data import Subset, TensorDataset
-
         if self.loader.num_workers or not self._has_torchs_collation:
             return None
         dataset, subsets = self.loader.dataset, []
-        while type(dataset) is Subset:
+        while type(dataset) is data.Subset:
             subsets.append(np.asarray(dataset.indices))
             dataset = dataset.dataset
-        if type(dataset) is not TensorDataset or len(dataset) == 0:
+        if type(dataset) is not data.TensorDataset or len(dataset) == 0:
             return None
         if any([as_numpy(tensor) is None for tensor in dataset.tensors]):
             return None
@@ -210,12 +162,9 @@ class TorchMapSource(_TorchSource):
         `iter(loader)` draws a base seed after the sampler has started, and so does this
         method.
         """
-        import torch
-
         numbers = self.seed, epoch, *self.partition.sampler_seed
-        torch_only = not self._custom_samplers
-        # A custom sampler may depend on the training so far.
-        count = _LISTS_PER_DRAW if torch_only else 1
+        torch_only = self._draws_ahead
+        count = _LISTS_PER_DRAW if self._draws_ahead else 1
         with seed_globally(*numbers, torch_only=torch_only):
             lists = iter(self.loader._index_sampler)
             torch.empty((), dtype=torch.int64).random_(generator=self.loader.generator)
@@ -250,8 +199,6 @@ class TorchMapSource(_TorchSource):
                 yield collate(fetch(indices))
 
     def _fetch_in_workers(self, lists: Iterator[tuple[int, Any]], epoch: int) -> Any:
-        import torch
-
         if self._worker_loader is None:
             self._worker_loader = make_worker_loader(self.loader, self._worker_sampler)
         self._worker_sampler.lists = lists
@@ -265,15 +212,10 @@ def make_torch_source(
     loader: Any, argument: str, partition: RowPartition = ALL_ROWS, seed: int = 0
 ) -> Source:
     """Returns the source of a torch `DataLoader`."""
-    is_map = _iterates_as_torch(loader) and not _is_iterable(loader)
+    is_stream = isinstance(loader.dataset, data.IterableDataset)
+    is_map = _iterates_as_torch(loader) and not is_stream
     kind = TorchMapSource if is_map else _TorchIterableSource
     return kind(loader, argument, partition, seed)
-
-
-def _is_iterable(loader: Any) -> bool:
-    from torch.utils.data import IterableDataset
-
-    return isinstance(loader.dataset, IterableDataset)
 
 
 def _iterates_as_torch(loader: Any) -> bool:
@@ -281,10 +223,7 @@ def _iterates_as_torch(loader: Any) -> bool:
 
     torchdata's loader only adds its state to that, which index lists do not need.
     """
-    from torch.utils.data import DataLoader
-
-    is_torchdatas = type(loader).__module__.startswith("torchdata.stateful_dataloader")
-    return type(loader).__iter__ is DataLoader.__iter__ or is_torchdatas
+    return type(loader).__iter__ is data.DataLoader.__iter__ or is_torchdatas(loader)
 
 
 def _find_copied_generators(
@@ -302,9 +241,3 @@ def _find_copied_generators(
             yield f"{prefix}{name}", type(value).__name__
         elif levels and not isinstance(value, type | ModuleType | FunctionType):
             yield from _find_copied_generators(value, levels - 1, f"{prefix}{name}.")
-
-
-def _is_torchs(sampler: Any) -> bool:
-    kind = type(sampler)
-    is_of_torch = kind.__module__.startswith(("torch.utils.data.", "torchdata."))
-    return is_of_torch or kind in (list, tuple, range)

@@ -15,7 +15,7 @@ import optax
 
 from ..basics.arguments import check_count, checks_arguments
 from ..basics.console import log_info
-from ..data.random_states import find_torch_generators, get_states, set_states
+from ..data.loader_state import LoaderState
 from ..engine.hyperparams import find_hyperparams
 from ..fit import checks
 from ..trainer import Trainer
@@ -167,9 +167,9 @@ def lr_find(
     finder = LRFinder(rates, losses)
     best = math.inf
     with contextlib.ExitStack() as stack:
-        # A torch loader's generators end as they were.
-        generators = find_torch_generators(train_loader)
-        stack.callback(set_states, generators, get_states(generators))
+        # The generators and samplers of a torch loader end as they were.
+        loader_state = LoaderState(train_loader, "train_loader", has_index_lists=True)
+        stack.callback(loader_state.restore, loader_state.read())
         for rate in rates:
             twin.set_hyperparams(**{rate_name: np.full(shape, rate)})
             if (metrics := next(steps, None)) is None:

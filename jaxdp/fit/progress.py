@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from ..basics.arguments import check_count, parse_duration
-from ..data import NO_LOADER, Position, RowPartition, Source, Window, compute_checksum
+from ..data import NO_LOADER, Position, RowPartition, Source, Window
 
 _ONLY: Final = "val"
 """The name of the validation loader, if there is only one."""
@@ -58,7 +58,7 @@ class Progress:
             self._position = marked if continues else Position()
         self._set_source(source)
         for name, val in vals.items():
-            val.restore(self._val_states.get(name))
+            val.state.restore(self._val_states.get(name))
         self._vals = {**vals}
         self._val_states = {} if vals else self._val_states
 
@@ -86,8 +86,8 @@ class Progress:
         self.epoch_ended = False
         self.done += len(window)
         self.seen += len(window)
-        if self._source is not None and self._source.needs_commits:
-            self._source.commit(window[-1])
+        if self._source is not None and self._source.is_iterator:
+            self._source.last_batch = window[-1]
 
     def state_dict(self, partition: RowPartition) -> dict[str, Any]:
         """Returns JSON for `load_state_dict`."""
@@ -98,7 +98,7 @@ class Progress:
         if source is not None and source.epoch_start is not None:
             position = source.make_position(epoch, current.done)
             if position.state is None:
-                position = position._replace(state=source.read_state())
+                position = position._replace(state=source.state.read())
 
         states = dict(self._val_states)
         states |= {name: val.read_pass_state() for name, val in self._vals.items()}
@@ -111,7 +111,7 @@ class Progress:
             "source": partition.gather_states(position.state),
             "place": partition.gather_states(position.waypoint),
             "validation": vals.get(_ONLY) if set(vals) <= {_ONLY} else vals,
-            "after": compute_checksum(position.last_batch),
+            "after": None,  # in checkpoints of 0.2 a checksum of the last batch
             "batches_done": current.done,
             "epoch_ended": current.epoch_ended,
             "val_metrics": current.val_metrics,
@@ -132,7 +132,6 @@ class Progress:
             state=partition.select_state(state["source"]),
             waypoint=partition.select_state(state["place"]),
             num_yielded=self.seen,
-            last_batch=state["after"],
         )
         saved = state["validation"]  # of the only loader, or of several by name
         is_named = isinstance(saved, dict) and all(n.startswith("val_") for n in saved)

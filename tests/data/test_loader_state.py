@@ -1,8 +1,5 @@
 """Loaders with a state resume from it. `test_twins.py` has others of them."""
 
-import itertools
-import random
-
 import optax
 import pytest
 from test_twins import Telling
@@ -62,36 +59,6 @@ def test_a_second_fit_continues_at_the_trained_position():
         trainer.fit(loader, max_steps=steps)
     trainer.fit(loader, max_epochs=2)
     assert parts.losses == whole.losses
-
-
-class Shuffled(Stream):
-    """A shuffle buffer is not part of the state."""
-
-    def __init__(self):
-        super().__init__()
-        self.buffer = []
-
-    def __iter__(self):
-        rows, draw = super().__iter__(), random.Random(0)
-        self.buffer = list(itertools.islice(rows, 4))
-        for row in rows:
-            place = draw.randrange(4)
-            self.buffer[place], row = row, self.buffer[place]
-            yield row
-        yield from self.buffer
-
-
-def resume_with_warning(tmp_path, make_loader):
-    """Resumes from a state that leads to another batch."""
-    trainer = make([])
-    trainer.fit(make_loader(), max_steps=20)
-    path = trainer.save(tmp_path / "saved")
-    with pytest.warns(UserWarning, match="batch 19 of epoch 0 .* differs.*shuffle buf"):
-        make([]).fit(make_loader(), max_steps=24, ckpt_path=path)
-
-
-def test_a_state_that_leads_to_another_batch_is_warned_of(tmp_path):
-    resume_with_warning(tmp_path, Shuffled)
 
 
 def test_a_state_that_is_not_json_is_replayed(tmp_path, caplog):
@@ -170,23 +137,17 @@ def numbered(items):
     return x[numbers], y[numbers]
 
 
-@pytest.mark.slow_cases("torchdata's-False", "torchdata's-True")
+@pytest.mark.slow_cases("torchdata's")
 @pytest.mark.filterwarnings("ignore:.*set_vital")
-@pytest.mark.parametrize("shuffled", [False, True])
 @pytest.mark.parametrize("kind", ["torch's", "torchdata's"])
-def test_datasets_of_huggingface_resume(tmp_path, kind, shuffled):
+def test_datasets_of_huggingface_resume(tmp_path, kind):
     torch = pytest.importorskip("torch")
     datasets = pytest.importorskip("datasets")
 
     def make_loader():
         dataset = datasets.Dataset.from_dict({"number": list(range(96))})
         dataset = dataset.to_iterable_dataset(num_shards=2)
-        if shuffled:
-            dataset = dataset.shuffle(seed=0, buffer_size=20)
         make = torch.utils.data.DataLoader if kind == "torch's" else stateful_loader()
         return make(dataset, 2, collate_fn=numbered)
 
-    if shuffled:
-        resume_with_warning(tmp_path, make_loader)
-    else:
-        check(tmp_path, make_loader, {20, 49})
+    check(tmp_path, make_loader, {20, 49})
