@@ -1,6 +1,5 @@
 """The base class of callbacks, and the calls of their hooks."""
 
-import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -201,10 +200,9 @@ class Hooks:
         self.callbacks = tuple(callbacks)
         self._in_step = tuple(filter(_is_in_step, self.callbacks))
         self.overridden: set[str] = set()
+        last = sorted(self.callbacks, key=lambda callback: callback.fit_end_order)
         for name in HOOKS:
-            ordered: Iterable[Callback] = self.callbacks
-            if name == "on_fit_end":
-                ordered = sorted(ordered, key=lambda callback: callback.fit_end_order)
+            ordered = last if name == "on_fit_end" else self.callbacks
             bound = tuple(getattr(c, name) for c in ordered if overrides(c, name))
             self.overridden |= {name} if bound else set()
             setattr(self, name, _chain(name, bound))
@@ -282,23 +280,13 @@ def _chain(name: str, bound: tuple[Callable[..., None], ...]) -> Callable[..., N
     """Returns one callable for all hooks, which names the callback that raised."""
 
     def run(*arguments: Any) -> None:
-        hook = None
-        try:
-            for hook in bound:  # noqa: B007
+        for number, hook in enumerate(bound, 1):
+            try:
                 hook(*arguments)
-        except BaseException as exception:
-            if hook is not None:
+            except BaseException as exception:
                 note_callback(exception, hook, name)
-            raise
+                if name in _FINAL_HOOKS:
+                    _chain(name, bound[number:])(*arguments)
+                raise
 
-    def run_all(*arguments: Any) -> None:
-        with contextlib.ExitStack() as stack:  # continues after one that raises
-            for hook in reversed(bound):
-                stack.callback(_chain(name, (hook,)), *arguments)
-
-    def run_none(*arguments: Any) -> None:
-        pass
-
-    if not bound:
-        return run_none
-    return run_all if name in _FINAL_HOOKS and len(bound) > 1 else run
+    return run

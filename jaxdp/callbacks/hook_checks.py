@@ -1,7 +1,6 @@
 """Checks the hooks of callbacks before anything runs."""
 
 import inspect
-from collections.abc import Iterator
 from typing import Any, Final
 
 from ..basics.console import warn
@@ -26,11 +25,15 @@ def check_hooks(callback: Callback) -> None:
     """Raises for a hook that is never called, or is called with other arguments, and
     warns of names that look like a misspelt hook."""
     others = INSTEAD["Callback"]
-    for name in _list_methods(callback):
+    for name in dir(callback):
         where = f"`{type(callback).__name__}.{name}`"
+        if name.startswith("_"):
+            continue
         if name in _METHODS:
             if overrides(callback, name):
                 _check_arguments(where, name, getattr(callback, name))
+        elif not callable(inspect.getattr_static(callback, name)):
+            continue
         elif name in others and name.startswith("on_"):
             raise TypeError(
                 f"{where} is a hook of another library, which nothing calls here. Use"
@@ -47,24 +50,12 @@ def check_hooks(callback: Callback) -> None:
                 )
 
 
-def _list_methods(callback: Callback) -> Iterator[str]:
-    """Yields the public methods that a callback does not inherit from `Callback`."""
-    owners = [callback, *(c for c in type(callback).__mro__ if c is not Callback)]
-    for name in dict.fromkeys(name for owner in owners for name in vars(owner)):
-        is_method = callable(inspect.getattr_static(callback, name))
-        if not name.startswith("_") and (is_method or name in _METHODS):
-            yield name
-
-
 def _check_arguments(where: str, name: str, method: Any) -> None:
     ours = _METHODS[name]
     called = f"called with ({', '.join(ours)}); write `def {_format_signature(name)}`"
     if not callable(method):
         raise TypeError(f"{where} is {method!r}, but it must be a method, {called}.")
-    try:
-        signature = inspect.signature(method, follow_wrapped=False)
-    except (TypeError, ValueError):  # not written in Python
-        return
+    signature = inspect.signature(method, follow_wrapped=False)
     try:
         bound = signature.bind(*ours).arguments  # each name is its own value
     except TypeError:
