@@ -276,7 +276,7 @@ class Trainer(Generic[Model]):
             limit_batches: how many of each loader; a float is a share of them.
         """
         return evaluation.evaluate_loaders(
-            self, "validate", loader, ckpt_path, limit_batches
+            self, "validation", loader, ckpt_path, limit_batches
         )
 
     @checks_arguments

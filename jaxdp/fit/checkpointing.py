@@ -91,15 +91,19 @@ def _check_frozen(
 
 def make_metadata(trainer: "Trainer") -> dict[str, Any]:
     """Returns the metadata of a checkpoint, JSON values beside the state."""
-    run, config = trainer.run, trainer.run.config
+    run, config, states = trainer.run, trainer.run.config, dict[str, Any]()
+    for name, callback in name_callbacks(trainer.callbacks):
+        states[name] = callback.state_dict()
+        with NoteOnError(
+            f"`state_dict` of the callback {name} must return JSON: dicts, lists,"
+            " texts, numbers, bools and None"
+        ):
+            json.dumps(states[name])
     return {
         "run_id": run.record.run_id,
         **run.progress.state_dict(run.make_partition("train")),
         "history": trainer.history.state_dict(),
-        "callbacks": {
-            name: _check_json(name, callback.state_dict())
-            for name, callback in name_callbacks(trainer.callbacks)
-        },
+        "callbacks": states,
         "identities": list_identities(trainer),
         "padded_rows": run.loaded_padding
         or [
@@ -191,18 +195,6 @@ def _log_differences(
                 " on as they were saved; `trainer.set_hyperparams` sets them."
             )
         log_info(f"{path} was saved with other arguments than this trainer's:\n{lines}")
-
-
-def _check_json(callback_name: str, state: Any) -> Any:
-    """Returns the state of a callback, or raises if it is not JSON."""
-    try:
-        json.dumps(state)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise TypeError(
-            f"`state_dict` of the callback {callback_name} returned what is not"
-            f" JSON: {error}. Use dicts, lists, strings, numbers, bools and None."
-        ) from error
-    return state
 
 
 def describe_arguments(

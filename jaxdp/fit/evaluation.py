@@ -5,7 +5,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import jax
 import numpy as np
@@ -16,11 +16,11 @@ from ..basics.tracebacks import NoteOnError, TracebackFilter
 from ..callbacks.base import Hooks
 from ..data import Dispatch, Source, fetch_real_rows, get_inputs
 from ..engine import Program, StepKind
-from ..step import IN_FLIGHT, Batch
+from ..step import IN_FLIGHT
 from ..strategies.placement import replicate
 from .checkpointing import load_weights_at
-from .lifecycle import attach_second_error, run_with_teardown
-from .pass_metrics import add_pass_values
+from .lifecycle import run_activity
+from .pass_metrics import measure_pass
 from .progress import resolve_limit
 from .resume import load_by_name
 from .trainer_methods import check_is_callable
@@ -28,135 +28,45 @@ from .trainer_methods import check_is_callable
 if TYPE_CHECKING:
     from jaxdp import Trainer
 
+Item = TypeVar("Item")
 
 Loaders = Mapping[str, Source]
 """Sources by the prefix of their metric names: `"val"`, or `"val_clean"` and
 `"val_shifted"`."""
+
+_PREFIXES: Final = {"validation": "val", "test": "test"}
+"""The prefix of metric names, by the word in the names of hooks."""
 
 
 def open_loaders(
     trainer: "Trainer", loader: Any, argument: str, prefix: str
 ) -> dict[str, Source]:
     """Opens the user's `argument`: one loader, or several by name."""
-    open_one = trainer.run.open_source
+    open_one = partial(trainer.run.open_source, kind="evaluate")
     if not isinstance(loader, Mapping):
-        return {prefix: open_one(loader, argument, "evaluate")}
-    if not loader or not all(isinstance(name, str) and name for name in loader):
-        raise TypeError(
-            f"`{argument}` is a dict with the keys {list(loader)}; if you pass"
-            f" several loaders, name each of them, as in {{'clean': a, 'shifted':"
-            f" b}}."
-        )
+        return {prefix: open_one(loader, argument)}
     return {
-        f"{prefix}_{name}": open_one(one_loader, f"{argument}[{name!r}]", "evaluate")
-        for name, one_loader in loader.items()
+        f"{prefix}_{name}": open_one(each, f"{argument}[{name!r}]")
+        for name, each in loader.items()
     }
 
 
-class Evaluator:
-    """Evaluates the model on one or more loaders, each time that it is called.
-
-    Args:
-        trainer: the trainer whose model is evaluated.
-        sources: one source per loader, by the prefix of its metric names.
-        limits: the maximum number of batches per source; None for all.
-        hooks: called once for all loaders.
-        kind: the word in the names of hooks: "validation" or "test".
-    """
-
-    def __init__(
-        self,
-        trainer: "Trainer",
-        sources: Loaders,
-        limits: Mapping[str, int | None],
-        hooks: Hooks,
-        kind: str = "validation",
-    ):
-        self._trainer, self._run = trainer, trainer.run
-        self._sources, self._limits = sources, limits
-        self._start = getattr(hooks, f"on_{kind}_start")
-        self._after_batch = getattr(hooks, f"on_{kind}_batch_end", lambda *_: None)
-        self._end = getattr(hooks, f"on_{kind}_end")
-
-    def __call__(self, weights: list[Any] | None = None) -> dict[str, float]:
-        """Returns exact means over the rows, as `{"val_loss": ..., ...}`.
-
-        Args:
-            weights: the weights to evaluate; None for the trainer's.
-        """
-        run, trainer, engine = self._run, self._trainer, self._run.engine
-        passes: list[tuple[Any, list[PyTree]]] = []
-        with run.record.redirect_logs({}) as logged:
-            self._start(trainer)
-            if weights is None:
-                weights = engine.device_state.get_weights()
-            numbers = itertools.count()
-            passes += [self._sum_pass(one, weights, numbers) for one in self._sources]
-
-        metrics: dict[str, float] = {}
-        facts, pure = engine.steps["evaluate"].facts, engine.pure
-        for prefix, (sums, rows) in zip(self._sources, passes, strict=True):
-            means = pure.compute_means(np.asarray(sums), facts)  # waits for the device
-            if of_passes := run.config.pass_metrics:
-                outputs = _join_rows(rows)
-                add_pass_values(means, of_passes, outputs, pure.measure_outputs)
-            named = {f"{prefix}_{name}": value for name, value in means.items()}
-            if twice := {*metrics} & {*named}:
-                raise ValueError(
-                    f"two values of an evaluation are named {sorted(twice)}: the name"
-                    " of a loader followed by that of a metric equals another one."
-                    " Rename the loader."
-                )
-            metrics |= named
-        metrics |= logged
-        with run.record.redirect_logs(metrics):
-            self._end(trainer, metrics)
-        return metrics
-
-    def _sum_pass(
-        self, prefix: str, weights: list[Any], numbers: Iterator[int]
-    ) -> tuple[Any, list[PyTree]]:
-        """Returns the sums over a pass, and the rows that a `PassMetric` needs."""
-        trainer, engine = self._trainer, self._run.engine
-        source, limit = self._sources[prefix], self._limits.get(prefix)
-        rows: list[PyTree] = []
-        fetcher = _RowFetcher(trainer, "evaluate", rows.append)
-        first = totals = engine.place_ahead(engine.device_state.layout.zeros)
-        ready = _iterate_prepared(trainer, "evaluate", source, prefix, limit)
-        try:
-            for number, (batch, dispatch, program) in enumerate(ready):
-                inputs = weights, totals, engine.place_ahead(np.int32(number))
-                with NoteOnError(f"in batch {number}"):
-                    placed, results = engine.run("evaluate", dispatch, program, *inputs)
-                totals, means, *outputs = results
-                engine.in_flight.add(means, placed.nbytes)
-                for values in outputs:
-                    fetcher.add(values, batch)
-                self._after_batch(trainer, next(numbers))
-            fetcher.flush()
-        finally:
-            source.end_epoch()
-
-        if totals is first:
-            raise ValueError(source.explain_no_batches())
-        return totals, rows
-
-
-_NAMES: Final = {"validate": ("val", "validation"), "test": ("test", "test")}
-"""The prefix of metric names, and the word in the names of hooks, by method."""
+def compile_ahead(trainer: "Trainer", sources: Loaders) -> None:
+    """Compiles for validation before the first epoch, so that errors come early."""
+    for source in sources.values():
+        if source.is_in_memory:
+            with NoteOnError(f"in the first batch of `{source.argument}`"):
+                trainer.run.engine.prepare_evaluation("evaluate", source.peek_batch())
 
 
 def evaluate_loaders(
-    trainer: "Trainer", method: str, loader: Any, ckpt_path: Any, limit: Any
+    trainer: "Trainer", kind: str, loader: Any, ckpt_path: Any, limit: Any
 ) -> dict[str, float]:
     """Implements `Trainer.validate` and `Trainer.test`: means over loaders."""
-    prefix, kind = _NAMES[method]
-    with (
-        TracebackFilter(),
-        _run_user_pass(trainer, method) as hooks,
-        contextlib.ExitStack() as stack,
-    ):
-        sources = open_loaders(trainer, loader, "loader", prefix)
+    method = "validate" if kind == "validation" else kind
+    with TracebackFilter(), contextlib.ExitStack() as stack:
+        hooks = stack.enter_context(_run_user_pass(trainer, method))
+        sources = open_loaders(trainer, loader, "loader", _PREFIXES[kind])
         for source in sources.values():
             stack.callback(source.close)
         limits = {
@@ -164,41 +74,91 @@ def evaluate_loaders(
             for name, source in sources.items()
         }
         weights = _load_weights(trainer, method, ckpt_path)
-        evaluate = Evaluator(trainer, sources, limits, hooks, kind)
-        with trainer.run.interrupts:
-            return evaluate(weights)
+        stack.enter_context(trainer.run.interrupts)
+        return evaluate(trainer, sources, limits, hooks, weights, kind)
 
 
-@contextlib.contextmanager
-def _run_user_pass(trainer: "Trainer", method: str) -> Iterator[Hooks]:
-    """Sets callbacks up for a pass outside of a fit; yields the hooks to call."""
-    run = trainer.run
-    run.renew_hooks(trainer.callbacks)
-    if run.doing:  # the fit has set callbacks up already, and reports errors to them
-        yield Hooks(()) if run.doing == "a fit" else run.hooks
-        return
-    hooks = Hooks(
-        callback for callback in trainer.callbacks if not callback.only_in_training
-    )
-    with run_with_teardown(trainer, method, hooks):
-        try:
-            hooks.setup(trainer)
-            yield hooks
-        except BaseException as exception:
-            with attach_second_error(exception):
-                hooks.on_exception(trainer, exception)
-            raise
+def evaluate(
+    trainer: "Trainer",
+    sources: Loaders,
+    limits: Mapping[str, int | None],
+    hooks: Hooks,
+    weights: list[Any] | None = None,
+    kind: str = "validation",
+) -> dict[str, float]:
+    """Returns exact means over the rows, as `{"val_loss": ..., ...}`.
+
+    Args:
+        trainer: the trainer whose model is evaluated.
+        sources: one source per loader, by the prefix of its metric names.
+        limits: the maximum number of batches per source; None for all.
+        hooks: called once for all loaders.
+        weights: the weights to evaluate; None for the trainer's.
+        kind: the word in the names of hooks: "validation" or "test".
+    """
+    run, engine, numbers = trainer.run, trainer.run.engine, itertools.count()
+
+    def end_batch() -> None:
+        if kind == "validation":
+            hooks.on_validation_batch_end(trainer, next(numbers))
+
+    with run.record.redirect_logs({}) as logged:
+        getattr(hooks, f"on_{kind}_start")(trainer)
+        if weights is None:
+            weights = engine.device_state.get_weights()
+        passes = {
+            name: _sum_pass(trainer, name, source, limits[name], weights, end_batch)
+            for name, source in sources.items()
+        }
+
+    metrics: dict[str, float] = {}
+    facts = engine.steps["evaluate"].facts
+    for prefix, (sums, rows) in passes.items():
+        sums = np.asarray(sums)  # waits for the device
+        pairs = [*engine.pure.compute_means(sums, facts).items()]
+        if run.config.pass_metrics:
+            outputs, measure = _join_rows(rows), engine.pure.measure_outputs
+            pairs += measure_pass(run.config.pass_metrics, outputs, measure)
+        for name, value in pairs:
+            if (name := f"{prefix}_{name}") in metrics:
+                raise ValueError(
+                    f"two values named {[name]}: a name of `metrics` equals that of a"
+                    " PassMetric followed by one of its keys, or of a loader followed"
+                    " by a metric. Rename one of them."
+                )
+            metrics[name] = value
+    metrics |= logged
+    with run.record.redirect_logs(metrics):
+        getattr(hooks, f"on_{kind}_end")(trainer, metrics)
+    return metrics
 
 
-def _load_weights(trainer: "Trainer", method: str, ckpt_path: Any) -> list[Any] | None:
-    """Loads the weights of a checkpoint for a pass; None if `ckpt_path` is None."""
-    if ckpt_path is None:
-        return None
-    checkpoint = load_by_name(trainer, ckpt_path, partial(load_weights_at, trainer))
-    assert checkpoint is not None  # only "auto" may find no checkpoint
-    path, (step, weights) = checkpoint
-    log_info(f"`{method}` uses the weights of step {step}, from {path}")
-    return weights
+def _sum_pass(
+    trainer: "Trainer",
+    activity: str,
+    source: Source,
+    limit: int | None,
+    weights: list[Any],
+    end_batch: Callable[[], None],
+) -> tuple[Any, list[PyTree]]:
+    """Returns the sums over a pass, and the rows that a `PassMetric` needs."""
+    engine = trainer.run.engine
+    totals = engine.place_ahead(engine.device_state.layout.zeros)
+
+    def run_step(number: int, dispatch: Dispatch, program: Program) -> PyTree:
+        nonlocal totals
+        inputs = weights, totals, engine.place_ahead(np.int32(number))
+        placed, results = engine.run("evaluate", dispatch, program, *inputs)
+        totals, means, *outputs = results
+        engine.in_flight.add(means, placed.nbytes)
+        end_batch()
+        return outputs[0] if outputs else None
+
+    try:
+        rows = [*_run_pass(trainer, "evaluate", source, activity, limit, run_step)]
+    finally:
+        source.end_epoch()
+    return totals, rows
 
 
 def predict(
@@ -210,12 +170,13 @@ def predict(
     returns: bool,
 ) -> Any:
     """Implements `Trainer.predict`."""
-    run = trainer.run
+    run, predictions = trainer.run, list[PyTree]()
     check_is_callable(run, "predict")
     with (
         TracebackFilter(),
         _run_user_pass(trainer, "predict") as hooks,
         contextlib.closing(run.open_source(loader, "loader", "predict")) as source,
+        run.interrupts,
     ):
         if source.shuffles:
             warn(
@@ -229,114 +190,121 @@ def predict(
                 " prediction. Pass a loader with drop_last=False."
             )
         limit = resolve_limit("limit_batches", limit, source.num_batches)
-        weights = _load_weights(trainer, "predict", ckpt_path)
-        engine, predictions, numbers = run.engine, [], itertools.count()
+        weights, engine = _load_weights(trainer, "predict", ckpt_path), run.engine
+        hooks.on_predict_start(trainer)
+        if weights is None:
+            weights = engine.device_state.get_weights()
 
-        def receive(rows: PyTree) -> None:
+        def run_step(number: int, dispatch: Dispatch, program: Program) -> PyTree:
+            placed, outputs = engine.run("predict", dispatch, program, weights)
+            if placed.nbytes:
+                engine.in_flight.add(jax.tree.leaves(outputs)[0], placed.nbytes)
+            return outputs
+
+        arguments = trainer, "predict", source, "predict", limit, run_step
+        for number, rows in enumerate(_run_pass(*arguments, gather=gather)):
             if returns:
                 predictions.append(rows)
-            hooks.on_predict_batch_end(trainer, rows, next(numbers))
-
-        fetcher = _RowFetcher(trainer, "predict", receive, gather=gather)
-        hooks.on_predict_start(trainer)
-        with run.interrupts:
-            if weights is None:
-                weights = engine.device_state.get_weights()
-            ready = _iterate_prepared(trainer, "predict", source, "predict", limit)
-            for number, (batch, dispatch, program) in enumerate(ready):
-                with NoteOnError(f"in batch {number}"):
-                    placed, result = engine.run("predict", dispatch, program, weights)
-                if placed.nbytes:
-                    engine.in_flight.add(jax.tree.leaves(result)[0], placed.nbytes)
-                fetcher.add(result, batch)
-            fetcher.flush()
-            joined = _join_rows(predictions)
-        if next(numbers) == 0:
-            raise ValueError(source.explain_no_batches())
+            hooks.on_predict_batch_end(trainer, rows, number)
+        joined = _join_rows(predictions)
         hooks.on_predict_end(trainer)
     return joined
 
 
-def compile_ahead(trainer: "Trainer", sources: Loaders) -> None:
-    """Compiles for validation before the first epoch, so that errors come early."""
-    for source in sources.values():
-        if source.is_in_memory:
-            with NoteOnError(f"in the first batch of `{source.argument}`"):
-                trainer.run.engine.prepare_evaluation("evaluate", source.peek_batch())
+@contextlib.contextmanager
+def _run_user_pass(trainer: "Trainer", method: str) -> Iterator[Hooks]:
+    """Sets callbacks up for a pass outside of a fit; yields the hooks to call."""
+    run = trainer.run
+    run.renew_hooks(trainer.callbacks)
+    if run.doing:  # the fit has set callbacks up already, and reports errors to them
+        yield Hooks(()) if run.doing == "a fit" else run.hooks
+        return
+    hooks = Hooks(
+        callback for callback in trainer.callbacks if not callback.only_in_training
+    )
+    with run_activity(trainer, method, hooks):
+        hooks.setup(trainer)
+        yield hooks
 
 
-def _iterate_prepared(
+def _load_weights(trainer: "Trainer", method: str, ckpt_path: Any) -> list[Any] | None:
+    """Loads the weights of a checkpoint for a pass; None if `ckpt_path` is None."""
+    if ckpt_path is None:
+        return None
+    checkpoint = load_by_name(trainer, ckpt_path, partial(load_weights_at, trainer))
+    assert checkpoint is not None  # only "auto" may find no checkpoint
+    path, (step, weights) = checkpoint
+    log_info(f"`{method}` uses the weights of step {step}, from {path}")
+    return weights
+
+
+def _run_pass(
     trainer: "Trainer",
     kind: StepKind,
     source: Source,
     activity: str,
     limit: int | None,
-) -> Iterator[tuple[Batch, Dispatch, Program]]:
-    """Yields the batches of a pass, packed, each with its program.
+    run_step: Callable[[int, Dispatch, Program], PyTree],
+    *,
+    gather: bool = True,
+) -> Iterator[PyTree]:
+    """Runs a step for each batch; yields its output of real rows as NumPy arrays.
 
-    On accelerators, the transfer of the next batch has started when a batch is yielded.
-    All processes take the same batches. A pending signal is raised after each batch.
-    """
-    run, engine = trainer.run, trainer.run.engine
-    run.processes.all_gather(f"the start of {activity}", None)
-    waiting: collections.deque[tuple[Batch, Dispatch, Program]] = collections.deque()
-    for number, batch in enumerate(itertools.islice(source.read_epoch(), limit)):
-        run.processes.sync_step(f"batch {number} of {activity}")
-        with NoteOnError(f"in batch {number}"):
-            if kind == "predict":
-                dispatch, program = engine.prepare_evaluation(kind, get_inputs(batch))
-            else:
-                engine = run.config.decide_loss(engine, batch)
-                dispatch, program = engine.prepare_evaluation(kind, batch)
-        if engine.prefetches:
-            dispatch = engine.steps[kind].prefetch(dispatch)
-        waiting.append((batch, dispatch, program))
-        if len(waiting) > engine.prefetches:
-            yield waiting.popleft()
-        run.interrupts.check()
-    yield from waiting
-    run.processes.all_gather(f"the end of {activity}", None)
-
-
-class _RowFetcher:
-    """Fetches the real rows of step outputs, a few batches late.
+    An output is yielded `IN_FLIGHT` batches late, so that nothing waits for a step that
+    was just launched. On accelerators, the transfer of the next batch starts before the
+    step of a batch. All processes take the same batches. A pending signal is raised
+    after each batch.
 
     Args:
-        trainer: the trainer that runs the steps.
-        kind: the kind of the steps.
-        receive: called with NumPy arrays of the rows of each batch.
+        activity: names the pass for other processes.
+        limit: the maximum number of batches; None for all.
+        run_step: called with the number of a batch, the packed batch and its program.
+            Returns arrays of all rows, padding included, on the device; or None.
         gather: whether each process gets all rows, instead of its local rows.
     """
+    run, engine, step = trainer.run, trainer.run.engine, trainer.run.engine.steps[kind]
+    is_empty = True
 
-    def __init__(
-        self,
-        trainer: "Trainer",
-        kind: StepKind,
-        receive: Callable[[PyTree], None],
-        *,
-        gather: bool = True,
-    ):
-        self._packer = trainer.run.engine.steps[kind].packer
-        self._receive, self._gather = receive, gather
-        self._waiting: collections.deque[tuple[PyTree, Batch]] = collections.deque()
+    def prepare() -> Iterator[tuple[Any, ...]]:
+        for number, batch in enumerate(itertools.islice(source.read_epoch(), limit)):
+            run.processes.sync_step(f"batch {number} of {activity}")
+            with NoteOnError(f"in batch {number}"):
+                inputs = get_inputs(batch) if kind == "predict" else batch
+                if kind == "evaluate":
+                    run.config.decide_loss(engine, batch)
+                dispatch, program = engine.prepare_evaluation(kind, inputs)
+            if engine.prefetches:
+                dispatch = step.prefetch(dispatch)
+            yield number, batch, dispatch, program
+            run.interrupts.check()
 
-    def add(self, values: PyTree, batch: Batch) -> None:
-        """Adds the outputs for `batch`, with padding rows, on the device."""
-        self._waiting.append((replicate(values) if self._gather else values, batch))
-        if len(self._waiting) > IN_FLIGHT:
-            self._fetch()
+    def run_steps() -> Iterator[tuple[Any, PyTree]]:
+        nonlocal is_empty
+        for number, batch, *prepared in _delay(prepare(), int(engine.prefetches)):
+            with NoteOnError(f"in batch {number}"):
+                outputs = run_step(number, *prepared)
+            is_empty = False
+            if outputs is not None:
+                yield batch, replicate(outputs) if gather else outputs
 
-    def flush(self) -> None:
-        """Fetches the rows that are left. Waits for the device."""
-        while self._waiting:
-            self._fetch()
-
-    def _fetch(self) -> None:
-        values, batch = self._waiting.popleft()
-        blocks, local = self._packer.blocks, not self._gather
+    run.processes.all_gather(f"the start of {activity}", None)
+    for batch, outputs in _delay(run_steps(), IN_FLIGHT):
+        blocks, local = step.packer.blocks, not gather
         fetch = partial(fetch_real_rows, batch=batch, blocks=blocks, local=local)
-        # Waits for the device, `IN_FLIGHT` batches late.
-        self._receive(jax.tree.map(fetch, values))
+        yield jax.tree.map(fetch, outputs)  # waits for the device
+    run.processes.all_gather(f"the end of {activity}", None)
+    if is_empty:
+        raise ValueError(source.explain_no_batches())
+
+
+def _delay(items: Iterable[Item], count: int) -> Iterator[Item]:
+    """Yields each item when the next `count` items have been read."""
+    waiting: collections.deque[Item] = collections.deque()
+    for item in items:
+        waiting.append(item)
+        if len(waiting) > count:
+            yield waiting.popleft()
+    yield from waiting
 
 
 def _join_rows(batches: list[PyTree]) -> PyTree:

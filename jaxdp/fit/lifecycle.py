@@ -4,6 +4,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import equinox as eqx
@@ -94,30 +95,45 @@ def _log_inference_layers(model: Any) -> None:
 
 
 @contextlib.contextmanager
-def run_with_teardown(trainer: "Trainer", what: str, hooks: Hooks) -> Iterator[None]:
-    """Sets `run.doing` to `what`; calls `teardown` of callbacks after the block."""
+def run_activity(
+    trainer: "Trainer",
+    what: str,
+    hooks: Hooks,
+    end: Callable[[], None] | None = None,
+) -> Iterator[None]:
+    """Sets `run.doing` to `what`; calls `end` and `teardown` after the block.
+
+    If the block raises, `on_exception` is called first, but not of a loop of the
+    caller. Later errors are added as notes to the first, which they would hide.
+    """
     outer, trainer.run.doing = trainer.run.doing, what
+    first: BaseException | None = None
+    last = [*filter(None, [end]), partial(hooks.teardown, trainer)]
     try:
         yield
     except BaseException as exception:
-        with attach_second_error(exception):
-            hooks.teardown(trainer)
-        if what != "a fit":  # a fit logs its exception itself
-            log_stop(exception)
-        raise
-    else:
-        hooks.teardown(trainer)
+        first = exception
+        if what != "a loop of steps":
+            last.insert(0, partial(hooks.on_exception, trainer, exception))
+    try:
+        for function in last:
+            try:
+                function()
+            except Exception as error:
+                if first is None:
+                    first = error
+                else:
+                    note_second_error(first, error)
     finally:
         trainer.run.doing = outer
+    if first is not None:
+        log_stop(first)
+        raise first
 
 
-@contextlib.contextmanager
-def attach_second_error(exception: BaseException) -> Iterator[None]:
-    """Adds a second exception as a note to the first, which the second would hide."""
-    try:
-        yield
-    except Exception as second:
-        text = f"{type(second).__name__}: {second}"
-        exception.add_note(f"and after that: {text}")
-        if isinstance(exception, Preempted):  # Python prints no notes of Preempted
-            log_info(f"{exception.signal}: {text}")
+def note_second_error(first: BaseException, second: Exception) -> None:
+    """Adds a second error as a note to the first, which it would hide."""
+    text = f"{type(second).__name__}: {second}"
+    first.add_note(f"and after that: {text}")
+    if isinstance(first, Preempted):  # Python prints no notes of it
+        log_info(f"{first.signal}: {text}")

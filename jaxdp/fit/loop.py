@@ -5,6 +5,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..basics.arguments import check_count
@@ -12,11 +13,11 @@ from ..basics.console import log_info, warn
 from ..basics.tracebacks import TracebackFilter
 from ..callbacks.base import HOOKS, Hooks
 from ..data import Dispatch, ListSource, Source, get_local, make_read_only
-from ..distributed import PeriodicVote, Preempted, is_graceful_stop, log_stop
+from ..distributed import PeriodicVote, Preempted, is_graceful_stop
 from ..step import Metrics
 from . import evaluation, resume
 from .feed import Feed, add_batch_note
-from .lifecycle import attach_second_error, check_may_train, run_with_teardown
+from .lifecycle import check_may_train, note_second_error, run_activity
 from .progress import FitArguments, Limits, resolve_limit
 
 if TYPE_CHECKING:
@@ -63,7 +64,6 @@ class FitLoop:
         self.trainer, self._run = trainer, trainer.run
         self._record = trainer.record
         self.progress = trainer.run.progress
-        self._has_logged_minimum = False
         self._losses: list[str] = []  # names of the losses that were finite so far
         self._is_loader_exhausted = False  # no batch of the epoch remains
         self._stop_vote = PeriodicVote(trainer.run.processes, "whether to stop")
@@ -80,8 +80,7 @@ class FitLoop:
             vals = evaluation.open_loaders(trainer, val_loader, "val_loader", "val")
 
         # Debug options reduce the epochs, or the batches of an epoch.
-        if not isinstance(arguments.fast_dev_run, bool):
-            check_count("fast_dev_run", int(arguments.fast_dev_run), minimum=0)
+        check_count("fast_dev_run", int(arguments.fast_dev_run), minimum=0)
         if arguments.fast_dev_run:
             if self.progress.done:
                 self.progress.next_epoch()
@@ -94,7 +93,7 @@ class FitLoop:
             vals = dict(zip(vals, sources, strict=True))
 
         accumulate = trainer.accumulate_grad_batches
-        self.limits = Limits(train, vals, arguments, accumulate, self.progress)
+        self.limits = Limits(train, vals, arguments, accumulate)
         self.train, self.vals = train, {} if self.limits.skips_validation else vals
         self.hooks = Hooks(
             callback
@@ -102,7 +101,7 @@ class FitLoop:
             if not (arguments.fast_dev_run and callback.skip_in_fast_dev_run)
         )
         self.feed: Feed
-        self._evaluate: evaluation.Evaluator
+        self._evaluate: Callable[[], dict[str, float]]
         self._fetch_means: Callable[[], dict[str, float]]
 
     def run(self) -> None:
@@ -132,7 +131,10 @@ class FitLoop:
             step, epoch = progress.global_step, progress.epoch
             where = f"the fit ends after step {step}, in epoch {epoch}"
             if not limits.may_stop(step, epoch):
-                warn(f"{where}, before {limits.format_minimum()}")
+                warn(
+                    f"{where}, before `min_steps`={limits.min_steps} and"
+                    f" `min_epochs`={limits.min_epochs} are both reached"
+                )
             elif limits.is_time_over() and not limits.is_reached(step, epoch):
                 log_info(f"`max_time` is over: {where}")
             if self._run.processes.count > 1:
@@ -174,9 +176,8 @@ class FitLoop:
         self.feed = Feed(trainer, self.train, self.hooks, self.limits)
         self.feed.compile_first()
         evaluation.compile_ahead(trainer, self.vals)
-        self._evaluate = evaluation.Evaluator(
-            trainer, self.vals, self.limits.val_limits, self.hooks
-        )
+        arguments = trainer, self.vals, self.limits.val_limits, self.hooks
+        self._evaluate = partial(evaluation.evaluate, *arguments)
         run.interrupts.check()
 
         # Once a fit, since a short epoch takes as long as some hundred Python calls.
@@ -301,8 +302,10 @@ class FitLoop:
                 self.hooks.on_train_epoch_end(self.trainer, metrics)
         except BaseException as exception:
             # A checkpoint of the exception says that the epoch is over.
-            with attach_second_error(exception):
+            try:
                 log_row()
+            except Exception as second:
+                note_second_error(exception, second)
             raise
         log_row()
         if progress.is_finished:
@@ -321,28 +324,17 @@ class FitLoop:
         trainer, limits, progress = self.trainer, self.limits, self.progress
         if progress.ahead:
             return False  # not before the end of the dispatch
+        step, epoch = progress.global_step, progress.epoch
         is_late = limits.deadline is not None and limits.is_time_over()
-        should_stop = (trainer.should_stop or is_late) and self._can_stop()
+        should_stop = trainer.should_stop or is_late
+        if should_stop:
+            ends_epoch = limits.is_finished(progress.done)
+            should_stop = limits.may_stop(step, epoch + ends_epoch)
         if self._run.processes.count > 1:
             vote = self._stop_vote.poll(should_stop or None, force=between_epochs)
             should_stop = bool(vote)
             trainer.should_stop = should_stop or trainer.should_stop
-        return should_stop or limits.is_reached(progress.global_step, progress.epoch)
-
-    def _can_stop(self) -> bool:
-        """Returns True if the minimum of steps and epochs is reached; else logs that
-        once.
-        """
-        limits, step = self.limits, self.progress.global_step
-        ends_epoch = limits.is_finished(self.progress.done)
-        may_stop = limits.may_stop(step, self.progress.epoch + ends_epoch)
-        if not may_stop and not self._has_logged_minimum:
-            self._has_logged_minimum = True
-            log_info(
-                f"the fit is to end after step {step}, but goes on to reach"
-                f" {limits.format_minimum()}"
-            )
-        return may_stop
+        return should_stop or limits.is_reached(step, epoch)
 
     def _lacks_epoch_end(self) -> bool:
         """Returns True if a killed run took steps of an epoch, but did not end it."""
@@ -367,31 +359,33 @@ class FitLoop:
 
         Ends the passes over the loaders, too.
         """
-        trainer, run, hooks = self.trainer, self._run, self.hooks
-        with run_with_teardown(trainer, "a fit", hooks), self._record.open():
-            trainer.should_stop = False
-            try:
-                with run.interrupts:
-                    yield
-                    run.interrupts.check(force=True)
-            except BaseException as exception:
-                with attach_second_error(exception):
-                    hooks.on_exception(trainer, exception)
-                with attach_second_error(exception), self._record.write_last_row():
-                    hooks.on_fit_end(trainer)
-                log_stop(exception)
-                is_ctrl_c = isinstance(exception, KeyboardInterrupt)
-                if is_ctrl_c and is_graceful_stop(exception):
-                    exception.args = (resume.format_resume_hint(trainer),)
-                if not (isinstance(exception, Preempted) and run.interrupts.returns):
-                    raise
-            else:
-                with self._record.write_last_row():
-                    hooks.on_fit_end(trainer)
-            finally:
-                self.progress.is_finished = False
-                for source in (self.train, *self.vals.values()):
-                    source.close()
+        trainer, run = self.trainer, self._run
+        try:
+            with (
+                self._record.open(),
+                run_activity(trainer, "a fit", self.hooks, self._end_fit),
+                run.interrupts,
+            ):
+                trainer.should_stop = False
+                yield
+                run.interrupts.check(force=True)
+        except KeyboardInterrupt as exception:
+            if is_graceful_stop(exception):
+                exception.args = (resume.format_resume_hint(trainer),)
+            raise
+        except Preempted:
+            if not run.interrupts.returns:
+                raise
+
+    def _end_fit(self) -> None:
+        """Calls `on_fit_end`, and closes the loaders."""
+        try:
+            with self._record.write_last_row():
+                self.hooks.on_fit_end(self.trainer)
+        finally:
+            self.progress.is_finished = False
+            for source in (self.train, *self.vals.values()):
+                source.close()
 
 
 def _read_overfit_batches(source: Source, limit: Any) -> Source:
@@ -433,7 +427,7 @@ def _iterate_steps(
         TracebackFilter(),
         contextlib.closing(source),
         run.record.open(),
-        run_with_teardown(trainer, "a loop of steps", run.hooks),
+        run_activity(trainer, "a loop of steps", run.hooks),
     ):
         run.progress.start_loader(source)
         vars(trainer)["num_training_batches"] = run.record.limits = None

@@ -2,7 +2,8 @@
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -52,27 +53,25 @@ class PassMetric:
 
     def __call__(self, name: str, predictions: PyTree, targets: PyTree) -> Any:
         """Returns the value of the metric `name`, or several values by name."""
-        widened = jax.tree.map(_widen, (predictions, targets))
-        shapes = [
-            ", ".join(str(leaf.shape) for leaf in jax.tree.leaves(tree))
-            for tree in widened
-        ]
+        arrays = jax.tree.map(_widen, (predictions, targets))
+        shapes = jax.tree.map(np.shape, arrays)
         with NoteOnError(
             f"in `metrics`: {name!r}, called with predictions of shape {shapes[0]} and"
             f" targets of shape {shapes[1]}. They come from the model, perhaps as"
             " logits: for labels write PassMetric(lambda p, y: fn(y, p.argmax(-1)))"
         ):
-            result = self.fn(*widened[::-1] if self._wants_targets_first else widened)
-        named = result if isinstance(result, Mapping) else {"": result}
-        values = {f"{name}_{key}".rstrip("_"): value for key, value in named.items()}
-        numbers = {key: as_number(value) for key, value in values.items()}
-        for key, number in numbers.items():
+            result = self.fn(*arrays[::-1] if self._wants_targets_first else arrays)
+        numbers = {}
+        for key, value in (
+            result.items() if isinstance(result, Mapping) else [("", result)]
+        ):
+            full_name = f"{name}_{key}" if key else name
+            numbers[full_name] = number = as_number(value)
             if number is None:
-                value = values[key]
                 raise TypeError(
-                    f"`metrics`: {key!r} is {value!r} of type {type(value).__name__};"
-                    " the function of a PassMetric must return a number, or a dict of"
-                    " numbers."
+                    f"`metrics`: {full_name!r} is {value!r} of type"
+                    f" {type(value).__name__}; the function of a PassMetric must return"
+                    " a number, or a dict of numbers."
                 )
         return numbers
 
@@ -88,31 +87,31 @@ def split_metrics(
     metrics: Any,
 ) -> tuple[dict[str, losses.Criterion], dict[str, PassMetric]]:
     """Splits `Trainer(metrics=...)` into metrics of rows and of passes, by name."""
-    if metrics is None:
-        metrics = ()
     if isinstance(metrics, str) or callable(metrics):
         metrics = [metrics]
-    if not isinstance(metrics, Iterable):
+    if not isinstance(metrics, Iterable | None):
         raise TypeError(
             f"`metrics`: got {metrics!r} of type {type(metrics).__name__}; pass a list"
             f" of names ({', '.join(sorted(losses.METRICS))}) or {{name: callable}}."
         )
     if not isinstance(metrics, Mapping):
-        pairs = [(_get_name(metric), metric) for metric in metrics]
-        metrics = dict(pairs)
-        for name, metric in pairs:
-            if metric != metrics[name]:
+        named: dict[str, Any] = {}
+        for metric in metrics or ():
+            name = _get_name(metric)
+            if named.setdefault(name, metric) != metric:
                 raise ValueError(
                     f"`metrics`: two are named {name!r}; pass {{name: metric}}."
                 )
-    for name in metrics:
+        metrics = named
+    of_rows: dict[str, losses.Criterion] = {}
+    of_passes: dict[str, PassMetric] = {}
+    for name, metric in metrics.items():
         losses.check_metric_name("`metrics`", name)
-    of_passes = {n: m for n, m in metrics.items() if isinstance(m, PassMetric)}
-    of_rows = {
-        name: losses.find_criterion(f"`metrics`: {name!r}", metric, losses.METRICS)
-        for name, metric in metrics.items()
-        if name not in of_passes
-    }
+        if isinstance(metric, PassMetric):
+            of_passes[name] = metric
+        else:
+            argument = f"`metrics`: {name!r}"
+            of_rows[name] = losses.find_criterion(argument, metric, losses.METRICS)
     return of_rows, of_passes
 
 
@@ -126,32 +125,24 @@ def _get_name(metric: Any) -> str:
     return name
 
 
-def add_pass_values(
-    means: dict[str, float],
+def measure_pass(
     metrics: Mapping[str, PassMetric],
     outputs: PyTree,
     measure: Callable[..., Mapping[str, float]],
-) -> None:
-    """Adds the values of `PassMetric`s to the means of a pass.
+) -> Iterator[tuple[str, float]]:
+    """Yields the name and the value of each number that the metrics return.
 
     Args:
-        means: the means by name, which are updated.
         metrics: the metrics by name.
         outputs: the predictions and targets of all rows; with parts, by part name.
-        measure: `Steps.measure_outputs`, which calls a metric.
+        measure: `Steps.measure_outputs`, which calls a function of the outputs.
     """
     of_parts = outputs if isinstance(outputs, dict) else {"": outputs}
-    for (part, part_outputs), (name, metric) in itertools.product(
+    for (part, rows), (name, metric) in itertools.product(
         of_parts.items(), metrics.items()
     ):
-        name = f"{part}_{name}" if part else name
-        values = measure(lambda o, m=metric, n=name: m(n, *o), part_outputs)
-        if clash := {*values} & {*means}:
-            raise ValueError(
-                f"`metrics`: there are two values named {sorted(clash)}, one of them of"
-                f" the PassMetric {name!r}; rename it."
-            )
-        means |= values
+        call = partial(metric, f"{part}_{name}" if part else name)
+        yield from measure(lambda of_one, call=call: call(*of_one), rows).items()
 
 
 def _widen(leaf: np.ndarray) -> np.ndarray:

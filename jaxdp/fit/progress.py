@@ -5,9 +5,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
-import numpy as np
-
-from ..basics.arguments import check_count, parse_duration
+from ..basics.arguments import check_count, check_number, is_int, parse_duration
 from ..data import NO_LOADER, Position, RowPartition, Source, Window
 
 _ONLY: Final = "val"
@@ -53,10 +51,11 @@ class Progress:
         """Continues with `source`, after the completed batches of the epoch."""
         last = self._source
         if last is not None and last.epoch_start is not None:
-            continues = last.loader is source.loader or self.done
+            is_same = last.loader is source.loader or self.done
             marked = last.make_position(self.epoch, self.done)
-            self._position = marked if continues else Position()
-        self._set_source(source)
+            self._position = marked if is_same else Position()
+        self._source = source
+        source.start_training()
         for name, val in vals.items():
             val.state.restore(self._val_states.get(name))
         self._vals = {**vals}
@@ -65,8 +64,8 @@ class Progress:
     def start_loader(self, source: Source) -> None:
         """Starts an epoch over, at the first batch of `source`."""
         self.done = self.validated_at = 0
-        self.val_metrics, self._position = {}, Position()
-        self._set_source(source)
+        self.val_metrics, self._position, self._source = {}, Position(), source
+        source.start_training()
 
     def position(self) -> Position:
         """Returns the start of the next pass over the training data, and resets it."""
@@ -139,10 +138,6 @@ class Progress:
         self._vals = {}
         self._val_states = {n: partition.select_state(s) for n, s in saved.items()}
 
-    def _set_source(self, source: Source) -> None:
-        source.start_training()
-        self._source = source
-
 
 class FitArguments(NamedTuple):
     """The arguments of `Trainer.fit` that say how far and how often, by their names."""
@@ -180,7 +175,6 @@ class Limits:
         vals: the validation batches, by name.
         arguments: the arguments of `Trainer.fit`.
         accumulate: micro-batches per step.
-        progress: the steps and epochs that earlier fits have done.
 
     Attributes:
         batches_per_epoch, steps_per_epoch: None if unknown.
@@ -194,7 +188,6 @@ class Limits:
         vals: Mapping[str, Source],
         arguments: FitArguments,
         accumulate: int,
-        progress: Progress,
     ):
         max_epochs, max_steps, max_time, min_epochs, min_steps = arguments[:5]
         max_steps = None if max_steps == -1 else max_steps  # Lightning's default
@@ -207,26 +200,15 @@ class Limits:
             )
         if max_epochs is None and max_steps is None and max_time is None:
             max_epochs = 1
-        for name, least, most in (
-            ("epochs", min_epochs, max_epochs),
-            ("steps", min_steps, max_steps),
-        ):
-            if least is not None:
-                check_count(f"min_{name}", least, minimum=0)
-            if most is not None and most != -1:
-                no_limit = ", or -1 for no limit"
-                check_count(f"max_{name}", most, minimum=0, suffix=no_limit)
-                if least is not None and least > most:
-                    raise ValueError(
-                        f"`min_{name}`={least} is more than `max_{name}`={most}; pass"
-                        f" a larger `max_{name}`."
-                    )
-
-        # Totals of a run; -1 means no limit.
+        for name, maximum in (("max_epochs", max_epochs), ("max_steps", max_steps)):
+            if maximum is not None and maximum != -1:
+                check_count(name, maximum, minimum=0, suffix=", or -1 for no limit")
+        self.min_epochs, self.min_steps = min_epochs or 0, min_steps or 0
+        check_count("min_epochs", self.min_epochs, minimum=0)
+        check_count("min_steps", self.min_steps, minimum=0)
         self.max_epochs = None if max_epochs == -1 else max_epochs
         self.max_steps = max_steps
-        self.min_epochs, self.min_steps = min_epochs or 0, min_steps or 0
-        self.seconds: float | None = None
+        self.seconds = None
         if max_time is not None:
             self.seconds = parse_duration(max_time, "max_time")
         self.deadline: float | None = None
@@ -253,29 +235,20 @@ class Limits:
             for name, val in vals.items()
         ]
         known = [count for count in counts if count is not None]
-        self.val_batches = sum(known) if len(known) == len(vals) > 0 else None
+        self.val_batches = sum(known) if len(known) == len(counts) else None
         self.skips_validation = 0 in self.val_limits.values()
         for name, val in vals.items():
-            self._check_iterator(train, val, self.val_limits[name], progress)
-
-    def _check_iterator(
-        self, train: Source, val: Source, limit: int | None, progress: Progress
-    ) -> None:
-        """Raises if a validation loader may be exhausted before the last validation."""
-        if val.is_iterator and val.loader is train.loader:
-            raise ValueError(
-                f"`{val.argument}` is the iterator that `train_loader` is, so that"
-                " each would take batches from the other; pass two of them."
-            )
-        epochs = None if self.max_epochs is None else self.max_epochs - progress.epoch
-        is_once = epochs is not None and epochs <= self.check_val_every_n_epoch
-        is_once = is_once and self.val_interval is None
-        if val.is_single_use and limit is None and not is_once:
-            raise ValueError(
-                f"`{val.argument}` is a {type(val.loader).__name__}, which can be"
-                " iterated once, and there may be several validations; pass a list of"
-                f" its batches, list({val.argument}), or what it iterates over."
-            )
+            if val.is_iterator and val.loader is train.loader:
+                raise ValueError(
+                    f"`{val.argument}` is the iterator that `train_loader` is, so that"
+                    " each would take batches from the other; pass two of them."
+                )
+            if val.is_single_use and self.val_limits[name] is None:
+                raise ValueError(
+                    f"`{val.argument}` is a {type(val.loader).__name__}, which can be"
+                    f" iterated once; pass a list of its batches, list({val.argument}),"
+                    " or what it iterates over."
+                )
 
     def count_steps(self, accumulate: int) -> int | None:
         """Returns the steps of an epoch with `accumulate` micro-batches each."""
@@ -305,11 +278,6 @@ class Limits:
     def may_stop(self, step: int, epoch: int) -> bool:
         """Returns True if `min_steps` and `min_epochs` are reached."""
         return step >= self.min_steps and epoch >= self.min_epochs
-
-    def format_minimum(self) -> str:
-        """Returns those of `min_epochs` and `min_steps` that are set, for a message."""
-        least = {"min_epochs": self.min_epochs, "min_steps": self.min_steps}
-        return " and ".join(f"`{name}`={n}" for name, n in least.items() if n)
 
     def steps_until_stop(self, step: int, batches_done: int) -> int | None:
         """Returns the steps until `min_steps`, `max_steps` or a validation within the
@@ -363,25 +331,22 @@ def resolve_limit(
     name: str, limit: int | float | None, available: int | None
 ) -> int | None:
     """Returns `limit` in batches, None for all; a float is a share of `available`."""
-    if limit is None or (isinstance(limit, float | np.floating) and limit == 1.0):
+    if limit is None:
         return None
-    if isinstance(limit, int | np.integer) and not isinstance(limit, bool):
+    if is_int(limit):
         check_count(name, limit, minimum=0, maximum=sys.maxsize, suffix=" batches")
         return int(limit)
-    if not isinstance(limit, float | np.floating):
-        raise TypeError(
-            f"`{name}` must be an int (batches) or a float (share of them); got"
-            f" {limit!r} of type {type(limit).__name__}."
-        )
-    if not 0 <= limit <= 1:
-        raise ValueError(f"`{name}` as a share must be from 0.0 to 1.0; got {limit}.")
+    share = float(limit)
+    check_number(name, share, minimum=0, maximum=1, suffix=" as a share of an epoch")
+    if share == 1:
+        return None
     if available is None:
         raise ValueError(
             f"`{name}`={limit} is a share of an epoch, and the length of the loader is"
             " not known; pass a number of batches."
         )
-    count = int(available * limit)
-    if count == 0 and limit and available:
+    count = int(available * share)
+    if count == 0 and share and available:
         raise ValueError(
             f"`{name}`={limit} of {available} batches is less than one batch; pass a"
             " larger share, a number of batches, or 0 for none."

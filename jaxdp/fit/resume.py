@@ -56,11 +56,6 @@ def load_by_name(
         ValueError: for a word without a callback that saves such checkpoints; or if a
             checkpoint is of another model or optimizer.
     """
-    if isinstance(where, bool) or not isinstance(where, str | os.PathLike):
-        raise TypeError(
-            f"`ckpt_path` must be the path of a checkpoint or one of {words}; got"
-            f" {where!r}."
-        )
     if where not in words:
         check_is_local("ckpt_path", where)
         path = expand_path(where)
@@ -72,19 +67,15 @@ def load_by_name(
         return path, load(path)
 
     # A word names one of the checkpoints that the callbacks have saved.
-    savers = find_savers(trainer)
+    savers, kind = find_savers(trainer), "a ModelCheckpoint"
+    if where == "best":
+        kind = "a ModelCheckpoint with a `monitor`"
+        savers = [saver for saver in savers if saver.monitor is not None][:1]
     if not savers:
         raise ValueError(
-            f"`ckpt_path`={where!r} looks where the ModelCheckpoint callback saves, and"
-            " this trainer has none; add one, or pass the path of a checkpoint."
+            f"`ckpt_path`={where!r} looks where {kind} saves, and this trainer has"
+            " none; add one, or pass the path of a checkpoint."
         )
-    if where == "best":
-        savers = [saver for saver in savers if saver.monitor is not None][:1]
-        if not savers:
-            raise ValueError(
-                "`ckpt_path`='best' needs a ModelCheckpoint with a `monitor` to judge"
-                " by; use 'last', or ModelCheckpoint(monitor='val_loss')."
-            )
 
     # One process looks for checkpoints, so that all processes try the same ones.
     paths = trainer.run.processes.run_on_rank_zero(

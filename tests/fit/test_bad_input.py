@@ -118,21 +118,6 @@ def test_after_a_first_batch_that_does_not_fit_comes_one_that_does(call):
     getattr(trainer, call)(batches(8, 8))  # with labels: the loss is another one
 
 
-def test_a_state_that_a_failing_step_took_along_is_told_to_be_lost(tmp_path):
-    trainer = make()
-    trainer.fit(batches(8, 8), max_steps=1)
-    for array in trainer.run.engine.device_state.leaves:
-        array.delete()  # as XLA does where a step fails that was to overwrite them
-    for call in (
-        lambda: trainer.model,
-        lambda: trainer.save(tmp_path / "saved"),
-        lambda: trainer.fit(batches(8, 8)),
-    ):
-        with pytest.raises(RuntimeError, match="the state is lost.*DonateBuffers"):
-            call()
-    assert not (tmp_path / "saved").exists()
-
-
 def test_names_of_values_from_two_callbacks_must_differ():
     def inside(name):
         return On(inside_step=lambda grads, updates, state: {name: jnp.float32(0)})

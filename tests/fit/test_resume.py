@@ -121,7 +121,7 @@ def test_words_say_which_checkpoint(tmp_path, caplog):
     with pytest.warns(UserWarning, match="nothing to do"):
         again.fit(DATA, val, max_epochs=1, ckpt_path="best")
     assert again.global_step == best
-    with pytest.raises(ValueError, match="'best' needs a ModelCheckpoint with a `moni"):
+    with pytest.raises(ValueError, match="'best' looks where .* with a `monitor`"):
         make(ModelCheckpoint(tmp_path)).fit(DATA, ckpt_path="best")
     with pytest.raises(FileNotFoundError, match="there are no checkpoints in .*empty"):
         make(ModelCheckpoint(tmp_path / "empty")).fit(DATA, ckpt_path="last")
