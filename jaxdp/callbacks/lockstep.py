@@ -6,12 +6,10 @@ from typing import Any
 import jax
 
 from .. import checkpoint
-from ..basics import coordination
 from ..basics.arguments import check_count, check_number, checks_arguments
 from ..basics.environment import get_versions
 from ..basics.fingerprints import compute_fingerprints
 from ..basics.tree import leaf_path
-from ..distributed import process_group
 from .base import Callback, Trainer
 
 _ARGUMENTS = (
@@ -66,12 +64,12 @@ class Lockstep(Callback):
 
     def setup(self, trainer: Trainer) -> None:
         self._has_failed = False
-        if not coordination.has_peers():
+        processes = trainer.run.processes
+        if processes.count == 1:
             return
         # All waits of processes for each other use these from now on.
-        barrier = process_group.get_barrier()
-        barrier.timeout, barrier.warn_after = self.timeout, self.warn_after
-        barrier.every_n_steps = self.every_n_steps
+        processes.timeout, processes.warn_after = self.timeout, self.warn_after
+        processes.every_n_steps = self.every_n_steps
         arguments = {name: trainer.run.arguments[name] for name in _ARGUMENTS}
         arguments |= {n: getattr(trainer, n) for n in ("max_epochs", "max_steps")}
         facts = {f"the version of {k}": v for k, v in get_versions().items()}
@@ -81,23 +79,25 @@ class Lockstep(Callback):
         if not self._has_compared_model:
             facts |= _describe_model(trainer.run.arguments["model"])
             self._has_compared_model = True
-        self._wait(trainer, f"the start of {trainer.run.doing}", facts)
+        _check_equal(trainer, f"the start of {trainer.run.doing}", facts)
 
     def on_fit_start(self, trainer: Trainer) -> None:
         sizes, _ = trainer.run.compiled_facts()
-        rows = {f"rows of a {kind} batch": str(n) for kind, n in sizes.items()}
-        self._wait(trainer, "the first step", rows)
+        rows = {f"rows of a {kind} batch": n for kind, n in sizes.items()}
+        _check_equal(trainer, "the first step", rows)
 
     def on_train_batch_start(
         self, trainer: Trainer, batch: Any, batch_idx: int
     ) -> None:
-        if coordination.has_peers():
+        processes = trainer.run.processes
+        if processes.count > 1:
             # The batch has the rows of this process, whose number differs between
             # processes.
             facts = {"a row of the batch": _shapes(batch, 1)}
             facts["rows before it"] = str(trainer.record.examples)
             step, epoch = trainer.global_step + 1, trainer.current_epoch
-            _add_entry(trainer, f"step {step} of epoch {epoch}", facts).sync_step()
+            location = f"step {step} of epoch {epoch}"
+            processes.sync_step(location, _add_programs(trainer, facts))
 
     def on_exception(self, trainer: Trainer, exception: BaseException) -> None:
         self._has_failed = True
@@ -105,21 +105,20 @@ class Lockstep(Callback):
     def on_fit_end(self, trainer: Trainer) -> None:
         if not self._has_failed:
             end = f"the end of the fit after step {trainer.global_step}"
-            self._wait(trainer, end, {})
-
-    def _wait(self, trainer: Trainer, where: str, facts: Mapping[str, str]) -> None:
-        if coordination.has_peers():
-            _add_entry(trainer, where, facts).wait_for_all()
+            _check_equal(trainer, end, {})
 
 
-def _add_entry(
-    trainer: Trainer, where: str, facts: Mapping[str, str]
-) -> process_group.ProcessBarrier:
-    """Adds facts, and digests of all programs so far, to the next comparison."""
+def _check_equal(trainer: Trainer, location: str, facts: Mapping[str, Any]) -> None:
+    """Raises unless the processes are about to do the same thing."""
+    processes = trainer.run.processes
+    if processes.count > 1:
+        processes.check_equal(location, _add_programs(trainer, facts))
+
+
+def _add_programs(trainer: Trainer, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Adds digests of all programs so far to facts."""
     _, programs = trainer.run.compiled_facts()
-    barrier = process_group.get_barrier()
-    barrier.add_entry(where, {**facts, "the compiled programs": ", ".join(programs)})
-    return barrier
+    return {**facts, "the compiled programs": ", ".join(programs)}
 
 
 def _describe_model(model: Any) -> dict[str, str]:

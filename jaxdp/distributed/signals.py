@@ -15,8 +15,7 @@ import jax
 
 from ..basics import coordination
 from ..basics.console import SafeStream, log_info
-from . import process_group
-from .process_group import PeriodicVote, ProcessGroup
+from .process_group import PeerLost, PeriodicVote, ProcessGroup, get_process_group
 
 EXIT_CODE: Final = 143
 """128 + SIGTERM. SLURM, Kubernetes and torchrun expect it of a terminated job."""
@@ -67,8 +66,8 @@ class SignalHandler:
     """
 
     def __init__(self, processes: ProcessGroup) -> None:
-        several = processes.count > 1
-        self._vote = PeriodicVote(processes, "signals") if several else None
+        self._has_peers = processes.count > 1
+        self._vote = PeriodicVote(processes, "signals")
         self.signals: tuple[str, ...] = SIGNALS
         self.returns = False
         self._pending: int | None = None
@@ -77,14 +76,9 @@ class SignalHandler:
 
     def check(self, *, force: bool = False) -> None:
         """Raises a signal that is held back; `force` asks all processes for one now."""
-        if self._vote is not None:
-            signals = self._vote.poll(self._pending, force=force)
-            if signals:
-                self._pending = None
-                raise self._make_exception(max(signals))
-        elif self._pending is not None:
-            number, self._pending = self._pending, None
-            raise self._make_exception(number)
+        if signals := self._vote.poll(self._pending, force=force):
+            self._pending = None
+            raise self._make_exception(max(signals))
 
     @contextlib.contextmanager
     def defer_signals(self) -> Iterator[None]:
@@ -123,14 +117,14 @@ class SignalHandler:
             self._depth -= 1
         if self._depth:
             return
-        if self._vote is not None and kind is None:
+        if self._has_peers and kind is None:
             return  # the other processes must get the signal first
         number, self._pending = self._pending, None
         # A signal most often causes the error after it, such as that of a worker that
         # died. But a launcher sends one, too, when another process has died.
         is_cause = kind is None or issubclass(kind, Exception)
-        failures = process_group.PeerLost, jax.errors.JaxRuntimeError
-        is_of_peer = jax.process_count() > 1 and isinstance(exception, failures)
+        failures = PeerLost, jax.errors.JaxRuntimeError
+        is_of_peer = self._has_peers and isinstance(exception, failures)
         if number is not None and is_cause and not is_of_peer:
             raise self._make_exception(number) from exception
 
@@ -194,7 +188,7 @@ def install_exit_hooks() -> None:
 
     def report_exit(how: str) -> None:
         if os.getpid() == process and coordination.has_peers():  # not in a fork
-            process_group.get_barrier().report_exit(how)
+            get_process_group().report_exit(how)
 
     def print_and_exit(
         kind: type[BaseException],

@@ -210,7 +210,7 @@ def linger(trainer):
 
 
 class Failing(torch.utils.data.Dataset):
-    """Has rows in its sixth batch that can't be read: one for each of two processes."""
+    """Has two rows in its sixth batch that can't be read: one for each process."""
 
     def __init__(self, broken):
         self.rows, self.broken = rows(), broken
@@ -222,10 +222,6 @@ class Failing(torch.utils.data.Dataset):
         if self.broken and index in (40, 44):
             raise OSError("a row can't be read")
         return self.rows[index]
-
-
-def fit_with_a_broken_row():
-    make().fit(load(Failing(mine(False, True))), max_epochs=1)
 
 
 class Stream(torch.utils.data.IterableDataset):

@@ -13,29 +13,42 @@ import tasks
 SOON = {"heartbeat_timeout": 8.0, "shutdown_timeout": 8.0}
 
 
-@pytest.mark.slow_cases("0")
+ENDS = {
+    # Its exit code, a line of the others if it is not process 0, and their seconds.
+    tasks.kill: (-9, "tasks are unhealthy", 30),
+    tasks.fail: (
+        1,
+        r"process 1 on \S+ has failed: ValueError: a bad day; it was at",
+        10,
+    ),
+    tasks.leave: (None, r"process 1 on \S+ has ended its program, .*; it was at", 10),
+    tasks.stop: (None, "", 30),
+}
+
+
+@pytest.mark.slow_but("1-kill", "1-fail")
+@pytest.mark.parametrize("what", ENDS, ids=lambda what: what.__name__)
 @pytest.mark.parametrize("index", [0, 1])
-def test_a_killed_process_ends_the_others(crew, index):
-    job = crew("fit", processes=3, at=(index, 5, tasks.kill), start=SOON)
+def test_a_process_that_ends_before_the_others_ends_them(crew, index, what):
+    code, line, seconds = ENDS[what]
+    count = 3 if what is tasks.kill else 2
+    job = crew("fit", processes=count, at=(index, 5, what), start=SOON)
+    job.wait_for("done 5", index)
+    start = time.monotonic()
+    others = [process for n, process in enumerate(job.processes) if n != index]
+    for process in others:  # `Lockstep` would wait for 600 s
+        process.join(60)
+    assert time.monotonic() - start < seconds
+    if what is tasks.stop:
+        job.signal(index, "SIGCONT")  # it does not go on alone
     codes, outputs = job.join()
-    assert codes[index] == -9
     assert 0 not in codes, outputs
+    assert code in (None, codes[index])
+    if what is tasks.fail:
+        assert "raised by the callback At in on_boundary" in outputs[index]
     if index:  # with process 0 goes the service that would name it
-        assert any("tasks are unhealthy" in output for output in outputs)
-
-
-@pytest.mark.slow_cases("0")
-@pytest.mark.parametrize("index", [0, 1])
-def test_a_failing_callback_ends_all_soon(crew, index):
-    job = crew("fit", at=(index, 5, tasks.fail), start=SOON)
-    job.processes[index].join(120)
-    job.wait_for("done 5", index=0)
-    codes, outputs = job.join()
-    assert codes[index] == 1 and codes[1 - index] != 0
-    assert "raised by the callback At in on_boundary" in outputs[index]
-    if index:  # with process 0 goes the service that would tell it
-        told = r"process 1 on \S+ has failed: ValueError: a bad day; it was at step 5"
-        assert re.search(told, outputs[0])
+        assert any(re.search(line, output) for output in outputs)
+    if index and what is tasks.fail:
         pattern = "heard of an exception at (.*)"
         heard, raised = (float(*re.findall(pattern, output)) for output in outputs)
         assert heard - raised < 1.9  # which JAX's barrier takes at least to give up
@@ -47,38 +60,6 @@ def test_one_that_raises_does_not_wait_for_the_others(crew):
     seen = time.monotonic()
     job.processes[1].join(60)
     assert job.processes[1].exitcode == 1 and time.monotonic() - seen < 10
-
-
-@pytest.mark.slow
-def test_a_failing_loader_ends_all(crew):
-    codes, outputs = crew("fit_with_a_broken_row", start=SOON).join()
-    assert codes[0] != 0 and codes[1] == 1
-    assert "OSError: a row can't be read" in outputs[1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("index", [0, 1])
-def test_a_stopped_process_ends_the_others(crew, index):
-    job = crew("fit", at=(index, 5, tasks.stop), start=SOON)
-    codes, outputs = job.join(but=[index])
-    assert codes[1 - index] != 0
-    job.signal(index, "SIGCONT")  # it does not go on alone
-    codes, outputs = job.join()
-    assert codes[index] != 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("index", [0, 1])
-def test_a_process_that_leaves_is_not_waited_for(crew, index):
-    job = crew("fit", at=(index, 5, tasks.leave), start=SOON)
-    job.wait_for("done 5", index)
-    seen = time.monotonic()
-    job.processes[1 - index].join(60)
-    assert time.monotonic() - seen < 10  # `Lockstep` would wait for 600
-    codes, outputs = job.join()
-    assert 0 not in codes, outputs
-    told = rf"process {index} on \S+ has ended its program, .*; it was at step 5 of epo"
-    assert re.search(told, outputs[1 - index])
 
 
 @pytest.mark.slow

@@ -49,11 +49,11 @@ def test_other_versions_are_named(crew):
 def test_evaluations_that_differ_are_found(crew):
     outputs = crew("evaluate_apart").finish()
     for output in outputs:
-        found = re.findall("^found .* wrong: (.*)$", output, re.M)
+        found = re.findall(r"^found .*what is next: (.*?)\. Their", output, re.M)
         assert found == [
-            "process 0: the start of test; process 1: the start of predict.",
-            "process 0: batch 5 of test; process 1: the end of test.",
-            "process 0: batch 5 of predict; process 1: the end of predict.",
+            "the start of test (process 0), the start of predict (process 1)",
+            "batch 5 of test (process 0), the end of test (process 1)",
+            "batch 5 of predict (process 0), the end of predict (process 1)",
         ]
     # And they can go on together.
     ends = [re.findall("test_loss .*", output) for output in outputs]
@@ -77,4 +77,4 @@ def test_meeting_rarely_is_enough_to_find_it(crew):
         1
     )
     for output in outputs:
-        assert "about to do different things" in output
+        assert "do not agree: what is next: " in output
