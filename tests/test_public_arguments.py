@@ -256,13 +256,13 @@ def test_losses_by_other_libraries_names():
 
 def test_words_of_other_libraries_lead_to_arguments_that_exist():
     for function, words in INSTEAD.items():
-        ours = {*arguments._list_keywords(arguments._PARAMETERS.get(function, {}))}
+        ours = {*arguments._ANNOTATIONS.get(function, {})}
         assert words.keys() & ours <= {"ckpt_path"}, function  # which has a note
         for answer in {*words.values()} if ours else ():
             for name in re.findall("it is called `(.+?)`", answer):
                 assert name in ours, (function, answer)
     for name in ("Trainer", "fit"):
-        assert not INSTEAD["argument"].keys() & {*arguments._PARAMETERS[name]}
+        assert not INSTEAD["argument"].keys() & {*arguments._ANNOTATIONS[name]}
     for module in ("callbacks", "strategies", "losses", "distributed"):
         names = dir(getattr(jaxdp, module))
         assert not INSTEAD[f"jaxdp.{module}"].keys() & {*names}

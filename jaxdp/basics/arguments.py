@@ -20,8 +20,9 @@ from .other_libraries import INSTEAD, find_near
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_PARAMETERS: Final[dict[str, Mapping[str, inspect.Parameter]]] = {}
-"""The parameters of each function that `checks_arguments` decorates, by its name."""
+_ANNOTATIONS: Final[dict[str, dict[str, Any]]] = {}
+"""By the name of each function that `checks_arguments` decorates: the arguments that
+can be passed by name, with their annotations."""
 
 
 def checks_arguments(function: Function) -> Function:
@@ -34,7 +35,11 @@ def checks_arguments(function: Function) -> Function:
     signature = inspect.signature(function)
     name = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
     is_init = function.__name__ == "__init__"
-    _PARAMETERS[name] = signature.parameters
+    _ANNOTATIONS[name] = {
+        argument: p.annotation
+        for argument, p in signature.parameters.items()
+        if argument != "self" and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    }
 
     @functools.wraps(function)
     def call(*args: Any, **keywords: Any) -> Any:
@@ -57,9 +62,9 @@ def _find_errors(
     keywords: dict[str, Any],
 ) -> Iterator[TypeError | ValueError]:
     """Yields the errors in a call of a function, which messages call `shown`."""
-    parameters, ours = signature.parameters, _list_keywords(signature.parameters)
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    unknown = [name for name in keywords if not takes_all and name not in ours]
+    annotations, parameters = _ANNOTATIONS[function], signature.parameters.values()
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    unknown = [name for name in keywords if not takes_all and name not in annotations]
     for name in unknown:
         instead = _suggest(function, name)
         yield TypeError(f"`{name}` is no argument of `{shown}`: {instead}.")
@@ -67,63 +72,43 @@ def _find_errors(
     try:
         known = signature.bind(*args, **known).arguments
     except TypeError as error:
-        yield TypeError(f"`{shown}`: {_explain(error, parameters, args)}.")
-    for name in filter(known.__contains__, ours):
+        reason = str(error)
+        if "too many positional" in reason:
+            in_order = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+            by_name = ", ".join(name for name in annotations if name not in in_order)
+            order = ", ".join(name for name in in_order if name != "self")
+            reason += f". It takes {order or 'none'} in this order"
+            reason += f", and by name {by_name}" if by_name else ""
+        yield TypeError(f"`{shown}`: {reason}.")
+    for name in filter(known.__contains__, annotations):
         value, hint = known[name], INSTEAD.get(function, {}).get(name)
         words = INSTEAD.get(name, {}) if isinstance(value, str) else {}
         try:
             if instead := words and words.get(value.lower()):
                 raise ValueError(f"`{name}`: for {value!r} write {instead}.")
-            _check_kind(name, value, parameters[name].annotation)
+            _check_kind(name, value, annotations[name])
         except (TypeError, ValueError) as error:
             yield type(error)(f"{error} ({hint}.)") if hint else error
 
 
-def _explain(
-    error: TypeError, parameters: Mapping[str, inspect.Parameter], args: Any
-) -> str:
-    """Returns why arguments can't be bound, such as too many by position."""
-    positional = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    if len(args) <= len(positional):
-        return str(error)
-    extra = " and ".join(type(each).__name__ for each in args[len(positional) :])
-    names = _list_keywords(parameters)
-    accepted = ", ".join(name for name in names if name in positional)
-    others = ", ".join(name for name in names if name not in positional)
-    return (
-        f"too many positional arguments. It takes {accepted or 'none'} in this"
-        f" order; pass the {extra} by name, as one of {others or 'none'}"
-    )
-
-
 def _suggest(function: str, name: str) -> str:
     """Returns what to write instead of an argument that a function does not take."""
-    pair = "Trainer", "fit"  # each takes the other's arguments for its own
-    related = {function: None, **dict.fromkeys(pair if function in pair else ())}
-    words = INSTEAD.get(function, {})
-    if function in pair:
+    functions, words = [function], INSTEAD.get(function, {})
+    if function in ("Trainer", "fit"):  # each takes the other's arguments for its own
+        functions.append("fit" if function == "Trainer" else "Trainer")
         words = INSTEAD["argument"] | words
-    for other in related:
-        if name in _PARAMETERS[other]:
+    for other in functions:
+        if name in _ANNOTATIONS[other]:
             return f"it belongs to `{other}`: {other}(..., {name}=...)"
     if name in words:
         return words[name]
-    for other in related:
-        if near := find_near(name, _PARAMETERS[other]):
+    for other in functions:
+        if near := find_near(name, _ANNOTATIONS[other]):
             suffix = f" of `{other}`" if other != function else ""
             return f"it may be meant for `{near}`{suffix}"
     if near := find_near(name, words):
         return words[near]
-    return f"it takes {', '.join(_list_keywords(_PARAMETERS[function]))}"
-
-
-def _list_keywords(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
-    """Returns the arguments that can be passed by name."""
-    return [
-        name
-        for name, p in parameters.items()
-        if name != "self" and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]
+    return f"it takes {', '.join(_ANNOTATIONS[function])}"
 
 
 def is_bool(value: Any) -> bool:
@@ -140,57 +125,59 @@ def is_number(value: Any) -> bool:
     return is_real and not is_bool(value)
 
 
-_CLASSES: Final = {
+_KINDS: Final[dict[Any, str]] = {
+    bool: "a bool",
+    int: "an int",
+    float: "a number",
     str: "a str",
     os.PathLike: "a path",
+    Sequence: "a list",
     Mapping: "a dict",
     eqx.nn.State: "the eqx.nn.State that eqx.nn.make_with_state returns",
     Mesh: "a jax.sharding.Mesh",
     types.NoneType: "None",
 }
-_KINDS: Final[dict[Any, tuple[str, Callable[[Any], bool]]]] = {
-    bool: ("a bool", lambda x: is_bool(x) or is_int(x) and x in (0, 1)),
-    int: ("an int", is_int),
-    float: ("a number", is_number),
-    Sequence: (
-        "a list",
-        lambda x: isinstance(x, Iterable) and not isinstance(x, Mapping | bytes),
-    ),
-    **{
-        kind: (words, lambda x, kind=kind: isinstance(x, kind))
-        for kind, words in _CLASSES.items()
-    },
-}
-"""The annotations that are checked: in words, and a predicate of values."""
+"""The annotations that are checked, in words."""
+
+
+def _is_of_kind(value: Any, kind: Any) -> bool:
+    if kind is bool:
+        return is_bool(value) or (is_int(value) and value in (0, 1))
+    if kind is int or kind is float:
+        return is_int(value) if kind is int else is_number(value)
+    if kind is Sequence:
+        return isinstance(value, Iterable) and not isinstance(value, Mapping | bytes)
+    return isinstance(value, kind)
 
 
 def _check_kind(name: str, value: Any, annotation: Any) -> None:
     """Raises for a value of none of the annotated kinds, if all are in `_KINDS`."""
-    kinds = _list_kinds(annotation)
-    choices = [c for kind in kinds if isinstance(kind, tuple) for c in kind]
-    plain = [kind for kind in kinds if not isinstance(kind, tuple)]
-    if not {*plain} <= _KINDS.keys() or any(_KINDS[kind][1](value) for kind in plain):
+    kinds, choices = _list_kinds(annotation)
+    if not {*kinds} <= _KINDS.keys() or any(_is_of_kind(value, k) for k in kinds):
         return
-    if choices and (isinstance(value, str) or {*plain} <= {types.NoneType}):
-        check_choice(name, value, [*choices, *[None] * len(plain)])
-    elif plain:
-        listed = [kind for kind in plain if kind is not int or float not in plain]
-        named = " or ".join(_KINDS[kind][0] for kind in listed)
-        shown = " ".join(repr(value).split())[:200]
-        kind = type(value).__name__
-        raise TypeError(f"`{name}` must be {named}; got {shown} of type {kind}.")
+    if choices and (isinstance(value, str) or {*kinds} <= {types.NoneType}):
+        check_choice(name, value, [*choices, *[None] * len(kinds)])
+    elif kinds:
+        listed = [kind for kind in kinds if kind is not int or float not in kinds]
+        words = " or ".join(_KINDS[kind] for kind in listed)
+        raise _make_type_error(name, words, " ".join(repr(value).split())[:200], value)
 
 
-def _list_kinds(annotation: Any) -> list[Any]:
-    """Returns the members of a union; a `Literal` becomes a tuple of its choices."""
+def _make_type_error(name: str, words: str, shown: str, value: Any) -> TypeError:
+    kind = type(value).__name__
+    return TypeError(f"`{name}` must be {words}; got {shown} of type {kind}.")
+
+
+def _list_kinds(annotation: Any) -> tuple[list[Any], list[Any]]:
+    """Returns the classes of an annotation, and the choices of its `Literal`s."""
     origin = typing.get_origin(annotation)
     if origin in (types.UnionType, typing.Union):
-        return [
-            kind for each in typing.get_args(annotation) for kind in _list_kinds(each)
-        ]
+        members = [_list_kinds(each) for each in typing.get_args(annotation)]
+        kinds, choices = zip(*members, strict=True)
+        return sum(kinds, []), sum(choices, [])
     if origin is Literal:
-        return [typing.get_args(annotation)]
-    return [types.NoneType if annotation is None else origin or annotation]
+        return [], [*typing.get_args(annotation)]
+    return [types.NoneType if annotation is None else origin or annotation], []
 
 
 def check_call(
@@ -226,10 +213,7 @@ def check_count(
 ) -> None:
     """Raises unless `value` is an int, or NumPy's, from `minimum` to `maximum`."""
     if not is_int(value):
-        kind = type(value).__name__
-        raise TypeError(
-            f"`{name}` must be an int{suffix}; got {value!r} of type {kind}."
-        )
+        raise _make_type_error(name, f"an int{suffix}", repr(value), value)
     check_number(name, int(value), minimum=minimum, maximum=maximum, suffix=suffix)
 
 
@@ -245,10 +229,7 @@ def check_number(
 ) -> None:
     """Raises unless `value` is a number within these limits."""
     if not is_number(value):
-        kind = type(value).__name__
-        raise TypeError(
-            f"`{name}` must be a number{suffix}; got {value!r} of type {kind}."
-        )
+        raise _make_type_error(name, f"a number{suffix}", repr(value), value)
     value = value if isinstance(value, int) else float(value)
     rules = {
         f"{minimum} or more": minimum is None or value >= minimum,
