@@ -8,11 +8,9 @@ import contextlib
 import ctypes
 import functools
 import gc
-import hashlib
 import multiprocessing
 import os
 import pathlib
-import platform
 import sys
 import time
 from collections.abc import Iterator
@@ -38,8 +36,8 @@ def enable_compilation_cache() -> None:
         return
     try:
         home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-        # Machines with other processors may share the home folder.
-        path = pathlib.Path(home, "jaxdp", f"programs-{_describe_processor()}")
+        # Machines with other processors may share it: JAX's keys name the processor.
+        path = pathlib.Path(home, "jaxdp", "programs")
         # Only for the user: a program that writes into it can have code executed.
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         sweep_cache(path)
@@ -58,16 +56,6 @@ def sweep_cache(path: pathlib.Path) -> None:
         with contextlib.suppress(OSError):  # another process has deleted it
             if time.time() - entry.stat().st_mtime > _MAX_CACHE_SECONDS:
                 entry.unlink()
-
-
-def _describe_processor() -> str:
-    """Returns an id of the processor: programs for one may not run on another."""
-    text = platform.processor()
-    with contextlib.suppress(OSError):
-        text = pathlib.Path("/proc/cpuinfo").read_text()
-    kinds = {x for x in text.splitlines() if x.startswith(("flags", "Features"))}
-    digest = hashlib.sha256(repr(sorted(kinds) or text).encode()).hexdigest()[:12]
-    return f"{platform.machine()}-{digest}"
 
 
 @functools.cache
