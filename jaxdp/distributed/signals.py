@@ -66,8 +66,8 @@ class SignalHandler:
     """
 
     def __init__(self, processes: ProcessGroup) -> None:
-        self._has_peers = processes.count > 1
-        self._vote = PeriodicVote(processes, "signals")
+        several = processes.count > 1
+        self._vote = PeriodicVote(processes, "signals") if several else None
         self.signals: tuple[str, ...] = SIGNALS
         self.returns = False
         self._pending: int | None = None
@@ -76,9 +76,14 @@ class SignalHandler:
 
     def check(self, *, force: bool = False) -> None:
         """Raises a signal that is held back; `force` asks all processes for one now."""
-        if signals := self._vote.poll(self._pending, force=force):
-            self._pending = None
-            raise self._make_exception(max(signals))
+        if self._vote is not None:
+            signals = self._vote.poll(self._pending, force=force)
+            if signals:
+                self._pending = None
+                raise self._make_exception(max(signals))
+        elif self._pending is not None:
+            number, self._pending = self._pending, None
+            raise self._make_exception(number)
 
     @contextlib.contextmanager
     def defer_signals(self) -> Iterator[None]:
@@ -117,14 +122,14 @@ class SignalHandler:
             self._depth -= 1
         if self._depth:
             return
-        if self._has_peers and kind is None:
+        if self._vote is not None and kind is None:
             return  # the other processes must get the signal first
         number, self._pending = self._pending, None
         # A signal most often causes the error after it, such as that of a worker that
         # died. But a launcher sends one, too, when another process has died.
         is_cause = kind is None or issubclass(kind, Exception)
         failures = PeerLost, jax.errors.JaxRuntimeError
-        is_of_peer = self._has_peers and isinstance(exception, failures)
+        is_of_peer = self._vote is not None and isinstance(exception, failures)
         if number is not None and is_cause and not is_of_peer:
             raise self._make_exception(number) from exception
 
