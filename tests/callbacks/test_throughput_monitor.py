@@ -1,7 +1,5 @@
 """Tests of the times of a fit's phases, and of the operations of a step."""
 
-import time
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -13,21 +11,6 @@ from jaxdp.basics.stopwatch import PHASES
 from jaxdp.callbacks import CSVLogger, ModelCheckpoint, ThroughputMonitor
 from jaxdp.engine.in_flight import wait
 from jaxdp.extras.plan.products import count_products
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """A clock that only tests turn."""
-
-    class Clock:
-        now = 0.0
-
-        def turn(self, seconds):
-            self.now += seconds
-
-    clock = Clock()
-    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
-    return clock
 
 
 def slow(data, clock, seconds):
