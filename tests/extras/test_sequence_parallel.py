@@ -114,6 +114,10 @@ CASES = {
     "per token": {"loss": None, "loss_fn": per_token},
     "rows interact": {"loss": mean_of_tokens},
     "shifted": {"loss": None, "loss_fn": shifted, "data": [x for x, _ in RAGGED]},
+    "12 tokens": {
+        **{"loss": None, "loss_fn": shifted},
+        "data": [x for x, _ in data(4, 3, tokens=12)],
+    },
     "arrays": {"data": arrays},
     "muon": {"optimizer": muon(0.02)},
     "fused": {},
@@ -146,13 +150,14 @@ def trained(case, strategy=SingleDevice):
     return np.array(recorder.losses + tested), trainer.predict(RAGGED), held
 
 
-QUICK = [("without dropout", "2x4 fsdp")]
+QUICK = [("without dropout", "2x4 fsdp"), ("shifted", "2x4")]
 
 
 @pytest.mark.parametrize("case, split", [
     pytest.param(case, split, marks=[] if (case, split) in QUICK else slow)
     for case in CASES
     for split in SPLITS
+    if case != "12 tokens" or "2x4" in split
 ])  # fmt: skip
 def test_numbers_are_those_of_one_device(case, split):
     losses, predictions, held = trained(case, SPLITS[split])
