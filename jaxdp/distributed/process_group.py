@@ -159,10 +159,20 @@ class ProcessGroup:
         return "; ".join(failures) or None
 
     def report_exit(self, how: str) -> None:
-        """Publishes how this process exits."""
+        """Publishes how this process exits; blocks for at most a second.
+
+        Process 0, which has the service, may be stopped or gone.
+        """
         text = f"{how}; it was at {self._location or 'no fit'}"
         message = {"passed": self._num_passed, "text": text}
-        coordination.put_value(_EXITED_DIR, message)
+        publish = functools.partial(coordination.put_value, _EXITED_DIR, message)
+        thread = threading.Thread(target=publish, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # Python 3.12 starts no threads in `atexit`
+            publish()
+        else:
+            thread.join(1.0)
 
     def _add_entry(self, location: str, facts: Mapping[str, Any]) -> None:
         self._location = location

@@ -121,7 +121,9 @@ def loaders():
     y = y.long()
     both = TensorDataset(x, y)
     more = TensorDataset(torch.cat([x + 9, x]), torch.cat([y, y]))
-    yield "list", [(x[i : i + 8].numpy(), y[i : i + 8].numpy()) for i in (0, 8, 16, 24)]
+    # Copies: torch moves the tensors that it sends to workers, and frees their memory.
+    arrays = x.numpy().copy(), y.numpy().copy()
+    yield "list", [tuple(a[i : i + 8] for a in arrays) for i in (0, 8, 16, 24)]
     yield "shuffle", DataLoader(both, 8, shuffle=True)
     yield "workers", DataLoader(both, 8, shuffle=True, num_workers=1)
     yield "arrays", Arrays(x, y, batch_size=8)
