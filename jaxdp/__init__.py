@@ -130,7 +130,6 @@ _EXTRAS = {
     "jaxdp.callbacks.TensorBoardLogger": "extras.tensorboard_logger:TensorBoardLogger",
     "jaxdp.callbacks.WandbLogger": "extras.wandb_logger:WandbLogger",
     "jaxdp.callbacks.OptunaPruning": "extras.optuna_pruning:OptunaPruning",
-    "jaxdp.callbacks.Samples": "extras.samples:Samples",
     "jaxdp.strategies.Bitwise": "extras.bitwise:Bitwise",
     "jaxdp.strategies.LocalSGD": "extras.local_sgd:LocalSGD",
     "jaxdp.strategies.Members": "extras.ensembles:Members",

@@ -42,7 +42,6 @@ NEEDED = {
     "OptunaPruning": {"trial": None},
     "PassMetric": {"fn": lambda p, y: 0.0},
     "Pipeline": {"stages": 2, "microbatches": 2},
-    "Samples": {"make": lambda model: {}},
     "SequenceParallel": {"mesh_shape": {"data": 1, "seq": 8}},
     "TensorParallel": {"mesh_shape": {"data": 4, "model": 2}},
     "lora": {"model": MODEL, "patterns": "*", "rank": 1, "key": jax.random.key(0)},

@@ -532,7 +532,6 @@ TensorBoardLogger <- TensorBoard TensorboardLogger TensorBoardCallback
 WandbLogger <- WandbCallback WandBLogger
 MLFlowLogger <- MLflowCallback MLFlowCallback
 StallWatch <- Watchdog
-Samples <- ImageVisualizer LogSamples
 Preemption <- GracefulStopper
 ModelCheckpoint <- CheckpointSaver SaveModelCallback Checkpoint TorchSnapshotSaver
     CheckpointCallback ModelCheckpointCallback
@@ -540,7 +539,7 @@ ModelCheckpoint(save_on_exception=True) <- OnExceptionCheckpoint
 ModelCheckpoint, with fit(..., ckpt_path='auto') <- BackupAndRestore
 EarlyStopping <- EarlyStopper EarlyStoppingCallback
 Callback, with hooks of your own <- LambdaCallback TrainerCallback RemoteMonitor
-    CallbackList DefaultFlowCallback CallbackHandler
+    CallbackList DefaultFlowCallback CallbackHandler ImageVisualizer LogSamples
 its hook on_predict_batch_end of a Callback <- BasePredictionWriter
 a schedule as the optimizer's rate, of optax <- LearningRateScheduler LRScheduler
     OneCycleTrainer ParamScheduler

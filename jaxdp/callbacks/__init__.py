@@ -27,7 +27,6 @@ if TYPE_CHECKING:  # made by `__getattr__`
     LivePlot: Any
     MLFlowLogger: Any
     OptunaPruning: Any
-    Samples: Any
     TensorBoardLogger: Any
     WandbLogger: Any
 
@@ -49,7 +48,6 @@ __all__ = [
     "Profiler",
     "ProgressBar",
     "ReduceLROnPlateau",
-    "Samples",
     "StallWatch",
     "TensorBoardLogger",
     "ThroughputMonitor",

@@ -14,15 +14,10 @@ from jaxdp.callbacks import (
     ModelCheckpoint,
     NanGuard,
     Profiler,
-    Samples,
     TensorBoardLogger,
 )
 
 DATA = batches(8, 8, 8)
-
-
-def text(model):
-    return {"text": "some"}
 
 
 @pytest.mark.parametrize("callback", [
@@ -31,9 +26,7 @@ def text(model):
     lambda: ModelCheckpoint("runs", every_n_train_steps=1, save_top_k=-1),
     lambda: Profiler("runs", start_step=2, num_steps=1),
     lambda: LivePlot("runs/curves.png"),
-    lambda: Samples(text, "runs"),
     *(CSVLogger, TensorBoardLogger, ModelCheckpoint, LivePlot),
-    lambda: Samples(text),
     lambda: Profiler(start_step=2, num_steps=1),
 ])  # fmt: skip
 def test_a_change_of_the_working_directory_splits_no_run(
@@ -61,5 +54,4 @@ def test_a_repr_has_the_arguments_that_differ_from_their_defaults(tmp_path):
     assert repr(NanGuard("skip")) == "NanGuard(action='skip')"
     stopping = EarlyStopping("loss", patience=5)
     assert repr(stopping) == "EarlyStopping(monitor='loss', patience=5, mode='min')"
-    assert repr(Samples(text)) == "Samples(make=text)"
     assert repr(CSVLogger(tmp_path)) == f"CSVLogger(dirpath={str(tmp_path)!r})"

@@ -34,7 +34,7 @@ from jaxdp import (
     muon,
     steps_of,
 )
-from jaxdp.callbacks import MLFlowLogger, OptunaPruning, Samples, WandbLogger
+from jaxdp.callbacks import MLFlowLogger, OptunaPruning, WandbLogger
 from jaxdp.extras.finders import lr_find
 from jaxdp.losses import token_cross_entropy
 
@@ -199,11 +199,6 @@ REFUSED = {
         (lambda: blocks(DeepBlock(8, KEY, 0.5)), ValueError, DIFFERS),
         (lambda: blocks(eqx.nn.Identity()), ValueError, DIFFERS),
         (lambda: Stack([{"a": jnp.ones(2)}, {"a": jnp.ones(3)}]), ValueError, DIFFERS),
-    ],
-    "Samples": [
-        (lambda: Samples("make"), TypeError, "`make` must be a function of the model"),
-        (lambda: Samples(print, "gs://bucket/samples"), ValueError,
-         "`dirpath` must be in a file system"),
     ],
     "SequenceParallel": [
         (lambda: SequenceParallel({"data": 8}), ValueError,
