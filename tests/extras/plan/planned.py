@@ -48,10 +48,17 @@ def trainer(strategy=None, model=None, **options):
     )
 
 
+def plan(strategy=None, loader=None, **options):
+    """The plan of a trainer; options are those of `Trainer.plan` and of `trainer`."""
+    names = "devices", "hosts", "topology", "hardware"
+    chosen = {name: options.pop(name) for name in names if name in options}
+    return trainer(strategy, **options).plan(loader or [batch()], **chosen)
+
+
 @functools.cache
 def whole_plan():
     """The plan of the model whole on each of 8 devices."""
-    return trainer(Sharded(8)).plan([batch()])
+    return plan(Sharded(8))
 
 
 def comparable(plan):

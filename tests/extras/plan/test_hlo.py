@@ -14,31 +14,16 @@ from jaxdp.extras.plan.hlo_text import parse_groups
 MESH_SHAPE = {"data": 4, "model": 2}
 
 
-def mesh():
-    devices = np.array(jax.devices()).reshape(4, 2)
-    return Mesh(devices, tuple(MESH_SHAPE), axis_types=(AxisType.Auto,) * 2)
-
-
-def compiled(function, *arguments, donate=()):
-    """`function` as every device runs it, on whole arguments."""
-    mapped = jax.shard_map(
-        function,
-        mesh=mesh(),
-        in_specs=(P(),) * len(arguments),
-        out_specs=P(),
-        check_vma=False,
-    )
-    everywhere = NamedSharding(mesh(), P())
-    structs = [
-        jax.ShapeDtypeStruct(np.shape(a), np.asarray(a).dtype, sharding=everywhere)
-        for a in arguments
-    ]
-    program = jax.jit(mapped, donate_argnums=donate, out_shardings=everywhere)
-    return program.trace(*structs).lower().compile()
-
-
 def read(function, *arguments, donate=()):
-    return hlo.read(compiled(function, *arguments, donate=donate).as_text())
+    """The program of `function`, which every device runs on whole arguments."""
+    devices = np.array(jax.devices()).reshape(4, 2)
+    mesh = Mesh(devices, tuple(MESH_SHAPE), axis_types=(AxisType.Auto,) * 2)
+    specs = {"in_specs": (P(),) * len(arguments), "out_specs": P()}
+    mapped = jax.shard_map(function, mesh=mesh, **specs, check_vma=False)
+    whole = NamedSharding(mesh, P())
+    placed = jax.device_put(arguments, whole)
+    program = jax.jit(mapped, donate_argnums=donate, out_shardings=whole)
+    return hlo.read(program.lower(*placed).compile().as_text())
 
 
 def f32(*shape):
@@ -47,78 +32,52 @@ def f32(*shape):
 
 RING = [(place, (place + 1) % 4) for place in range(4)]
 BOTH = "data", "model"
+tiled = {"tiled": True}
 FOUND = {
-    "all-reduce data": (lambda x: lax.psum(x, "data"), ("data",), 280, 1.5 * 280),
-    "all-reduce model": (lambda x: lax.psum(x, "model"), ("model",), 280, 280),
-    "all-reduce both": (lambda x: lax.psum(x, BOTH), BOTH, 280, 7 / 4 * 280),
-    "all-gather": (
-        lambda x: lax.all_gather(x, "data", axis=0, tiled=True),
-        ("data",),
-        4 * 280,
-        3 * 280,
-    ),
-    "reduce-scatter": (
-        lambda x: lax.psum_scatter(x, "model", scatter_dimension=0, tiled=True),
-        ("model",),
-        140,
-        140,
-    ),
-    "all-to-all": (
-        lambda x: lax.all_to_all(x, "model", 0, 0, tiled=True),
-        ("model",),
-        280,
-        140,
-    ),
-    "collective-permute": (
-        lambda x: lax.ppermute(x, "data", RING),
-        ("data",),
-        280,
-        280,
-    ),
+    "all-reduce data": (lambda x: lax.psum(x, "data"), 280, 1.5 * 280),
+    "all-reduce model": (lambda x: lax.psum(x, "model"), 280, 280),
+    "all-reduce data model": (lambda x: lax.psum(x, BOTH), 280, 7 / 4 * 280),
+    "all-gather data": (lambda x: lax.all_gather(x, "data", **tiled), 1120, 840),
+    "reduce-scatter model": (lambda x: lax.psum_scatter(x, "model", **tiled), 140, 140),
+    "all-to-all model": (lambda x: lax.all_to_all(x, "model", 0, 0, **tiled), 280, 140),
+    "collective-permute data": (lambda x: lax.ppermute(x, "data", RING), 280, 280),
 }
-"""By kind: what each device runs on 280 bytes, its axes, and bytes got and sent."""
+"""By kind and axes: what each device runs on 280 bytes, and the bytes got and sent."""
 
 
 @pytest.mark.parametrize("name", FOUND)
 def test_a_collective_is_found_with_its_axes_and_bytes(name):
-    function, axes, received, sent = FOUND[name]
+    function, received, sent = FOUND[name]
     (found,) = read(function, f32(10, 7)).collectives
-    assert (found.kind, found.dtype) == (name.split()[0], "float32")
+    kind, *axes = name.split()
+    assert (found.kind, found.dtype) == (kind, "float32")
     assert (found.operand_bytes, found.result_bytes) == (280, received)
-    assert found.axes(MESH_SHAPE) == axes
-    assert (found.times, found.wire_bytes) == (1, sent)
-    assert name != "all-gather" or found.path.endswith("/all_gather")
+    assert found.axes(MESH_SHAPE) == tuple(axes)
+    assert (found.times, found.optional, found.wire_bytes) == (1, False, sent)
+    assert kind != "all-gather" or found.path.endswith("/all_gather")
 
 
-def test_combined_operands_are_kept_apart():
-    def function(x, y):
+def test_operands_branches_and_donated_inputs_are_found():
+    def combined(x, y):
         return lax.psum((x * 2, y.astype(jnp.int32)), "data")
 
-    found = read(function, f32(10), np.zeros(3, np.int8)).collectives
-    assert sum(each.operand_bytes for each in found) == 40 + 12
-    operands = [operand for each in found for operand in each.operands]
-    assert sorted((o.array.dtype, o.array.shape) for o in operands) == [
-        ("float32", (10,)),
-        ("int32", (3,)),
-    ]
-
-
-def test_branches_are_marked():
-    def function(x):
+    def in_a_branch(x):
         return lax.cond(
             x[0] > 0, lambda x: lax.psum(x, "data"), lambda x: x * 2, lax.sin(x)
         )
 
-    (found,) = read(function, f32(6)).collectives
-    assert found.optional
-    assert found.times == 1
+    found = read(combined, f32(10), np.zeros(3, np.int8)).collectives
+    assert sum(each.operand_bytes for each in found) == 40 + 12
+    operands = [operand.array for each in found for operand in each.operands]
+    assert sorted((array.dtype, array.shape) for array in operands) == [
+        ("float32", (10,)),
+        ("int32", (3,)),
+    ]
+    (found,) = read(in_a_branch, f32(6)).collectives
+    assert (found.optional, found.times) == (True, 1)
 
-
-def test_donated_inputs_are_found():
-    def function(x, y, z):
-        return y + 1, x * 2, z.sum()
-
-    program = read(function, f32(3), f32(4, 4), f32(7), donate=(0, 1))
+    donated = lambda x, y, z: (y + 1, x * 2, z.sum())  # noqa: E731
+    program = read(donated, f32(3), f32(4, 4), f32(7), donate=(0, 1))
     assert program.aliased == {0: "1", 1: "0"}
 
 
@@ -146,15 +105,6 @@ def test_groups_are_read_in_every_spelling(text):
     assert parse_groups(text, 8) == GROUPS[text]
 
 
-def test_groups_along_no_axes_have_none():
-    facts = {"times": 1, "optional": False, "overlapped": False, "hidden": False}
-    moved = {"operands": (), "operand_bytes": 0, "result_bytes": 0, "groups": ()}
-    each = hlo.Collective("all-gather", "", "", **moved, **facts, path="")
-    half = each._replace(groups=((0, 1, 2, 3),))
-    assert half.axes({"data": 4, "model": 2}) is None
-    assert each._replace(groups=((0,), (1,))).axes({"data": 2}) == ()
-
-
 HEADER = "HloModule jit_step, is_scheduled=true, num_partitions=8\n\n"
 ADD = """%add (x: f32[], y: f32[]) -> f32[] {
   %x = f32[] parameter(0)
@@ -178,6 +128,18 @@ def collectives(text):
     for word, meaning in WORDS.items():
         text = text.replace(word, meaning)
     return hlo.read(HEADER + ADD + text).collectives
+
+
+@pytest.mark.parametrize("groups, axes", [
+    ("{{0,1,2,3},{4,5,6,7}}", None), ("{{0},{1}}", ()), ("{{0,8}}", None),
+])  # fmt: skip
+def test_groups_may_lie_along_no_axes(groups, axes):
+    (found,) = collectives(f"""ENTRY %main (p: f32[8]) -> f32[8] {{
+  %p = f32[8] parameter(0)
+  ROOT %all = f32[8] all-reduce(%p), replica_groups={groups}, to_apply=%add
+}}
+""")
+    assert found.axes(MESH_SHAPE) == axes
 
 
 def test_starts_and_ends_are_one_collective():

@@ -1,15 +1,11 @@
 """Each refusal to plan or to read a plan is an error that says why."""
 
 import pytest
-from planned import batch, trainer, whole_plan
+from planned import plan, whole_plan
 
 from jaxdp import SingleDevice
 from jaxdp.extras.plan import hlo
 from jaxdp.extras.plan.hlo_text import parse_groups
-
-
-def plan(strategy=None, **options):
-    return trainer(strategy).plan([batch()], **options)
 
 
 @pytest.mark.parametrize("provoke, error, words", [

@@ -9,55 +9,53 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from planned import PARAMS, Split, batch, comparable, mlp, trainer
+from planned import PARAMS, Split, batch, comparable, mlp, plan, trainer
 
 from jaxdp import FSDP, Arrays, DataParallel, Pmap, Sharded, SingleDevice
 from jaxdp.callbacks import ModelCheckpoint
-from jaxdp.strategies.meshes import find_devices
+from jaxdp.extras.plan.plan import find_largest
 
 
 @pytest.mark.parametrize("kind", [Sharded, Split, Pmap])
 def test_eight_devices_are_predicted_from_one(kind):
-    predicted = trainer(kind(1)).plan([batch()], devices=8).to_dict()
+    predicted = plan(kind(1), devices=8).to_dict()
     assert predicted["device"] == "8 x CPU, faked"
-    real = trainer(kind(8)).plan([batch()]).to_dict()
-    assert comparable(predicted) == comparable(real)
+    assert comparable(predicted) == comparable(plan(kind(8)).to_dict())
 
 
 @pytest.mark.slow_cases("2048")
 @pytest.mark.parametrize("devices", [3, 64, 2048])
 def test_numbers_of_devices_that_are_not_here(devices):
-    plan = trainer().plan([batch(64)], devices=devices)
-    assert plan.num_devices == devices
-    assert plan.rows == math.ceil(64 / devices) * devices
-    assert plan.memory.parameters == PARAMS
-    assert plan.memory.batch == plan.rows // devices * 17 * 4 + 4
-    assert plan.wire_bytes == 2 * (devices - 1) / devices * (PARAMS + 4)
-    assert "CPU compiler" in " ".join(plan.notes["indicative"])
+    here = jax.devices()
+    found = plan(devices=devices)
+    assert jax.devices() == here
+    assert found.num_devices == devices
+    assert found.rows == math.ceil(64 / devices) * devices
+    assert found.memory.parameters == PARAMS
+    assert found.memory.batch == found.rows // devices * 17 * 4 + 4
+    assert found.wire_bytes == 2 * (devices - 1) / devices * (PARAMS + 4)
+    assert "CPU compiler" in " ".join(found.notes["indicative"])
 
 
 def test_a_mesh_with_other_axes_keeps_them():
-    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
-
     class Columns(Sharded):
         def param_spec(self, path, leaf):
             return P("model") if leaf.shape[0] % 2 == 0 else P()
 
-    planned = trainer(Columns(mesh=mesh)).plan([batch()], devices=16)
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+    planned = plan(Columns(mesh=mesh), devices=16)
     assert planned.mesh == {"data": 8, "model": 2}
     # 6 leaves with an even first axis: all of them.
     assert planned.memory.parameters == PARAMS // 2
     assert planned.bounds[0].least == 2 * 7 / 8 * PARAMS / 2
-    along = {each.axes for each in planned.traffic}
-    assert ("data",) in along
-    assert ("model",) in along
+    assert {("data",), ("model",)} <= {each.axes for each in planned.traffic}
     with pytest.raises(ValueError, match="15 are not divisible by 2"):
-        trainer(Columns(mesh=mesh)).plan([batch()], devices=15)
+        plan(Columns(mesh=mesh), devices=15)
 
 
-def test_nothing_is_moved_and_nothing_advances():
-    model = mlp()
-    planned = trainer(model=model)
+def test_nothing_is_moved_made_or_used_up(tmp_path):
+    folder = tmp_path / "checkpoints"
+    planned = trainer(model=mlp(), callbacks=[ModelCheckpoint(folder)])
     loader = [batch()]
     jax.random.key(0)
     gc.collect()
@@ -67,74 +65,62 @@ def test_nothing_is_moved_and_nothing_advances():
     gc.collect()
     assert len(jax.live_arrays()) == before
     assert planned.global_step == 0
-    assert not planned.run.has_engine
+    assert not planned.run.has_engine and not folder.exists()
+
+    batches = iter([batch()])
+    with pytest.raises(TypeError, match="`loader` is an iterator"):
+        planned.plan(batches)
+    next(batches)
 
 
 def test_a_torch_loader_is_left_as_it_was():
     torch = pytest.importorskip("torch")
     data = torch.utils.data.TensorDataset(*map(torch.from_numpy, batch(64)))
 
-    def loader():
+    def fit(plans):
         generator = torch.Generator().manual_seed(3)
-        return torch.utils.data.DataLoader(data, 16, shuffle=True, generator=generator)
+        loader = torch.utils.data.DataLoader(
+            data, 16, shuffle=True, generator=generator
+        )
+        fitted = trainer()
+        torch.manual_seed(5)
+        state = torch.get_rng_state()
+        assert not plans or fitted.plan(loader).rows == 16
+        assert not plans or torch.equal(torch.get_rng_state(), state)
+        return fitted.fit(loader, max_epochs=2)["loss"]
 
-    torch.manual_seed(5)
-    state = torch.get_rng_state()
-    plain = trainer().fit(loader(), max_epochs=2)
-    planned_loader = loader()
-    planned = trainer()
-    plan = planned.plan(planned_loader)
-    assert plan.rows == 16
-    assert torch.equal(torch.get_rng_state(), state)
-    assert planned.fit(planned_loader, max_epochs=2)["loss"] == plain["loss"]
-
-
-def test_an_iterator_is_not_used_up():
-    batches = iter([batch()])
-    with pytest.raises(TypeError, match="`loader` is an iterator"):
-        trainer().plan(batches)
-    next(batches)
-
-
-def test_callbacks_make_no_folders(tmp_path):
-    folder = tmp_path / "checkpoints"
-    trainer(callbacks=[ModelCheckpoint(folder)]).plan([batch()])
-    assert not folder.exists()
+    assert fit(plans=True) == fit(plans=False)
 
 
 class Own(DataParallel):
     """A user's strategy that knows nothing of plans."""
 
-    def __init__(self):
-        self.device = find_devices(1)[0]
-
     def place(self, state):
         return SingleDevice().place(state)
 
-    def compile(self, step, arguments, roles, results, *, donate=(), rows="apart"):
-        return SingleDevice().compile(
-            step, arguments, roles, results, donate=donate, rows=rows
-        )
+    def compile(self, *call, **options):
+        return SingleDevice().compile(*call, **options)
 
 
 def test_a_strategy_of_ones_own_says_what_it_lacks():
     with pytest.raises(NotImplementedError, match="no `mesh`"):
-        trainer(Own()).plan([batch()])
+        plan(Own())
 
     class Placed(Own):
         mesh = SingleDevice().mesh
 
-    plan = trainer(Placed()).plan([batch()])
-    assert plan.memory.parameters == PARAMS
-    assert plan.flops == trainer(SingleDevice()).plan([batch()]).flops > 0
+    found = plan(Placed())
+    assert found.memory.parameters == PARAMS
+    assert found.flops == plan(SingleDevice()).flops > 0
     with pytest.raises(NotImplementedError, match=r"no `on\(devices\)`"):
-        trainer(Placed()).plan([batch()], devices=4)
+        plan(Placed(), devices=4)
 
 
 def test_a_model_of_shapes_is_planned_as_the_model_itself():
-    shapes = trainer(FSDP(min_size=1), eqx.filter_eval_shape(mlp))
+    strategy = FSDP(min_size=1)
+    shapes = trainer(strategy, eqx.filter_eval_shape(mlp))
     found, expected = (
-        made.plan([batch()]).to_dict() for made in (shapes, trainer(FSDP(min_size=1)))
+        made.plan([batch()]).to_dict() for made in (shapes, trainer(strategy))
     )
     found.pop("compile_seconds"), expected.pop("compile_seconds")
     assert found == expected
@@ -144,6 +130,64 @@ def test_a_model_of_shapes_is_planned_as_the_model_itself():
 
 
 def test_arrays_are_planned_as_their_batches():
-    loaders = [batch()], Arrays(*batch(), batch_size=64)
-    plans = [trainer(SingleDevice()).plan(loader) for loader in loaders]
-    assert plans[0].memory == plans[1].memory
+    of_arrays = plan(SingleDevice(), Arrays(*batch(), batch_size=64))
+    assert of_arrays.memory == plan(SingleDevice()).memory
+
+
+@pytest.mark.slow
+def test_the_largest_batch_fits_and_the_next_does_not(caplog):
+    found = plan(Sharded(4), [batch(8)])
+    limit = 10 * found.memory.peak
+    rows = found.largest_batch(limit)
+    assert rows % 4 == 0
+    said = [each for each in caplog.messages if "rows in a step need" in each]
+    assert 2 <= len(said) <= 12
+
+    def peak(rows):
+        return plan(Sharded(4), [batch(rows)]).memory.peak
+
+    assert peak(rows) <= limit < peak(rows + 4)
+    assert found.largest_batch(found.memory.parameters) == 0
+
+
+@pytest.mark.parametrize("peak", [
+    lambda rows: 1000 + 17 * rows,
+    lambda rows: 1000 + 128 * math.ceil(rows / 8),
+    lambda rows: 5 * rows + rows**2 // 1000,
+    lambda rows: max(7000, 3 * rows),
+    lambda rows: 1000 + 40 * rows - 35 * max(0, rows - 300),
+    lambda rows: 1000 + 2 * rows if rows < 450 else math.inf,
+])  # fmt: skip
+@pytest.mark.parametrize("limit", [900, 1017, 9000, 10**6])
+@pytest.mark.parametrize("start", [1, 64, 5000])
+def test_the_search_finds_the_largest(peak, limit, start):
+    asked = []
+
+    def asking(rows):
+        asked.append(rows)
+        return peak(rows)
+
+    found = find_largest(asking, limit, start)
+    assert found == 0 or peak(found) <= limit
+    assert peak(found + 1) > limit
+    assert len(asked) == len(set(asked)) <= 40
+    assert all(n <= 16 * max(asked[:i]) for i, n in enumerate(asked) if i)
+
+
+@pytest.mark.parametrize("hardware", [None, "h100"])
+def test_scaling_keeps_the_rows_of_a_device(hardware):
+    found = plan(Sharded(4), hardware=hardware)
+    scaling = found.scaling([1, 4, 32])
+    grown = scaling.rows
+    assert [row.rows for row in grown] == [16, 64, 512]
+    assert [row.wire_bytes for row in grown] == [
+        2 * (n - 1) / n * (PARAMS + 4) * (n > 1) for n in (1, 4, 32)
+    ]
+    assert grown[1].peak == found.memory.peak
+    if hardware:
+        assert grown[0].efficiency == 1.0
+        assert grown[1].step == found.estimate.worst
+    header, *lines = str(scaling).splitlines()
+    assert header.split()[0] == "devices"
+    assert [line.split()[0] for line in lines] == ["1", "4", "32"]
+    assert (lines[0].split()[-1] == "-") == (hardware is None)

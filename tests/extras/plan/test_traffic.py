@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
-from planned import HALVES, PARAMS, batch, trainer
+from planned import HALVES, PARAMS, plan
 from toys import Apart
 
 from jaxdp import Pmap, Sharded, TensorParallel
@@ -18,17 +18,16 @@ from jaxdp.extras.plan.reading import describe_place
 @pytest.mark.parametrize("shards", [2, 8])
 def test_data_parallelism_sends_its_lower_bound(shards):
     for strategy in (Sharded(shards), Pmap(shards)):
-        plan = trainer(strategy).plan([batch()])
-        (traffic,) = plan.traffic
-        assert traffic.kind == "all-reduce"
-        assert traffic.axes == ("data",)
+        found = plan(strategy)
+        (traffic,) = found.traffic
+        assert (traffic.kind, traffic.axes) == ("all-reduce", ("data",))
         assert traffic.group_size == shards
         # The gradients, and the sum of the loss.
         assert traffic.operand_bytes == PARAMS + 4
-        assert plan.wire_bytes == 2 * (shards - 1) / shards * (PARAMS + 4)
-        assert plan.bounds[0].least == 2 * (shards - 1) / shards * PARAMS
-        assert plan.bounds[0].ratio == pytest.approx(1 + 4 / PARAMS)
-        assert plan.bounds[1].ratio == plan.bounds[2].ratio == 1
+        assert found.wire_bytes == 2 * (shards - 1) / shards * (PARAMS + 4)
+        assert found.bounds[0].least == 2 * (shards - 1) / shards * PARAMS
+        assert found.bounds[0].ratio == pytest.approx(1 + 4 / PARAMS)
+        assert found.bounds[1].ratio == found.bounds[2].ratio == 1
 
 
 def test_a_batch_may_be_split_over_more_axes_than_its_rows():
@@ -39,58 +38,52 @@ def test_a_batch_may_be_split_over_more_axes_than_its_rows():
             return P(*self.batch_axes[: len(leaf.shape)])
 
     mesh = jax.make_mesh((4, 2), ByColumns.batch_axes)
-    plan = trainer(ByColumns(mesh=mesh)).plan([batch()])
-    assert plan.bounds[0].least == 2 * 7 / 8 * PARAMS
+    assert plan(ByColumns(mesh=mesh)).bounds[0].least == 2 * 7 / 8 * PARAMS
 
 
 def test_collectives_between_hosts_are_told_from_those_inside():
-    planned = trainer(TensorParallel({"data": 4, "model": 2}, HALVES))
-    alone = planned.plan([batch()])
-    assert alone.num_hosts == 1
+    planned = TensorParallel({"data": 4, "model": 2}, HALVES)
+    alone, found = plan(planned), plan(planned, hosts=4)
+    assert alone.num_hosts == 1 and "hosts" not in str(alone)
     assert not any(each.crosses for each in alone.traffic)
-    assert "hosts" not in str(alone)
-    plan = planned.plan([batch()], hosts=4)
-    assert plan.num_hosts == 4
-    assert {each.crosses for each in plan.traffic} == {True, False}
-    along = [each for each in plan.traffic if each.axes is not None]
+    assert found.num_hosts == 4
+    assert {each.crosses for each in found.traffic} == {True, False}
+    along = [each for each in found.traffic if each.axes is not None]
     assert [each.crosses for each in along] == ["data" in each.axes for each in along]
-    faked = trainer().plan([batch()], devices=64, hosts=8)
+    faked = plan(devices=64, hosts=8)
     assert all(each.crosses for each in faked.traffic)
     assert faked.to_dict()["num_hosts"] == faked.num_hosts == 8
-    assert "on 8 hosts, 64 rows" in str(faked)
-    assert "(between hosts)" in str(faked)
+    assert "on 8 hosts, 64 rows" in str(faked) and "(between hosts)" in str(faked)
 
 
-def test_loops_multiply_what_is_sent():
+def of_known_length(x, y):
+    layer = lambda x, _: (jax.lax.pmean(jnp.tanh(x), "data"), None)  # noqa: E731
+    return jax.lax.scan(layer, x, None, length=5)[0]
+
+
+def of_named_length(x, y):
+    """Only its scope says how often it runs."""
+
+    def turn(carry):
+        index, x = carry
+        return index + 1, jax.lax.pmean(jnp.tanh(x), "data")
+
+    with jax.named_scope(repeated(5)):
+        bound = 5 + jnp.minimum(0, y.sum())  # nobody knows that this is 5
+        x = jax.lax.while_loop(lambda c: c[0] < bound, turn, (0, x))[1]
+    return jax.lax.stop_gradient(x)
+
+
+@pytest.mark.parametrize("loop", [of_known_length, of_named_length])
+def test_loops_multiply_what_is_sent(loop):
     def loss_fn(model, x, y):
-        def layer(x, _):
-            return jax.lax.pmean(jnp.tanh(x), "data"), None
-
-        x = jax.lax.scan(layer, x, None, length=5)[0]
-        prediction = jax.vmap(model)(x)
+        prediction = jax.vmap(model)(loop(x, y))
         return optax.softmax_cross_entropy_with_integer_labels(prediction, y).mean()
 
-    plan = trainer(Apart(4), loss=None, loss_fn=loss_fn).plan([batch(64)])
-    inside = [each for each in plan.traffic if each.times == 5]
-    assert sum(each.operand_bytes for each in inside) == 5 * 16 * 16 * 4
-    assert sum(each.wire_bytes for each in inside) == 5 * 16 * 16 * 4 * 2 * 3 / 4
-
-
-def test_a_loop_of_unknown_length_may_say_how_often_it_runs():
-    def loss_fn(model, x, y):
-        def turn(carry):
-            index, x = carry
-            return index + 1, jax.lax.pmean(jnp.tanh(x), "data")
-
-        with jax.named_scope(repeated(5)):
-            bound = 5 + jnp.minimum(0, y.sum())  # nobody knows that this is 5
-            x = jax.lax.while_loop(lambda c: c[0] < bound, turn, (0, x))[1]
-        prediction = jax.vmap(model)(jax.lax.stop_gradient(x))
-        return optax.softmax_cross_entropy_with_integer_labels(prediction, y).mean()
-
-    plan = trainer(Apart(4), loss=None, loss_fn=loss_fn).plan([batch(64)])
-    (inside,) = (each for each in plan.traffic if each.times == 5)
+    found = plan(Apart(4), loss=None, loss_fn=loss_fn)
+    (inside,) = (each for each in found.traffic if each.times == 5)
     assert inside.operand_bytes == 5 * 16 * 16 * 4
+    assert inside.wire_bytes == 5 * 16 * 16 * 4 * 2 * 3 / 4
     assert read_num_runs("jit(f)/runs_2_times/while/body/add") is None
 
 
