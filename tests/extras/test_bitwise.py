@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toys import Mlp, NormNet, Recorder, batches, make_small, quiet
+from toys import Mlp, NormNet, Recorder, arrays, batches, make_small, quiet
 
 from jaxdp import Bitwise, Pmap, Sharded, SingleDevice, Stack
 from jaxdp.extras.bitwise import _add_options
@@ -18,24 +18,14 @@ pytestmark = pytest.mark.bits
 EVERYWHERE = [lambda: SingleDevice(), lambda: Sharded(2), lambda: Pmap(4), Sharded]
 
 
-class ConvNet(eqx.Module):
-    conv1: eqx.nn.Conv2d
-    conv2: eqx.nn.Conv2d
-    dropout: eqx.nn.Dropout
-    last: eqx.nn.Linear
-
-    def __init__(self, key):
-        keys = jax.random.split(key, 3)
-        self.conv1 = eqx.nn.Conv2d(1, 8, 3, padding=1, key=keys[0])
-        self.conv2 = eqx.nn.Conv2d(8, 16, 3, padding=1, key=keys[1])
-        self.dropout = eqx.nn.Dropout(0.2)
-        self.last = eqx.nn.Linear(16 * 4, 10, key=keys[2])
-
-    def __call__(self, x, *, key=None):
-        pool = eqx.nn.MaxPool2d(2, 2)
-        x = pool(jax.nn.gelu(self.conv1(x)))
-        x = pool(jax.nn.silu(self.conv2(x)))
-        return self.last(self.dropout(x.ravel(), key=key))
+def conv_net():
+    keys = jax.random.split(jax.random.key(0), 3)
+    gelu, silu, flat = map(eqx.nn.Lambda, (jax.nn.gelu, jax.nn.silu, jnp.ravel))
+    first = eqx.nn.Conv2d(1, 8, 3, padding=1, key=keys[0]), gelu
+    second = eqx.nn.Conv2d(8, 16, 3, padding=1, key=keys[1]), silu
+    pool, dropout = eqx.nn.MaxPool2d(2, 2), eqx.nn.Dropout(0.2)
+    last = flat, dropout, eqx.nn.Linear(16 * 4, 10, key=keys[2])
+    return eqx.nn.Sequential([*first, pool, *second, pool, *last])
 
 
 class Block(eqx.Module):
@@ -82,12 +72,6 @@ class Scaled(eqx.Module):
     first: eqx.nn.Linear
     last: eqx.nn.Linear
 
-    def __init__(self, key):
-        keys = jax.random.split(key)
-        self.scale, self.shift = jnp.array(1.37), jnp.array(-0.3)
-        self.first = eqx.nn.Linear(4, 16, key=keys[0])
-        self.last = eqx.nn.Linear(16, 3, key=keys[1])
-
     def __call__(self, x):
         def divided(h, _=None):
             by = lambda: jnp.where(self.scale > 0, self.scale, self.shift)  # noqa: E731
@@ -95,6 +79,15 @@ class Scaled(eqx.Module):
 
         h, _ = divided(self.first(x))
         return self.last(jax.lax.scan(divided, h, length=3)[0])
+
+
+def scaled():
+    keys = jax.random.split(jax.random.key(0))
+    first, last = (
+        eqx.nn.Linear(*sizes, key=key)
+        for sizes, key in zip([(4, 16), (16, 3)], keys, strict=True)
+    )
+    return Scaled(jnp.array(1.37), jnp.array(-0.3), first, last)
 
 
 def labelled(draw, *sizes):
@@ -115,10 +108,7 @@ def words(*sizes):
 
 def digest(tree):
     """A hash of all bits of a tree's arrays."""
-    found = hashlib.sha256()
-    for leaf in jax.tree.leaves(eqx.filter(tree, eqx.is_array)):
-        found.update(np.asarray(leaf).tobytes())
-    return found.hexdigest()
+    return hashlib.sha256(b"".join(map(np.ndarray.tobytes, arrays(tree)))).hexdigest()
 
 
 def make(model, strategy, **options):
@@ -146,13 +136,13 @@ MIXED = {"precision": "bf16-mixed"}
 # Ragged batches: the last is padded to the size of the others.
 CASES = {
     "dropout": (lambda: Mlp(jax.random.key(0)), batches(32, 32, 13), {}),
-    "division": (lambda: Scaled(jax.random.key(0)), batches(16, 5), {}),
+    "division": (scaled, batches(16, 5), {}),
     "adafactor": (
         lambda: eqx.nn.MLP(4, 3, 256, 2, key=jax.random.key(0)),
         batches(32, 5),
         {"optimizer": optax.adafactor(1e-2)},
     ),
-    "conv": (lambda: ConvNet(jax.random.key(0)), images(32, 13), {}),
+    "conv": (conv_net, images(32, 13), {}),
     "transformer": (
         Transformer,
         words(32, 13),
@@ -161,7 +151,7 @@ CASES = {
     "bf16": (Transformer, words(32, 13), MIXED),
     "blocks": (lambda: Transformer(True), words(32, 13), {"remat": True, **MIXED}),
     "accumulation": (
-        lambda: ConvNet(jax.random.key(0)),
+        conv_net,
         images(16, 16, 5, 16, 7),
         {"accumulate_grad_batches": 2, "optimizer": optax.sgd(1e-2, momentum=0.9)},
     ),
@@ -202,23 +192,17 @@ def test_a_resumed_run_on_another_count_gives_the_same_bits(tmp_path):
     assert digest(resumed.state) == expected
 
 
-@pytest.mark.slow
-def test_what_is_written_for_a_batch_is_computed_by_every_device(caplog):
+# The mode "ema" notes in the model's state that the first batch has been.
+@pytest.mark.slow_cases("batch")
+@pytest.mark.parametrize("mode", ["batch", "ema"])
+def test_what_is_written_for_a_batch_is_computed_by_every_device(mode, caplog):
     caplog.set_level("INFO", logger="jaxdp")
-    model, state = eqx.nn.make_with_state(NormNet)(jax.random.key(0))
-    norms = [
-        train(model, strategy(), batches(16, 5), state=state) for strategy in EVERYWHERE
-    ]
+    model, state = eqx.nn.make_with_state(NormNet)(jax.random.key(0), mode=mode)
+    kinds = EVERYWHERE if mode == "batch" else EVERYWHERE[:2]
+    norms = [train(model, kind(), batches(16, 5), state=state) for kind in kinds]
+    assert np.isfinite(norms[0]["losses"]).all()
     assert all(found == norms[0] for found in norms)
     assert "so every device computes the whole batch" in caplog.text
-
-
-def test_batch_norm_that_keeps_constants_in_its_state_is_computed_too():
-    """Its mode "ema" notes that the first batch has been."""
-    model, state = eqx.nn.make_with_state(NormNet)(jax.random.key(0), mode="ema")
-    trainer, recorder = make(model, Sharded(2), state=state)
-    trainer.fit(batches(16))
-    assert np.isfinite(recorder.losses).all()
 
 
 def test_gradients_are_summed_by_shares_of_them():
@@ -227,17 +211,18 @@ def test_gradients_are_summed_by_shares_of_them():
 
     model = eqx.nn.MLP(64, 64, 256, 2, key=jax.random.key(0))
     x = np.ones((16, 64), np.float32)
-    trainer, _ = make(model, Sharded(), loss="mse", optimizer=optax.sgd(1e-2))
-    trainer.fit([(x, x)])
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(eqx.filter(model, eqx.is_array)))
-    plain = quiet(model, optax.sgd(1e-2), loss="mse", strategy=Sharded())
-    plain.fit([(x, x)])
-    program, other = (t.compiled_train_step() for t in (trainer, plain))
+
+    def program_under(strategy):
+        trainer = quiet(model, optax.sgd(1e-2), loss="mse", strategy=strategy)
+        trainer.fit([(x, x)])
+        return trainer.compiled_train_step()
+
+    program, other = map(program_under, (Bitwise(Sharded()), Sharded()))
+    size = sum(leaf.nbytes for leaf in arrays(model))
     names = {c.kind for c in hlo.read(program.as_text()).collectives}
     assert names == {"all-gather", "all-to-all"}
-    ours = program.memory_analysis().temp_size_in_bytes
-    theirs = other.memory_analysis().temp_size_in_bytes
-    assert ours < theirs + 5 * size
+    held, others = (p.memory_analysis().temp_size_in_bytes for p in (program, other))
+    assert held < others + 5 * size
 
 
 def test_the_losses_that_are_reported_have_the_same_bits_for_any_number_of_rows():

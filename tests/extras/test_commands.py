@@ -1,17 +1,19 @@
 """The commands, as a shell runs them, and what the doctor finds."""
 
 import json
+import re
 import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toys import assert_close, batches, mlp_trainer
+from toys import assert_close, batches, fail_with, mlp_trainer
 
 from jaxdp import load_model
 from jaxdp.callbacks import CSVLogger
-from jaxdp.extras import cli, doctor
+from jaxdp.extras import cli
+from jaxdp.extras.reports import read_run
 
 
 def run(capsys, *arguments):
@@ -25,7 +27,7 @@ def runs(tmp_path):
         logger = CSVLogger(tmp_path / name, hyperparameters={"mine": name})
         trainer = mlp_trainer(logger, seed=seed)
         trainer.fit(batches(*[8] * 4), batches(8), max_epochs=1 + seed)
-    return tmp_path / "a", tmp_path / "b"
+    return tmp_path / "a", tmp_path / "b" / "metrics.csv"
 
 
 def test_no_command_shows_the_help_which_names_every_command(capsys):
@@ -36,20 +38,30 @@ def test_no_command_shows_the_help_which_names_every_command(capsys):
 
 
 def test_report_writes_a_page_into_the_run(capsys, runs):
-    code, out, _ = run(capsys, "report", runs[0])
-    assert code == 0 and out.strip() == str(runs[0] / "report.html")
-    assert "<svg" in (runs[0] / "report.html").read_text()
-    code, out, _ = run(capsys, "report", runs[1] / "metrics.csv", "-o", runs[0] / "x")
-    assert (runs[0] / "x").exists()
+    folder, table = runs
+    code, out, _ = run(capsys, "report", folder)
+    assert code == 0 and out.strip() == str(folder / "report.html")
+    assert "<svg" in (folder / "report.html").read_text()
+    run(capsys, "report", table, "-o", folder / "x")
+    assert (folder / "x").exists()
 
 
 def test_compare_prints_what_is_best_and_what_differs(capsys, runs):
     code, out, _ = run(capsys, "compare", *runs)
     assert code == 0
-    lines = {line.split("  ")[0]: line for line in out.splitlines() if line}
-    assert lines["val_loss, best"].count("*") == 1
-    assert lines["mine"].split() == ["mine", "a", "b"]
-    assert lines["seed"].split() == ["seed", "0", "1"]
+    rows = (re.split(r"  +", line.strip()) for line in out.splitlines() if line)
+    rows = {name: values for name, *values in rows}
+    assert rows["steps"] == ["4", "8"] and rows["epochs"] == ["1", "2"]
+    assert rows["status"] == ["finished"] * 2
+    known = [read_run(path) for path in runs]
+    best = [each.best("val_loss")[0] for each in known]
+    marked = [text.endswith(" *") for text in rows["val_loss, best"]]
+    assert marked == [value == min(best) for value in best]
+    accuracy = [each.last("epoch_accuracy") for each in known]
+    marked = [text.endswith(" *") for text in rows["accuracy, last epoch"]]
+    assert marked == [value == max(accuracy) for value in accuracy]
+    assert rows["mine"] == ["a", "b"] and rows["seed"] == ["0", "1"]
+    assert "model" not in rows
 
 
 SCRIPT = """
@@ -155,25 +167,21 @@ def test_the_doctor_finds_this_machine_able(capsys):
         assert what in out
 
 
-def test_the_doctor_says_what_to_do(monkeypatch):
+def test_the_doctor_says_what_to_do(monkeypatch, capsys):
     monkeypatch.setattr("glob.glob", lambda file: [file] if "nvidia" in file else [])
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    *_, unused = doctor._check_devices()
-    assert unused.startswith("PROBLEM") and "-> unset JAX_PLATFORMS" in unused
-    monkeypatch.delenv("JAX_PLATFORMS")
-    assert "docs/install.md" in list(doctor._check_devices())[-1]
+    for own, remedy in ("cpu", "unset JAX_PLATFORMS"), ("", "docs/install.md"):
+        monkeypatch.setenv("JAX_PLATFORMS", own)
+        code, out, _ = run(capsys, "doctor")
+        assert code == 1 and out.count("PROBLEM") == 1 and remedy in out
+        assert "there is a NVIDIA GPU, and JAX does not use it" in out
 
 
 def test_the_doctor_tells_wrong_numbers_and_errors(monkeypatch, capsys):
-    def fails():
-        raise MemoryError("no room")
-
-    monkeypatch.setattr(jax, "devices", fails)
+    monkeypatch.setattr(jax, "devices", fail_with(MemoryError("no room")))
     monkeypatch.setattr(jnp, "isfinite", jnp.isnan)
     code, out, _ = run(capsys, "doctor")
-    lines = out.splitlines()
+    failing, comparing = re.findall("^PROBLEM.*", out, re.M)
     assert code == 1
-    failing, comparing = (line for line in lines if line.startswith("PROBLEM"))
     assert failing.endswith("  looking for devices: MemoryError: no room")
     assert comparing.endswith("  not so: random numbers are finite")
-    assert any("-> wrong numbers" in line for line in lines)
+    assert "-> wrong numbers" in out

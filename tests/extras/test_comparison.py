@@ -8,6 +8,7 @@ import pytest
 from toys import Mlp, NormNet, Recorder, batches, cross_entropy, hand_written, quiet
 
 from jaxdp import FSDP, Pmap, Sharded, SingleDevice
+from jaxdp.extras.comparison import Comparison, Difference, Run, compare
 from jaxdp.step import Collectives
 
 
@@ -19,8 +20,8 @@ def make(**options):
 
 def test_the_losses_are_those_of_the_first_steps_by_hand():
     data = batches(16, 16, 16, 16, 5)
-    trainer = make(strategy=SingleDevice())
-    found = trainer.compare(data, Sharded(), Pmap(4), FSDP(2), steps=5)
+    strategies = Sharded(), Pmap(4), FSDP(2), SingleDevice()
+    found = make(strategy=SingleDevice()).compare(data, *strategies, steps=5)
     _, expected = hand_written(
         Mlp(jax.random.key(0), rate=0.0), optax.adam(1e-2), data, 1, cross_entropy
     )
@@ -28,11 +29,14 @@ def test_the_losses_are_those_of_the_first_steps_by_hand():
         np.testing.assert_allclose(run.losses, expected, rtol=1e-5)
         assert len(run.step_seconds) == 5 and min(run.step_seconds) > 0
         assert run.compile_seconds > 0
-    assert [run.strategy for run in found.runs] == [
-        repr(strategy) for strategy in (Sharded(), Pmap(4), FSDP(2))
-    ]
+    assert [run.strategy for run in found.runs] == [*map(repr, strategies)]
     found.assert_close()
     found.assert_close(1e-5, leaves_rtol=1e-4)
+    assert "5 steps from the same start" in str(found)
+    same = Comparison(found.reference, found.runs[3:])
+    assert same.is_equal
+    same.assert_equal()
+    assert "all 13 leaves have equal bits after every step" in str(same)
 
 
 def test_it_starts_where_the_trainer_is_and_leaves_it_there():
@@ -44,19 +48,9 @@ def test_it_starts_where_the_trainer_is_and_leaves_it_there():
     assert eqx.tree_equal(before, jax.tree.map(np.array, trainer.state))
     assert trainer.global_step == 4
 
-    recorder = Recorder()
-    trainer.callbacks.append(recorder)
-    again = make(strategy=Sharded(2), callbacks=[recorder])
-    again.fit(data, max_epochs=3)
-    assert found.reference.losses == recorder.losses[4:]
-
-
-def test_the_same_strategy_has_equal_bits():
-    found = make(strategy=Sharded(4)).compare(batches(16, 16), Sharded(4), steps=2)
-    assert found.is_equal
-    found.assert_equal()
-    assert "all 13 leaves have equal bits after every step" in str(found)
-    assert "2 steps from the same start" in str(found)
+    trainer.callbacks.append(recorder := Recorder())
+    trainer.fit(data, max_epochs=3)
+    assert found.reference.losses == recorder.losses
 
 
 class Uphill(Sharded):
@@ -77,31 +71,31 @@ def test_a_wrong_strategy_is_found_with_its_leaf_and_its_step():
     assert run.loss.first_step == 2 or run.losses[0] == found.reference.losses[0]
     weight = run.leaves["params: last.weight"]
     assert weight.first_step == 1 and weight.largest > 1e-3
-    with pytest.raises(
-        AssertionError, match=r"same numbers anywhere: loss under Uphill"
-    ):
-        found.assert_close()
-    with pytest.raises(AssertionError, match="has other bits under"):
-        found.assert_equal()
-    with pytest.raises(AssertionError, match=r"params: last.weight under|optimizer"):
-        found.assert_close(rtol=1e9, leaves_rtol=1e-4)
-    table = str(found)
-    assert "params: last.weight" in table and "from step 1" in table
+    for check, words in {
+        found.assert_close: "same numbers anywhere: loss under Uphill",
+        found.assert_equal: "has other bits under",
+        lambda: found.assert_close(1e9, 1e-4): "params: last.weight under|optimizer",
+    }.items():
+        with pytest.raises(AssertionError, match=words):
+            check()
+    assert "params: last.weight" in str(found) and "from step 1" in str(found)
 
 
-def test_the_largest_difference_is_relative_to_the_arrays_magnitude():
-    from jaxdp.extras.comparison import _describe_difference
+ONES = np.ones(3, np.float32)
 
-    ones = np.ones(3, np.float32)
-    found = _describe_difference([ones, ones * 2.5], [ones, ones * 2])
-    assert found == (0.25, 2)
-    assert _describe_difference([ones], [ones]) == (0.0, None)
-    assert _describe_difference([ones * np.nan], [ones]).largest == np.inf
-    assert (
-        _describe_difference([ones.astype(int)], [ones.astype(int) * 2]).largest
-        == np.inf
-    )
-    assert _describe_difference([np.float32(-0.0)], [np.float32(0.0)]) == (0.0, 1)
+
+@pytest.mark.parametrize("found, expected, difference", [
+    ([ONES, ONES * 2.5], [ONES, ONES * 2], (0.25, 2)),
+    ([ONES], [ONES], (0.0, None)),
+    ([ONES * np.nan], [ONES], (np.inf, 1)),
+    ([ONES.astype(int)], [ONES.astype(int) * 2], (np.inf, 1)),
+    ([np.float32(-0.0)], [np.float32(0.0)], (0.0, 1)),
+])  # fmt: skip
+def test_differences_are_relative_to_the_arrays_magnitude(found, expected, difference):
+    run = Run("", [], [], 0.0, Difference(0.0, None), {})
+    traces = ((run, [{"loss": x} for x in values]) for values in (expected, found))
+    reference, other = traces
+    assert compare(reference, [other]).runs[0].loss == difference
 
 
 def test_it_follows_the_trainers_options():

@@ -11,11 +11,16 @@ from jaxdp import Sharded, SingleDevice
 from jaxdp.callbacks import CSVLogger, WeightAveraging
 from jaxdp.extras.finders import LRFinder, lr_find
 
+DATA = batches(*[8] * 6)
+
+
+def perceptron():
+    return eqx.nn.MLP(4, 3, 16, 1, key=jax.random.key(0))
+
 
 def make_trainer(optimizer=None, *callbacks, model=None, strategy=None):
-    model = eqx.nn.MLP(4, 3, 16, 1, key=jax.random.key(0)) if model is None else model
     return quiet(
-        model,
+        perceptron() if model is None else model,
         optimizer,
         loss="cross_entropy",
         strategy=strategy or SingleDevice(),
@@ -25,45 +30,41 @@ def make_trainer(optimizer=None, *callbacks, model=None, strategy=None):
 
 def by_hand(make_optimizer, rates, data):
     """The losses of steps with those rates in plain JAX."""
-    model = eqx.nn.MLP(4, 3, 16, 1, key=jax.random.key(0))
+    model = perceptron()
     params = eqx.filter(model, eqx.is_inexact_array)
     state, losses = make_optimizer(rates[0]).init(params), []
     for step, rate in enumerate(rates):
-        x, y = data[step % len(data)]
-        loss, grads = eqx.filter_value_and_grad(cross_entropy)(model, x, y)
+        loss, grads = eqx.filter_value_and_grad(cross_entropy)(
+            model, *data[step % len(data)]
+        )
         updates, state = make_optimizer(rate).update(grads, state, model)
         model = eqx.apply_updates(model, updates)
         losses.append(float(loss))
     return losses
 
 
-@pytest.mark.slow_cases("SingleDevice()")
-@pytest.mark.parametrize("strategy", [SingleDevice(), Sharded(4)], ids=repr)
-def test_losses_are_those_of_steps_with_those_rates(strategy):
-    data = batches(*[8] * 6)
-    trainer = make_trainer(strategy=strategy)
-    options = {"min_lr": 1e-4, "max_lr": 0.5, "num_training": 15}
-    found = lr_find(trainer, data, **options, optimizer=optax.adam)
-    rates = np.geomspace(1e-4, 0.5, 15)
-    assert found.results["lr"] == pytest.approx(list(rates))
-    expected = by_hand(optax.adam, rates, data)
-    assert found.results["loss"] == pytest.approx(expected, abs=1e-4)
+def injected(rate):
+    return optax.inject_hyperparams(optax.sgd)(learning_rate=rate)
 
 
-@pytest.mark.parametrize("optimizer", [
-    optax.sgd, lambda rate: optax.inject_hyperparams(optax.sgd)(learning_rate=rate),
+@pytest.mark.parametrize("mode, strategy, optimizer, plain", [
+    ("exponential", Sharded(4), optax.adam, optax.adam),
+    ("linear", SingleDevice(), injected, optax.sgd),
 ])  # fmt: skip
-def test_rates_that_grow_in_a_line_are_those_of_any_optimizer(optimizer):
-    data = batches(*[8] * 6)
-    options = {"min_lr": 1e-3, "max_lr": 0.5, "num_training": 12, "mode": "linear"}
-    found = lr_find(make_trainer(), data, **options, optimizer=optimizer)
-    expected = by_hand(optax.sgd, np.linspace(1e-3, 0.5, 12), data)
+def test_losses_are_those_of_steps_with_those_rates(mode, strategy, optimizer, plain):
+    options = {"min_lr": 1e-4, "max_lr": 0.5, "num_training": 15, "mode": mode}
+    trainer = make_trainer(strategy=strategy)
+    found = lr_find(trainer, DATA, **options, optimizer=optimizer)
+    space = np.geomspace if mode == "exponential" else np.linspace
+    rates = space(1e-4, 0.5, 15)
+    assert found.results["lr"] == pytest.approx(list(rates))
+    expected = by_hand(plain, rates, DATA)
     assert found.results["loss"] == pytest.approx(expected, abs=1e-4)
 
 
 def test_the_trainer_and_the_loader_stay_as_they_are(tmp_path):
     torch = pytest.importorskip("torch")
-    x, y = (np.concatenate(parts) for parts in zip(*batches(*[8] * 6), strict=True))
+    x, y = (np.concatenate(parts) for parts in zip(*DATA, strict=True))
     data = torch.utils.data.TensorDataset(torch.tensor(x), torch.tensor(y))
 
     def run(find):
@@ -90,8 +91,7 @@ def test_the_trainer_and_the_loader_stay_as_they_are(tmp_path):
 
 def test_it_stops_when_the_loss_explodes(tmp_path):
     trainer = make_trainer(optax.sgd(0.1))
-    data, limits = batches(*[8] * 6), {"min_lr": 1e-3, "max_lr": 1e6}
-    found = lr_find(trainer, data, **limits, optimizer=optax.sgd)
+    found = lr_find(trainer, DATA, min_lr=1e-3, max_lr=1e6, optimizer=optax.sgd)
     losses = found.results["loss"]
     assert 10 < len(losses) < 100 and len(found.results["lr"]) == len(losses)
     assert losses[-1] > 4 * min(losses) or not np.isfinite(losses[-1])

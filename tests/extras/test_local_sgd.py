@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toys import Mlp, Recorder, arrays, assert_close, batches, make_small
+from toys import Mlp, On, Recorder, arrays, assert_close, batches, linear, make_small
 
 from jaxdp import LocalSGD, Sharded
 from jaxdp.callbacks import GradientMonitor, WeightAveraging
@@ -121,34 +121,41 @@ def test_a_step_sends_the_gradients_bytes_by_how_often_replicas_meet():
     assert bound.least == pytest.approx(outer.wire_bytes)
 
 
-def resumed(folder, strategy):
-    trainer = make_small(Mlp(jax.random.key(0)), optax.adam(1e-2), strategy=strategy)
-    trainer.load(folder)
-    return trainer
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """A run that was saved two steps after its replicas met, and went on."""
-    folder = tmp_path_factory.mktemp("saved") / "5"
+def test_other_replicas_and_strategies_are_refused(tmp_path):
     trainer, _ = fitted(LocalSGD(every=3), optax.adam(1e-2), max_epochs=1)
-    trainer.save(folder)
-    trainer.callbacks = ()
-    trainer.fit(DATA, max_epochs=2)
-    return folder, trainer
+    folder = trainer.save(tmp_path / "5")
 
+    def load(strategy):
+        make_small(Mlp(jax.random.key(0)), optax.adam(1e-2), strategy=strategy).load(
+            folder
+        )
 
-def test_other_replicas_and_strategies_are_refused(saved):
     with pytest.raises(ValueError, match="devices=8.*devices=2"):
-        resumed(saved[0], LocalSGD(every=3, devices=2))
+        load(LocalSGD(every=3, devices=2))
     text = r"`strategy` was LocalSGD\(.*, and is one that adds no state"
     with pytest.raises(ValueError, match=text):
-        resumed(saved[0], Sharded())
+        load(Sharded())
 
 
-def test_learning_rates_can_be_set():
+class Scaled(eqx.Module):
+    layer: eqx.nn.Linear
+    scale: jax.Array
+
+    def __call__(self, x, key=None):
+        return self.scale * self.layer(x)
+
+
+def scaled():
+    """A model with a parameter that is a scalar, as a learning rate is."""
+    return Scaled(linear(), jnp.array(1.0))
+
+
+@pytest.mark.parametrize("make_model", [lambda: Mlp(jax.random.key(0)), scaled])
+def test_learning_rates_can_be_set(make_model):
     optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
-    trainer, _ = fitted(LocalSGD(every=2), optimizer, max_epochs=1)
+    options = {"strategy": LocalSGD(every=2), "loss": "cross_entropy"}
+    trainer = make_small(make_model(), optimizer, **options)
+    trainer.fit(DATA)
     before = arrays(local_of(trainer).replicas)
     assert any(np.ptp(leaf, axis=0).any() for leaf in before)
     trainer.set_hyperparams(learning_rate=0.0)
@@ -173,27 +180,22 @@ def test_optimizers_whose_scalars_differ_by_replica():
     assert estimates.shape == (8,)
 
 
-def test_hooks_of_the_step_see_the_mean_gradient():
-    class Norms(Recorder):
-        def on_train_batch_end(self, trainer, metrics, batch_idx):
+def test_hooks_of_the_step_see_the_mean_gradient_and_the_outer_weights():
+    def fit(strategy):
+        found, averaging = [], WeightAveraging(0.5)
+
+        def note(trainer, metrics, batch_idx):
             squares = metrics["gradient_monitor/squares"]
-            self.losses.append(float(squares[0].sum() ** 0.5))
+            found.append(float(squares[0].sum() ** 0.5))
 
-    found = []
-    for strategy in (LocalSGD(1, PLAIN), Sharded()):
-        norms = Norms()
-        fitted(strategy, optax.sgd(0.1), GradientMonitor(), norms, max_epochs=1)
-        found.append(norms.losses)
-    np.testing.assert_allclose(*found, rtol=1e-5)
+        hooks = GradientMonitor(), averaging, On(on_train_batch_end=note)
+        trainer, _ = fitted(strategy, optax.sgd(0.1), *hooks, max_epochs=1)
+        assert_close(trainer.model, averaging.averaged_model(trainer), 0, 0)
+        return found, arrays(averaging.averaged_model(trainer))
 
-
-def test_an_average_is_of_the_outer_weights():
-    averaging = WeightAveraging(0.5)
-    trainer, _ = fitted(LocalSGD(every=4), optax.sgd(0.1), averaging, max_epochs=1)
-    _, expected = trainer.state, averaging.averaged_model(trainer)
-    assert_close(trainer.model, expected, 0, 0)
-    replicas = local_of(trainer).replicas
-    assert all(leaf.shape[0] == 8 for leaf in jax.tree.leaves(replicas))
+    found, expected = fit(LocalSGD(1, PLAIN)), fit(Sharded())
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
+    assert_close(found[1], expected[1])
 
 
 def test_changes_in_half_precision_are_averaged_in_float32():
@@ -206,21 +208,3 @@ def test_changes_in_half_precision_are_averaged_in_float32():
     updates, _ = wrapped.update(steps, state, start)
     assert float(updates[0]) in (132.0, 133.0)  # bfloat16 has eight bits
     assert updates.dtype == jnp.bfloat16
-
-
-class Scaled(eqx.Module):
-    layer: eqx.nn.Linear
-    scale: jax.Array
-
-    def __call__(self, x):
-        return self.scale * self.layer(x)
-
-
-def test_a_parameter_that_is_a_scalar_leaves_learning_rates_shared():
-    model = Scaled(eqx.nn.Linear(4, 3, key=jax.random.key(0)), jnp.array(1.0))
-    optimizer = optax.inject_hyperparams(optax.adam)(0.1)
-    strategy = LocalSGD(every=2)
-    trainer = make_small(model, optimizer, loss="cross_entropy", strategy=strategy)
-    trainer.fit(batches(16, 16))
-    assert np.shape(trainer.hyperparams["learning_rate"]) == ()
-    trainer.set_hyperparams(learning_rate=0.01)

@@ -1,9 +1,8 @@
 """Trials that are reported at each validation, and pruned."""
 
-import jax
 import numpy as np
 import pytest
-from toys import Mlp, On, batches, quiet
+from toys import On, batches, linear_on_one_device
 
 from jaxdp.callbacks import ModelCheckpoint
 
@@ -22,10 +21,6 @@ def known(values):
     return On(on_validation_end=log)
 
 
-def trainer_of(callbacks):
-    return quiet(Mlp(jax.random.key(0)), loss="cross_entropy", callbacks=callbacks)
-
-
 def study_of(upper, **options):
     """A study that prunes what is above `upper`."""
     return optuna.create_study(
@@ -42,7 +37,7 @@ def test_a_trial_is_told_each_validation_and_pruned_by_its_study():
     def objective(trial):
         values = [1.0, 0.5, 3.0, 0.1] if trial.number else [1.0, 0.5, 0.25, 0.1]
         pruning = OptunaPruning(trial, "val_known")
-        trainer = trainer_of([known(values), pruning, On(teardown=end)])
+        trainer = linear_on_one_device(known(values), pruning, On(teardown=end))
         return trainer.fit(batches(16), batches(16), max_epochs=4)["val_known"][-1]
 
     study = study_of(2.0)
@@ -59,7 +54,7 @@ def test_a_trial_is_told_each_validation_and_pruned_by_its_study():
 def test_reports_go_on_where_a_resumed_trial_was(tmp_path):
     def fit(trial, epochs, ckpt_path):
         pruning = OptunaPruning(trial, "loss")  # of the training
-        trainer = trainer_of([pruning, ModelCheckpoint(tmp_path)])
+        trainer = linear_on_one_device(pruning, ModelCheckpoint(tmp_path))
         trainer.fit(batches(16), max_epochs=epochs, ckpt_path=ckpt_path)
 
     study = study_of(1e9)
@@ -77,7 +72,7 @@ def test_wrong_trials_are_named():
     several = optuna.create_study(directions=["minimize", "maximize"])
     with pytest.raises(ValueError, match="several objectives"):
         OptunaPruning(several.ask(), "val_loss")
-    trainer = trainer_of([OptunaPruning(study.ask(), "val_los")])
+    trainer = linear_on_one_device(OptunaPruning(study.ask(), "val_los"))
     with pytest.raises(ValueError, match="nothing of that name is logged"):
         trainer.fit(batches(16), batches(16))
     assert np.isfinite(trainer.validate(batches(16))["val_loss"])

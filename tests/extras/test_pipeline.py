@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec
-from toys import Deep, DeepBlock, Recorder, batches, quiet
+from toys import Deep, DeepBlock, batches, quiet, run
 
 from jaxdp import FSDP, Pipeline, SingleDevice, Stack, Trainer
 from jaxdp.extras.plan import hlo
@@ -17,44 +17,28 @@ from jaxdp.strategies import tensor_rules
 DATA = batches(24, 24, 13)
 
 
-def train(strategy, *, data=DATA, epochs=3, ckpt_path=None, **options):
-    recorder = Recorder()
-    if "loss_fn" not in options:
-        options["loss"] = "cross_entropy"
-    options |= {"strategy": strategy, "callbacks": [recorder]}
-    trainer = quiet(Deep(), optax.adam(1e-2), **options)
-    trainer.fit(data, max_epochs=epochs, ckpt_path=ckpt_path)
-    return trainer, recorder.losses
+def train(strategy, *, data=DATA, epochs=3, **options):
+    losses, trainer = run(strategy, Deep(), epochs, data, **options)
+    return trainer, losses
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"accumulate_grad_batches": 2, "remat": "blocks.stacked"},
-        pytest.param(
-            {"precision": "bf16-mixed", "gradient_clip_val": 0.1},
-            marks=pytest.mark.slow,
-        ),
-    ],
-    ids=["accumulation", "bf16"],
-)
-def test_options_of_the_trainer_go_with_it(options):
-    _, expected = train(SingleDevice(), **options)
-    _, found = train(Pipeline(4, 2), **options)
-    # bf16 has 8 bits, and XLA leaves out other roundings in other programs.
-    rtol = 2e-2 if "precision" in options else 1e-5
-    np.testing.assert_allclose(found, expected, rtol=rtol)
+def of_batch(model, x, y, keys):
+    """Rows interact outside of the stack."""
+    logits = jax.vmap(lambda row, key: model(row, key=key))(x, keys)
+    logits = logits - logits.mean(axis=0, keepdims=True)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
 
 
-def test_rows_may_interact_outside_of_the_stack():
-    def loss_fn(model, x, y, keys):
-        logits = jax.vmap(lambda row, key: model(row, key=key))(x, keys)
-        logits = logits - logits.mean(axis=0, keepdims=True)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
-
-    _, expected = train(SingleDevice(), data=DATA[:1], loss_fn=loss_fn)
-    _, found = train(Pipeline(4, 4), data=DATA[:1], loss_fn=loss_fn)
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+# bf16 has 8 bits, and XLA leaves out other roundings in other programs.
+@pytest.mark.slow_cases("bf16")
+@pytest.mark.parametrize("options, rtol", [
+    ({"accumulate_grad_batches": 2, "remat": "blocks.stacked"}, 1e-5),
+    ({"precision": "bf16-mixed", "gradient_clip_val": 0.1}, 2e-2),
+    ({"loss_fn": of_batch, "data": DATA[:1]}, 1e-5),
+], ids=["accumulation", "bf16", "of a batch"])  # fmt: skip
+def test_numbers_are_those_of_one_device(options, rtol):
+    losses = [train(kind, **options)[1] for kind in (SingleDevice(), Pipeline(4, 2))]
+    np.testing.assert_allclose(*losses, rtol=rtol)
 
 
 def test_a_stage_has_its_own_blocks_only_and_sends_what_they_give():

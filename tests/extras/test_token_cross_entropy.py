@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from toys import assert_close, quiet
+from toys import assert_close, linear, quiet
 
 from jaxdp import FSDP, Pmap, Sharded, SingleDevice, Stack, per_example
 from jaxdp.losses import token_cross_entropy
@@ -43,14 +43,6 @@ def mean_of_pair(result):
     return (values * totals).sum() / totals.sum()
 
 
-def assert_same_gradients(function, other, *arguments):
-    pair = (
-        jax.jit(jax.value_and_grad(one, (0, 1)))(*arguments)
-        for one in (function, other)
-    )
-    assert_close(*pair, 1e-6, 1e-6)
-
-
 def by_batch(function, *rows):
     return function(*rows)
 
@@ -70,25 +62,23 @@ SMOOTHED = {"label_smoothing": 0.1, "z_loss": 1e-2}
 
 @pytest.mark.parametrize("apply", [by_batch, one_by_one, vmapped])
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("tokens, options", [
-    (TOKENS, {"chunk": 1}),
-    (TOKENS, {"chunk": 10_000}),
-    (TOKENS, {"chunk": 6, **SMOOTHED}),
-    (23, {"chunk": 5}),
-    (1, {"chunk": 32, **SMOOTHED}),
+@pytest.mark.parametrize("tokens, chunk, others", [
+    (TOKENS, 1, {}),
+    (TOKENS, 10_000, {}),
+    (TOKENS, 6, SMOOTHED),
+    (23, 5, {}),
+    (1, 32, SMOOTHED),
 ])  # fmt: skip
 def test_values_and_gradients_are_those_of_the_plain_loss(
-    tokens, options, weighted, apply
+    tokens, chunk, others, weighted, apply
 ):
-    head, hidden, targets, weights = inputs(tokens)
-    others = {name: value for name, value in options.items() if name != "chunk"}
-    rows = (targets, weights) if weighted else (targets,)
+    head, hidden, *rows = inputs(tokens)
+    rows = rows if weighted else rows[:1]
 
     def ours(head, hidden):
         def loss(hidden, targets, weights=None):
-            return token_cross_entropy(
-                head, hidden, targets, weights=weights, **options
-            )
+            arguments = head, hidden, targets, chunk
+            return token_cross_entropy(*arguments, weights=weights, **others)
 
         return mean_of_pair(apply(loss, hidden, *rows))
 
@@ -96,7 +86,10 @@ def test_values_and_gradients_are_those_of_the_plain_loss(
         total, count = plain(head, hidden, *rows, **others)
         return total / count
 
-    assert_same_gradients(ours, wanted, head, hidden)
+    found, expected = (
+        jax.jit(jax.value_and_grad(one, (0, 1)))(head, hidden) for one in (ours, wanted)
+    )
+    assert_close(found, expected, 1e-6, 1e-6)
 
 
 def test_the_head_may_be_the_matrix_of_an_embedding():
@@ -167,37 +160,32 @@ def test_tokens_that_are_split_over_devices_stay_where_they_are():
     assert_close(gradient(hidden, targets), wanted, 1e-6, 1e-7)
 
 
-class Model(eqx.Module):
-    embed: eqx.nn.Embedding
-    blocks: Stack
-    head: eqx.nn.Linear
+def make_model():
+    blocks = Stack([linear(WIDTH, WIDTH, key) for key in (1, 2)])
+    embed = eqx.nn.Embedding(VOCABULARY, WIDTH, key=jax.random.key(0))
+    return {"embed": embed, "blocks": blocks, "head": linear(WIDTH, VOCABULARY, 3)}
 
-    def __init__(self, key):
-        keys = jax.random.split(key, 4)
-        self.embed = eqx.nn.Embedding(VOCABULARY, WIDTH, key=keys[0])
-        blocks = [eqx.nn.Linear(WIDTH, WIDTH, key=key) for key in keys[1:3]]
-        self.blocks = Stack(blocks)
-        self.head = eqx.nn.Linear(WIDTH, VOCABULARY, key=keys[3])
 
-    def features(self, tokens):
-        return jax.vmap(lambda token: self.blocks(self.embed(token)))(tokens)
+def features(model, tokens):
+    return jax.vmap(lambda token: model["blocks"](model["embed"](token)))(tokens)
 
 
 def chunked_loss(model, tokens, targets):
-    hidden = jax.vmap(model.features)(tokens)
+    hidden = jax.vmap(lambda row: features(model, row))(tokens)
     weights = (targets != 0).astype(jnp.float32)
-    return token_cross_entropy(model.head, hidden, targets, 16, weights=weights)
+    return token_cross_entropy(model["head"], hidden, targets, 16, weights=weights)
 
 
 @per_example
 def loss_of_example(model, tokens, targets):
     weights = (targets != 0).astype(jnp.float32)
-    hidden = model.features(tokens)
-    return token_cross_entropy(model.head, hidden, targets, 4, weights=weights)
+    hidden = features(model, tokens)
+    return token_cross_entropy(model["head"], hidden, targets, 4, weights=weights)
 
 
 def plain_loss(model, tokens, targets):
-    logits = jax.vmap(lambda row: jax.vmap(model.head)(model.features(row)))(tokens)
+    hidden = jax.vmap(lambda row: features(model, row))(tokens)
+    logits = jax.vmap(jax.vmap(model["head"]))(hidden)
     values = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
     weights = (targets != 0).astype(jnp.float32)
     totals = weights.sum(axis=1)
@@ -209,13 +197,8 @@ def losses(loss_fn, strategy, precision="32-true"):
     rng = np.random.default_rng(0)
     rows = rng.integers(0, VOCABULARY, (18, 12)).astype(np.int32)
     data = [(rows[:8, :-1], rows[:8, 1:]), (rows[8:, :-1], rows[8:, 1:])]
-    trainer = quiet(
-        Model(jax.random.key(0)),
-        optax.adam(1e-2),
-        loss_fn=loss_fn,
-        strategy=strategy(),
-        precision=precision,
-    )
+    options = {"loss_fn": loss_fn, "strategy": strategy(), "precision": precision}
+    trainer = quiet(make_model(), optax.adam(1e-2), **options)
     return trainer.fit(data, max_epochs=3)["loss"]
 
 

@@ -31,7 +31,6 @@ from jaxdp.extras.reports.runs import (
     make_throughput_charts,
     read_run,
     summarize_throughput,
-    tabulate_differences,
     write_report,
 )
 
@@ -106,8 +105,6 @@ def test_page_and_comparison_count_throughput_in_one_way(tmp_path, capsys):
     said = capsys.readouterr().err
     assert f"170 examples in {format_seconds(summary['seconds'])}" in said
     assert f"{format_number(summary['examples_per_s'])} examples/s" in said
-    assert f"checkpoints {summary['checkpoints']:.0%}" in said
-    assert f"MFU {100 * summary['mfu']:.3g}%" in said
 
     # The rows end with the last logged step, the 20th of 22.
     found = summarize_throughput(run)
@@ -120,9 +117,7 @@ def test_page_and_comparison_count_throughput_in_one_way(tmp_path, capsys):
     assert f"157 examples in {format_seconds(found['seconds'])}:" in page.text
     assert f"{format_number(found['examples_per_s'])} per second" in page.text
     assert rows["examples_per_s"] == format_number(found["examples_per_s"])
-    assert f"checkpoints {found['checkpoints']:.1%}" in page.text
-    assert rows["mfu"] == format_percent(found["mfu"])
-    assert f" mfu {rows['mfu']} " in page.text
+    assert f" mfu {format_percent(found['mfu'])} " in page.text
     assert rows["time: checkpoints"] == f"{found['checkpoints']:.1%}"
 
 
@@ -157,26 +152,6 @@ def test_numbers_and_times_are_written_in_short():
     assert format_seconds(2 * 3600 + 125) == "2 h 2 min"
 
 
-def test_runs_are_compared(tmp_path):
-    for name, seed in (("a", 0), ("b", 1)):
-        logger = CSVLogger(tmp_path / name, hyperparameters={"mine": name})
-        trainer = mlp_trainer(logger, seed=seed)
-        trainer.fit(batches(*[8] * 4), batches(8), max_epochs=1 + seed)
-    runs = [read_run(tmp_path / "a"), read_run(str(tmp_path / "b" / "metrics.csv"))]
-    rows = {row[0]: row[1:] for row in compare_runs(runs)}
-    assert rows["steps"] == ["4", "8"] and rows["epochs"] == ["1", "2"]
-    assert rows["status"] == ["finished"] * 2
-    best = [run.best("val_loss")[0] for run in runs]
-    marked = [text.endswith(" *") for text in rows["val_loss, best"]]
-    assert marked == [value == min(best) for value in best]
-    accuracy = [run.last("epoch_accuracy") for run in runs]
-    marked = [text.endswith(" *") for text in rows["accuracy, last epoch"]]
-    assert marked == [value == max(accuracy) for value in accuracy]
-    differ = {row[0]: row[1:] for row in tabulate_differences(runs)}
-    assert differ["mine"] == ["a", "b"] and differ["seed"] == ["0", "1"]
-    assert "model" not in differ
-
-
 def test_runs_are_named_by_what_tells_them_apart(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = ["runs/a/", str(tmp_path / "runs" / "deep" / "b"), "runs/c"]
@@ -191,11 +166,15 @@ SHORT = "epoch,step,loss\n0,1,0.5\n0,2,\n"
 LITTLE = {"hyperparameters": {"parameters": "many"}, "hardware": {"cpu": 1}}
 
 
+def write_run(folder, table, record):
+    for name, text in (("metrics.csv", table), ("metrics.json", record)):
+        if text is not None:
+            (folder / name).write_text(text)
+
+
 @pytest.mark.parametrize(("table", "record"), [(SPEEDS, {}), (SHORT, LITTLE)])
 def test_runs_that_lack_something_are_shown(tmp_path, table, record):
-    (tmp_path / "metrics.csv").write_text(table)
-    if record:
-        (tmp_path / "metrics.json").write_text(json.dumps(record))
+    write_run(tmp_path, table, json.dumps(record) if record else None)
     run = read_run(tmp_path)
     assert run.columns["loss"][0] == (1.0, 0.5) and run.record == record
     assert summarize_throughput(run) == {}
@@ -209,17 +188,10 @@ def test_runs_that_lack_something_are_shown(tmp_path, table, record):
     (None, None, FileNotFoundError, "is not a run: a run is a folder"),
     ("a,b\n1,2\n", None, ValueError, "no columns `epoch` and `step`"),
     (SHORT, "[]", ValueError, "metrics.json` is not what.*must be an object"),
-    (
-        SHORT,
-        '{"hyperparameters": "x"}',
-        ValueError,
-        "hyperparameters` is 'x",
-    ),
+    (SHORT, '{"hyperparameters": "x"}', ValueError, "hyperparameters` is 'x"),
     (SHORT, "[", ValueError, "metrics.json` is not what.*Expecting value"),
 ])  # fmt: skip
 def test_what_is_no_run_is_refused(tmp_path, table, record, error, message):
-    for name, text in (("metrics.csv", table), ("metrics.json", record)):
-        if text is not None:
-            (tmp_path / name).write_text(text)
+    write_run(tmp_path, table, record)
     with pytest.raises(error, match=message):
         read_run(tmp_path)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toys import Mlp, NormNet, batches, make_small, quiet
+from toys import Mlp, NormNet, batches, linear, make_small, quiet
 
 from jaxdp import FSDP, DataParallel, Members, Part, Sharded, SingleDevice
 
@@ -89,27 +89,25 @@ def test_parts_and_members_and_state_are_told():
     assert "weight bfloat16 (8, 4)" in str(found)
 
 
-def test_shared_leaves_count_once_and_trees_without_modules_have_their_paths():
-    embedding = eqx.nn.Embedding(10, 4, key=KEY)
-    head = eqx.nn.Linear(4, 10, use_bias=False, key=KEY)
-    tied = eqx.nn.Shared(
-        (embedding, head), lambda x: x[1].weight, lambda x: x[0].weight
-    )
-    assert quiet(tied, loss_fn=lambda m, x: x.mean()).summary().parameters == 40
+class Own(DataParallel):
+    """A strategy that has no mesh."""
+
+
+def test_models_and_strategies_of_other_kinds_are_shown():
+    def loss_fn(model, x):
+        return x.mean()
+
+    layers = eqx.nn.Embedding(10, 4, key=KEY), linear(4, 10)
+    tied = eqx.nn.Shared(layers, lambda x: x[1].weight, lambda x: x[0].weight)
+    assert quiet(tied, loss_fn=loss_fn).summary().parameters == 40 + 10
 
     tree = {"a": jnp.ones((3, 4)), "b": [jnp.ones(3)]}
-    found = quiet(tree, loss_fn=lambda model, x: x.mean()).summary()
+    found = quiet(tree, loss_fn=loss_fn).summary()
     assert [each.path for each in found.layers] == ["", "b"]
     assert found.parameters == 15
 
-
-def test_a_model_of_shapes_and_a_strategy_that_does_not_tell_its_layout():
     shapes = eqx.filter_eval_shape(Mlp, KEY)
     assert quiet(shapes).summary().bytes == 538
-
-    class Own(DataParallel):
-        """One that has no mesh."""
-
     assert quiet(Mlp(KEY), strategy=Own()).summary().bytes == 538
 
 
@@ -120,23 +118,13 @@ def test_a_trainer_says_in_a_line_what_it_is():
     assert repr(trainer).endswith("step 2, epoch 1)")
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["steps_per_execution", "accumulate_grad_batches", "seed", "strategy", "model"],
-)
-def test_what_steps_are_made_of_is_not_set_later(name):
-    trainer = make_small()
-    with pytest.raises(AttributeError, match=f"`trainer.{name}` can't be set"):
-        setattr(trainer, name, 2)
-    trainer.log_every_n_steps, trainer.callbacks = 3, ()
-    trainer.own_note = np.zeros(2)  # nobody else's
-
-
 @pytest.mark.parametrize("name, value, message", [
+    *((name, 2, f"`trainer.{name}` can't be set") for name in (
+        "steps_per_execution", "accumulate_grad_batches", "seed", "strategy", "model",
+        "history")),
     ("max_epochs", 3, "`trainer.max_epochs` can't be set: pass it to `fit`"),
     ("num_training_batches", 3, "pass `limit_train_batches` to `fit`"),
     ("global_step", 3, "`load` a checkpoint"),
-    ("history", {}, "`trainer.history` can't be set"),
     ("acumulate", 2, "no attribute 'acumulate'; use trainer.accumulate_grad_batches"),
     ("gradient_clip_value", 1.0, "use trainer.gradient_clip_val"),
     ("log_every_n_steps", 0, "`log_every_n_steps` must be"),
@@ -147,8 +135,10 @@ def test_what_is_set_is_checked_as_an_argument_is(name, value, message):
         setattr(make_small(), name, value)
 
 
-def test_a_root_that_is_set_is_made_absolute(tmp_path, monkeypatch):
+def test_some_attributes_are_set(tmp_path, monkeypatch):
     trainer = make_small()
+    trainer.log_every_n_steps, trainer.callbacks = 3, ()
+    trainer.own_note = np.zeros(2)  # nobody else's
     monkeypatch.chdir(tmp_path)
     trainer.default_root_dir = "runs"
     assert trainer.default_root_dir == str(tmp_path / "runs")
