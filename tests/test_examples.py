@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec
-from toys import cross_entropy, hand_written
+from toys import arrays, assert_close, cross_entropy, hand_written
 
 import jaxdp
 from jaxdp.strategies import tensor_rules
@@ -45,11 +45,8 @@ def accuracy(model, x, y):
     return float((logits.argmax(-1) == np.asarray(y)).mean())
 
 
-def assert_same_weights(found, expected, rtol=1e-4, atol=1e-6):
-    found, expected = (eqx.filter(model, eqx.is_array) for model in (found, expected))
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol, atol), found, expected
-    )
+def assert_same_weights(found, expected, atol=1e-6):
+    assert_close(found, expected, 1e-4, atol)
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -97,23 +94,14 @@ def test_distributed_arrays_equals_a_hand_written_loop(tensor):
     sizes = [784, 64, 64, 64, 10]
     x, y = example.make_batch(96, 784, 10)
 
-    @jax.jit
-    def step(params):
-        def mean_loss(params):
-            outputs = x
-            for weight, bias in params[:-1]:
-                outputs = jnp.maximum(outputs @ weight + bias, 0)
-            weight, bias = params[-1]
-            errors = outputs @ weight + bias - y
-            return jnp.mean(jnp.sum(errors**2, axis=-1))
+    def loss_of(params, x, y):
+        *hidden, (weight, bias) = params
+        for w, b in hidden:
+            x = jnp.maximum(x @ w + b, 0)
+        return jnp.mean(jnp.sum((x @ weight + bias - y) ** 2, axis=-1))
 
-        loss, grads = jax.value_and_grad(mean_loss)(params)
-        return loss, jax.tree.map(lambda p, g: p - 1e-5 * g, params, grads)
-
-    params, expected = example.make_params(sizes, jax.random.key(0)), []
-    for _ in range(30):
-        loss, params = step(params)
-        expected.append(float(loss))
+    params = example.make_params(sizes, jax.random.key(0))
+    params, expected = hand_written(params, optax.sgd(1e-5), [(x, y)], 30, loss_of)
     np.testing.assert_allclose(history["loss"], expected, rtol=1e-5)
     assert_same_weights(trainer.model, params)
     assert expected[-1] < expected[0]
@@ -132,9 +120,7 @@ def test_big_mlp_equals_a_hand_written_loop(strategy, capsys):
         model, optax.adam(1e-4), example.make_batches(64, 6), cross_entropy
     )
     np.testing.assert_allclose(found["losses"], expected, rtol=1e-5)
-    weights = sum(
-        leaf.nbytes for leaf in jax.tree.leaves(eqx.filter(model, eqx.is_array))
-    )
+    weights = sum(leaf.nbytes for leaf in arrays(model))
     assert 3 * weights <= found["state_bytes"] <= 3 * weights + 1000
     printed = capsys.readouterr().out
     assert "step time" in printed and "step: arguments" in printed
@@ -203,36 +189,28 @@ def no_torchvision(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", ["1", "2"])
-def test_fashion_mnist_equals_a_hand_written_loop(
-    small_fashion, devices, no_torchvision
-):
+def test_fashion_mnist_equals_a_hand_written_loop(small_fashion, no_torchvision):
     torch = pytest.importorskip("torch")
     import fashion_mnist as example
 
-    folder = str(small_fashion)
-    output = str(small_fashion / "out")
-    trainer, history = example.main(
-        ["--data", folder, "--output", output, "--epochs", "2", "--devices", devices]
-    )
+    folder, output = str(small_fashion), str(small_fashion / "out")
+    options = ["--data", folder, "--output", output, "--epochs", "2", "--devices", "2"]
+    trainer, history = example.main(options)
+    assert trainer.strategy.mesh.size == 2
 
+    generator = torch.Generator().manual_seed(0)
     loader = torch.utils.data.DataLoader(
-        example.load(folder, train=True),
-        256,
-        shuffle=True,
-        generator=torch.Generator().manual_seed(0),
+        example.load(folder, train=True), 256, shuffle=True, generator=generator
     )
-    model = example.LeNet(jax.random.key(0))
     twice = (batch for _ in range(2) for batch in loader)
-    model, losses = train_by_hand(model, optax.sgd(0.2), twice, cross_entropy)
-
-    epochs = np.reshape(losses, (2, 2))
-    expected = np.average(epochs, axis=1, weights=[256, 44])
+    model, losses = train_by_hand(
+        example.LeNet(jax.random.key(0)), optax.sgd(0.2), twice, cross_entropy
+    )
+    expected = np.average(np.reshape(losses, (2, 2)), axis=1, weights=[256, 44])
     np.testing.assert_allclose(history["loss"], expected, rtol=1e-5)
     assert_same_weights(trainer.model, model, atol=1e-7)
     x, y = example.load(folder, train=False).tensors
     assert history["val_accuracy"][-1] == pytest.approx(accuracy(model, x, y))
-    assert trainer.strategy.mesh.size == int(devices)
 
 
 def test_fashion_mnist_reads_the_same_with_and_without_torchvision(

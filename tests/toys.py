@@ -382,7 +382,7 @@ def run(strategy, model=None, epochs=10, data=None, **kwargs):
     recorder = Recorder()
     trainer = quiet(
         Mlp(jax.random.key(0)) if model is None else model,
-        optax.adam(1e-2),
+        kwargs.pop("optimizer", optax.adam(1e-2)),
         strategy=strategy,
         callbacks=[recorder, *kwargs.pop("callbacks", ())],
         loss=kwargs.pop("loss", "cross_entropy" if "loss_fn" not in kwargs else None),
