@@ -68,7 +68,7 @@ def gathered(x):
 
 LOOPS = {
     "upwards": (counted(2, lambda i: i < 9, 1), 7),
-    "at most": (counted(2, lambda i: i <= 9, 3), 3),
+    "at most": (counted(0, lambda i: i <= 9, 3), 4),
     "downwards": (counted(20, lambda i: i > 2, -3), 6),
     "at least": (counted(20, lambda i: i >= 2, -3), 7),
     "until": (counted(0, lambda i: i != 12, 3), 4),
