@@ -5,7 +5,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -63,16 +63,19 @@ def fuse_attention(
     """
     check_count("block", block)
     check_choice("implementation", implementation, ("auto", "cudnn", "blocks"))
-    patterns = ["**"] * causal if isinstance(causal, bool) else causal
-    patterns = [patterns] if isinstance(patterns, str) else patterns
-    is_list = isinstance(patterns, list | tuple) and (patterns or causal is False)
-    if not is_list or not all(isinstance(pattern, str) for pattern in patterns):
+    patterns = [causal] if isinstance(causal, str) else causal
+    are_texts = (
+        isinstance(patterns, list | tuple)
+        and len(patterns) > 0
+        and all(isinstance(pattern, str) for pattern in patterns)
+    )
+    if not (isinstance(patterns, bool) or are_texts):
         raise TypeError(
             "`causal` must be True, False, or path patterns of layers, such as"
             f" 'decoder.**'; got {causal!r}."
         )
-    kinds = eqx.nn.MultiheadAttention, FusedAttention
-    is_layer = lambda node: type(node) in kinds  # noqa: E731
+    patterns = [] if isinstance(patterns, bool) else patterns
+    is_layer = lambda node: type(node) in _REPLACED  # noqa: E731
     nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_layer)
     names = [leaf_path(path) for path, node in nodes if is_layer(node)]
     if not names:
@@ -86,7 +89,8 @@ def fuse_attention(
     def fuse_layer(path: Any, node: Any) -> Any:
         if not is_layer(node):
             return node
-        return FusedAttention(node, leaf_path(path) in named, block, implementation)
+        is_causal = causal is True or leaf_path(path) in named
+        return FusedAttention(node, is_causal, block, implementation)
 
     return jax.tree_util.tree_map_with_path(fuse_layer, model, is_leaf=is_layer)
 
@@ -147,40 +151,59 @@ class FusedAttention(eqx.nn.MultiheadAttention):
                 f" tokens; got {queries} queries and {keys} keys. Pass a `mask` that"
                 " says which keys each query may see."
             )
-        inputs = (
-            (self.query_proj, query),
-            (self.key_proj, key_),
-            (self.value_proj, value),
-        )
+        layers = self.query_proj, self.key_proj, self.value_proj
         heads: Any = tuple(
             jax.vmap(layer)(x).reshape(len(x), self.num_heads, -1)
-            for layer, x in inputs
+            for layer, x in zip(layers, (query, key_, value), strict=True)
         )
         if process_heads is not None:
             heads = tuple(process_heads(*heads))
         mask = _parse_mask(mask, self.num_heads, queries, keys)
         segment_ids = _parse_segments(segment_ids, queries)
-        rate = self.dropout.p
-        inference = self.dropout.inference if inference is None else inference
-        dropout = None
-        if not inference and not (isinstance(rate, int | float) and rate == 0):
-            if key is None:
-                raise RuntimeError("Dropout requires a key outside of inference mode.")
-            dropout = key, jnp.asarray(rate, jnp.float32)
-        is_plain = mask is None and segment_ids is None and dropout is None
-        if self.implementation == "cudnn" and not is_plain:
+        hidden = _MaskAndDropout(mask, segment_ids, *self._get_dropout(key, inference))
+        hides = any(part is not None for part in hidden)
+        if self.implementation == "cudnn" and hides:
             raise ValueError(
                 "`implementation`='cudnn' computes no dropout, no `mask` and no"
                 " `segment_ids`. Take 'auto', which computes such calls in blocks."
             )
-        is_auto = self.implementation == "auto" and is_plain
+        is_auto = self.implementation == "auto" and not hides
         if self.implementation == "cudnn" or is_auto and _suits_cudnn(heads):
             attended: Array = _attend_by_cudnn(heads, self.causal)
         else:
-            attended = _attend_with_inputs_kept(
-                self.causal, self.block, *heads, (mask, segment_ids, dropout)
-            )
+            facts = _Facts(self.causal, self.block)
+            attended = _attend_in_blocks(facts, *heads, hidden)
         return jax.vmap(self.output_proj)(attended.reshape(queries, -1))
+
+    def _get_dropout(
+        self, key: PRNGKeyArray | None, inference: bool | None
+    ) -> tuple[PRNGKeyArray | None, Array | None]:
+        """Returns the key and the rate of dropout, or two times None."""
+        rate = self.dropout.p
+        inference = self.dropout.inference if inference is None else inference
+        if inference or (isinstance(rate, int | float) and rate == 0):
+            return None, None
+        if key is None:
+            raise RuntimeError(
+                "Dropout requires a key when running in non-deterministic mode."
+            )
+        return key, jax.lax.stop_gradient(jnp.asarray(rate, jnp.float32))
+
+
+_REPLACED: Final = eqx.nn.MultiheadAttention, FusedAttention
+
+
+class _MaskAndDropout(NamedTuple):
+    """The weights that are left out beside those of `causal`: arrays, or None."""
+
+    mask: Any
+    """Booleans `(queries, heads or 1, keys)`; False hides."""
+    segment_ids: Any
+    """Integers `(tokens,)`."""
+    key: Any
+    """The PRNG key of dropout."""
+    rate: Any
+    """The rate of dropout, from 0 to 1."""
 
 
 def _parse_mask(mask: Any, heads: int, queries: int, keys: int) -> Array | None:
@@ -256,90 +279,181 @@ def _suits_cudnn(heads: tuple[Array, Array, Array]) -> bool:
     )
 
 
+class _Facts(NamedTuple):
+    """The static facts of a call of the loop."""
+
+    causal: bool
+    block: int
+
+
+# The weights of a block are computed once more in the backward pass: JAX's derivative
+# of the loop would keep them. As this function has its own derivative, policies of
+# `jax.checkpoint`, such as FSDP's, see no product in it, which they would keep, too.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend_in_blocks(
-    causal: bool, block: int, query: Array, key: Array, value: Array, hidden: Any
+    facts: _Facts, query: Array, key: Array, value: Array, hidden: _MaskAndDropout
 ) -> Array:
-    """Computes attention from queries, keys and values `(tokens, heads, features)`.
-
-    If the tokens are split over devices, as by `SequenceParallel`, each device computes
-    its own queries, and gathers all keys and values.
-
-    Args:
-        hidden: the mask `(queries, heads or 1, keys)`, the segments `(tokens,)`, and
-            the key and rate of dropout; each may be None.
-    """
-    mask, segment_ids, dropout = hidden
-    # The barrier makes positions depend on the queries. Otherwise JAX computes the
-    # causal masks of all blocks once, before the loop over a model's layers.
-    positions, query = jax.lax.optimization_barrier((jnp.arange(len(query)), query))
-    mesh = jax.sharding.get_abstract_mesh()
-    parts = mesh.shape[SEQ] if SEQ in _list_auto_axes(mesh) else 1
-    parts = 1 if len(query) % parts else parts
-
-    def gather_and_widen(array: Array) -> Array:
-        if parts > 1:
-            rest = [PartitionSpec.UNCONSTRAINED] * (array.ndim - 1)
-            spec = PartitionSpec(None, *rest)
-            array = jax.lax.with_sharding_constraint(array, spec)
-        return array.astype(jnp.promote_types(array.dtype, jnp.float32))
-
-    queries = query, positions, mask, segment_ids
-    # Gradients of keys and values are summed over the blocks in this dtype.
-    keys = gather_and_widen(key), gather_and_widen(value), segment_ids
-    attend: Any = functools.partial(_loop_over_queries, causal, max(1, block // parts))
-    if parts > 1:
-        tokens, full = PartitionSpec(SEQ), PartitionSpec()
-        attend = jax.shard_map(
-            attend,
-            in_specs=(tokens, full, full),
-            out_specs=tokens,
-            axis_names={SEQ},
-            check_vma=False,
-        )
-    return attend(queries, keys, dropout).astype(value.dtype)
+    """Computes attention from queries, keys and values `(tokens, heads, features)`."""
+    return _split_queries(_loop_forward, facts, (query,), (key, value), hidden)
 
 
-def _attend_backward(causal: bool, block: int, inputs: Any, gradient: Array) -> Any:
-    *heads, hidden = inputs
-    attend = functools.partial(_attend_in_blocks, causal, block, hidden=hidden)
-    _, pull_back = jax.vjp(attend, *heads)
-    return *pull_back(gradient), None
+def _attend_backward(facts: _Facts, inputs: Any, gradient: Array) -> Any:
+    query, key, value, hidden = inputs
+    d_query, d_key, d_value = _split_queries(
+        _loop_backward, facts, (query, gradient), (key, value), hidden
+    )
+    d_key, d_value = d_key.sum(axis=0), d_value.sum(axis=0)  # over devices
+    return d_query, d_key.astype(key.dtype), d_value.astype(value.dtype), None
 
 
-# Keeps the inputs alone for the backward pass. Within `jax.checkpoint`, policies that
-# save products, such as FSDP's, would else save the scores of all blocks: they do not
-# see into a function with its own derivative.
-_attend_with_inputs_kept = jax.custom_vjp(_attend_in_blocks, nondiff_argnums=(0, 1))
-_attend_with_inputs_kept.defvjp(
-    lambda *inputs: (_attend_in_blocks(*inputs), inputs[2:]), _attend_backward
+_attend_in_blocks.defvjp(
+    lambda facts, *inputs: (_attend_in_blocks(facts, *inputs), inputs),
+    _attend_backward,
 )
 
 
-def _loop_over_queries(
-    causal: bool, block: int, queries: Any, keys: Any, dropout: Any
+def _split_queries(
+    loop: Callable[..., Any],
+    facts: _Facts,
+    queries: Any,
+    keys: Any,
+    hidden: _MaskAndDropout,
+) -> Any:
+    """Runs a loop over the queries, whose first one is at position `first`.
+
+    If the tokens are split over devices, as by `SequenceParallel`, each device has its
+    own queries, and gathers all keys and values.
+    """
+    queries = *queries, hidden.mask, hidden.segment_ids
+    keys = *keys, hidden.segment_ids
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    parts = mesh.shape[SEQ] if kinds.get(SEQ) == AxisType.Auto else 1
+    if parts == 1 or any(len(x) % parts for x in jax.tree.leaves((queries, keys))):
+        return loop(facts, 0, queries, keys, hidden)
+    facts = facts._replace(block=max(1, facts.block // parts))
+
+    def loop_on_device(queries: Any, keys: Any, hidden: _MaskAndDropout) -> Any:
+        first = jax.lax.axis_index(SEQ) * len(queries[0])
+        return loop(facts, first, queries, keys, hidden)
+
+    def gather(array: Array) -> Array:
+        rest = [PartitionSpec.UNCONSTRAINED] * (array.ndim - 1)
+        return jax.lax.with_sharding_constraint(array, PartitionSpec(None, *rest))
+
+    tokens, full = PartitionSpec(SEQ), PartitionSpec()
+    mapped = jax.shard_map(
+        loop_on_device,
+        in_specs=(tokens, full, full),
+        out_specs=tokens,
+        axis_names={SEQ},
+        check_vma=False,
+    )
+    hidden = hidden._replace(mask=None, segment_ids=None)
+    return mapped(queries, jax.tree.map(gather, keys), hidden)
+
+
+def _loop_forward(
+    facts: _Facts, first: Any, queries: Any, keys: Any, hidden: _MaskAndDropout
+):
+    """Returns the attended values, `(queries, heads, features)`."""
+    key, value, key_ids = keys
+
+    def attend(block: Any) -> Array:
+        position, query, mask, ids = block
+        weights = _weigh(
+            _compute_scores(query, key), facts, hidden, position, mask, ids, key_ids
+        )
+        return _multiply("qhk,khd->qhd", weights, value).astype(value.dtype)
+
+    attended = jax.lax.map(attend, _split_into_blocks(facts, first, queries))
+    return _join_blocks(attended, len(queries[0]))
+
+
+def _loop_backward(
+    facts: _Facts, first: Any, queries: Any, keys: Any, hidden: _MaskAndDropout
+):
+    """Returns the gradients of the queries, and `(1, ...)` those of keys and values."""
+    key, value, key_ids = keys
+
+    def add_block(sums: tuple[Array, Array], block: Any) -> Any:
+        position, query, gradient, mask, ids = block
+        weights, pull_back = jax.vjp(
+            lambda scores: _weigh(scores, facts, hidden, position, mask, ids, key_ids),
+            _compute_scores(query, key),
+        )
+        (d_scores,) = pull_back(_multiply("qhd,khd->qhk", gradient, value))
+        d_scores = d_scores / math.sqrt(query.shape[-1])
+        d_query = _multiply("qhk,khd->qhd", d_scores, key).astype(query.dtype)
+        d_key = sums[0] + _multiply("qhk,qhd->khd", d_scores, query)
+        d_value = sums[1] + _multiply("qhk,qhd->khd", weights, gradient)
+        return (d_key, d_value), d_query
+
+    start: Any = tuple(jnp.zeros(x.shape, _get_sum_dtype(x)) for x in (key, value))
+    blocks = _split_into_blocks(facts, first, queries)
+    (d_key, d_value), d_query = jax.lax.scan(add_block, start, blocks)
+    return _join_blocks(d_query, len(queries[0])), d_key[None], d_value[None]
+
+
+def _split_into_blocks(facts: _Facts, first: Any, queries: Any) -> Any:
+    """Returns positions, and arrays of the queries, as `(blocks, queries, ...)`."""
+    # The barrier makes positions depend on the queries. Otherwise JAX computes the
+    # causal masks of all blocks once, before the loop over a model's layers.
+    query, *others = queries
+    positions, query = jax.lax.optimization_barrier(
+        (first + jnp.arange(len(query)), query)
+    )
+    count = -(-len(query) // facts.block)
+
+    def split(array: Array) -> Array:
+        padding = [(0, -len(array) % count)] + [(0, 0)] * (array.ndim - 1)
+        return jnp.pad(array, padding).reshape(count, -1, *array.shape[1:])
+
+    return jax.tree.map(split, [positions, query, *others])
+
+
+def _join_blocks(blocks: Array, count: int) -> Array:
+    return blocks.reshape(-1, *blocks.shape[2:])[:count]
+
+
+def _compute_scores(query: Array, key: Array) -> Array:
+    return _multiply("qhd,khd->qhk", query, key) / math.sqrt(query.shape[-1])
+
+
+def _weigh(
+    scores: Array,
+    facts: _Facts,
+    hidden: _MaskAndDropout,
+    positions: Array,
+    mask: Array | None,
+    query_ids: Array | None,
+    key_ids: Array | None,
 ) -> Array:
-    """Computes the attended values, `(queries, heads, features)`, `block` at a time."""
-    wide_key, wide_value, key_ids = keys
-    multiply = functools.partial(jnp.einsum, preferred_element_type=wide_value.dtype)
+    """Returns the weights of a block of queries, `(queries, heads, keys)`."""
+    is_visible = jnp.ones((1, 1, 1), bool) if mask is None else mask
+    if facts.causal:
+        keys = jnp.arange(scores.shape[-1])
+        is_visible &= (positions[:, None] >= keys[None])[:, None]
+    if query_ids is not None and key_ids is not None:
+        is_visible &= (query_ids[:, None] == key_ids[None])[:, None]
+    # Equinox's value for hidden keys, which matters where all keys are hidden.
+    weights = jax.nn.softmax(jnp.where(is_visible, scores, jnp.finfo(scores.dtype).min))
+    if hidden.rate is None:
+        return weights
+    # Drawn by the position of the query: the same on any number of devices.
+    keep_rate = (1 - hidden.rate).astype(weights.dtype)
+    keys = jax.vmap(functools.partial(jax.random.fold_in, hidden.key))(positions)
+    draw = functools.partial(jax.random.bernoulli, p=keep_rate, shape=weights.shape[1:])
+    return jnp.where(jax.vmap(draw)(keys), weights / keep_rate, 0)
 
-    @jax.checkpoint
-    def attend(inputs: Any) -> Array:
-        query, position, mask, query_id = inputs  # query: (heads, features)
-        key, value = (x.astype(query.dtype) for x in (wide_key, wide_value))
-        scores = multiply("hd,khd->hk", query, key) / math.sqrt(query.shape[-1])
-        is_visible = jnp.ones((1, 1), bool) if mask is None else mask
-        if causal:
-            is_visible &= (jnp.arange(len(key)) <= position)[None]
-        if query_id is not None:
-            is_visible &= (key_ids == query_id)[None]
-        # Equinox's value for hidden keys, which matters where all keys are hidden.
-        scores = jnp.where(is_visible, scores, jnp.finfo(scores.dtype).min)
-        weights = jax.nn.softmax(scores)
-        if dropout is not None:
-            drop_key, rate = dropout
-            # Drawn by the position of the query: the same on any number of devices.
-            drop_key = jax.random.fold_in(drop_key, position)
-            weights = eqx.nn.Dropout(rate)(weights, key=drop_key)
-        return multiply("hk,khd->hd", weights.astype(value.dtype), value)
 
-    return jax.lax.map(attend, queries, batch_size=block)
+def _multiply(equation: str, one: Array, other: Array) -> Array:
+    """Multiplies in the narrower dtype of the two; sums in float32 or wider."""
+    narrow = min(one.dtype, other.dtype, key=lambda dtype: dtype.itemsize)
+    one, other = one.astype(narrow), other.astype(narrow)
+    dtype = _get_sum_dtype(one)
+    return jnp.einsum(equation, one, other, preferred_element_type=dtype)
+
+
+def _get_sum_dtype(array: Array) -> Any:
+    return jnp.promote_types(array.dtype, jnp.float32)

@@ -22,10 +22,12 @@ from attending import (
     tokens,
 )
 from jax.sharding import AxisType
+from jax.test_util import check_grads
 from toys import assert_close
 
 from jaxdp import Stack, fuse_attention
 from jaxdp.extras.fuse_attention import _suits_cudnn
+from jaxdp.extras.plan.products import count_products
 from jaxdp.strategies import tensor_rules
 
 
@@ -106,6 +108,8 @@ def test_dropout_has_the_distribution_of_equinox_and_none_in_inference():
     got, wanted = drawn(keys)
     np.testing.assert_allclose(got.mean(axis=0), wanted.mean(axis=0), atol=0.03)
     np.testing.assert_allclose(got.std(axis=0), wanted.std(axis=0), rtol=0.1)
+    sums = got.sum(axis=1), wanted.sum(axis=1)  # each query drops weights of its own
+    np.testing.assert_allclose(*(sum.std(axis=0) for sum in sums), rtol=0.1)
     with pytest.raises(RuntimeError, match="requires a key"):
         fused(*inputs)
     call = eqx.filter_jit(lambda layer, **keywords: layer(*inputs, **keywords))
@@ -114,9 +118,22 @@ def test_dropout_has_the_distribution_of_equinox_and_none_in_inference():
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_packed_rows_are_as_if_alone():
+def test_gradients_see_the_dropout_of_the_values():
+    layer, inputs = layer_and_inputs(dropout_p=0.3)
+    fused = fuse_attention(layer, block=5)
+
+    @jax.jit
+    def total(query):
+        return (fused(query, *inputs[1:], key=jax.random.key(3)) ** 2).sum()
+
+    check_grads(total, inputs[:1], order=1, modes=["rev"], rtol=0.02)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.slow_but("True")
+def test_packed_rows_are_as_if_alone(causal):
     layer, _ = layer_and_inputs()
-    fused = fuse_attention(layer, causal=True, block=4)
+    fused = fuse_attention(layer, causal=causal, block=4)
     ids = jnp.repeat(jnp.array([3, 1, 2]), 7)
 
     @jax.jit
@@ -150,6 +167,31 @@ def test_gradients_have_gradients():
         rtol=1e-3,
         atol=1e-4,
     )
+
+
+def test_gradients_of_keys_are_summed_over_blocks_in_float32():
+    layer, x = layer_and_inputs()[0], tokens(512).astype(jnp.bfloat16)
+    layer = jax.tree.map(lambda a: a.astype(x.dtype) if eqx.is_array(a) else a, layer)
+
+    def gradient(block):
+        fused = fuse_attention(layer, block=block)
+        total = lambda keys: (fused(x, keys, x) ** 2).astype("f4").sum()  # noqa: E731
+        return jax.jit(jax.grad(total))(x).astype("f4")
+
+    small, large = gradient(4), gradient(512)
+    assert jnp.linalg.norm(small - large) < 0.01 * jnp.linalg.norm(large)
+
+
+def test_products_are_computed_in_the_dtype_of_the_layer():
+    layer, x = layer_and_inputs()[0], tokens(32).astype(jnp.bfloat16)
+    layer = jax.tree.map(lambda a: a.astype(x.dtype) if eqx.is_array(a) else a, layer)
+    fused = fuse_attention(layer, block=8)
+    total = lambda x: (fused(x, x, x) ** 2).sum()  # noqa: E731
+    (counted,) = count_products(jax.make_jaxpr(jax.grad(total))(x)).items()
+    layers, attention = 4 * 32 * 16 * 16, 32 * 32 * 16  # multiplications
+    # Backwards, each product has two, and the scores are computed again. The rows
+    # alone have gradients here, and not the weights of the layers.
+    assert counted == ("bfloat16", 2 * (2 * layers + (2 + 5) * attention))
 
 
 def test_layers_keep_their_leaves_and_paths():
@@ -210,7 +252,7 @@ class Layer(eqx.Module):
 
 
 def test_a_loop_over_layers_keeps_no_causal_masks():
-    """JAX would compute those of all blocks before it: tokens x tokens x heads."""
+    """With recomputed blocks, JAX would compute those of all blocks before it."""
     keys = jax.random.split(jax.random.key(0), 3)
     layers = [Layer(eqx.nn.MultiheadAttention(4, 32, key=key)) for key in keys]
     arrays, rest = eqx.partition(
@@ -218,7 +260,7 @@ def test_a_loop_over_layers_keeps_no_causal_masks():
     )
 
     def total(arrays, x):
-        return (jax.vmap(eqx.combine(arrays, rest))(x) ** 2).sum()
+        return (jax.checkpoint(jax.vmap(eqx.combine(arrays, rest)))(x) ** 2).sum()
 
     x = jax.ShapeDtypeStruct((1, 1024, 32), jnp.float32)
     text = jax.jit(jax.grad(total)).lower(arrays, x).as_text()
