@@ -66,23 +66,6 @@ def test_products_are_jax_s_default_unless_somebody_asks():
         assert products_of(quiet(mlp(), strategy=Sharded(4))) == [{"float32"}] * 3
 
 
-@pytest.mark.parametrize("precision", ["32-true", "32-highest"])
-def test_what_a_loss_sets_itself_stays(precision):
-    def loss(model, x, y):
-        with jax.default_matmul_precision("bfloat16"):
-            hidden = jax.vmap(model.layers[0])(x)
-        out = jax.lax.dot(hidden, model.layers[1].weight.T, precision="highest")
-        return (out**2).mean()
-
-    trainer = quiet(mlp(), loss_fn=loss, strategy=SingleDevice(), precision=precision)
-    plan = trainer.plan(DATA[:1])
-    first, last = 2 * 16 * 4 * 8, 2 * 16 * 8 * 3
-    assert plan.products == {
-        "float32 (JAX's default for float32)": 2 * first,
-        "float32": 3 * last,
-    }
-
-
 @pytest.mark.parametrize("device, name, bits", [
     (H100, "TF32", "10 bits"), (TPU, "bfloat16", "7 bits")
 ])  # fmt: skip

@@ -43,27 +43,6 @@ def wide(key):
     return eqx.nn.MLP(64, 10, 512, 4, key=key)
 
 
-class LeNet(eqx.Module):
-    convs: list[eqx.nn.Conv2d]
-    pool: eqx.nn.MaxPool2d
-    last: eqx.nn.MLP
-
-    def __init__(self, key):
-        keys = jax.random.split(key, 3)
-        self.convs = [
-            eqx.nn.Conv2d(1, 6, 5, padding=2, key=keys[0]),
-            eqx.nn.Conv2d(6, 16, 3, padding=1, key=keys[1]),
-        ]
-        self.pool = eqx.nn.MaxPool2d(2, 2)
-        self.last = eqx.nn.MLP(64, 10, 32, 1, key=keys[2])
-
-    def __call__(self, x):
-        x = x.reshape(1, 8, 8)
-        for conv in self.convs:
-            x = self.pool(jax.nn.relu(conv(x)))
-        return self.last(x.ravel())
-
-
 class Block(eqx.Module):
     """Causal attention and a perceptron, both behind a norm."""
 
@@ -177,7 +156,6 @@ ROWS = P("model", None)
 CASES = {
     "small MLP, dropout, a ragged batch": Case(Mlp, batches(*[16] * 7, 13)),
     "wide MLP": Case(wide, noise(128, 8), split=(("layers[1].weight", ROWS),)),
-    "LeNet": Case(LeNet, noise(24, 8), split=(("last.layers[0].weight", ROWS),)),
     "GPT": Case(Gpt, words(16, 8), {"loss_fn": next_word}, has_stack=True),
     "ResNet with BatchNorm": Case(eqx.nn.make_with_state(ResNet), noise(24, 8)),
     "GRU": Case(Gru, noise(24, 8), split=(("last.weight", P(None, "model")),)),
