@@ -64,21 +64,26 @@ class Block(eqx.Module):
 
 
 class Gpt(eqx.Module):
+    """(length,) tokens -> (length, words) logits, by a stack or a list of blocks."""
+
     embedding: eqx.nn.Embedding
     places: jax.Array
-    blocks: Stack
+    blocks: Stack | list[Block]
     last: eqx.nn.Linear
 
-    def __init__(self, key):
-        keys = jax.random.split(key, 7)
-        self.embedding = eqx.nn.Embedding(50, 16, key=keys[0])
-        self.places = 0.1 * jax.random.normal(keys[1], (16, 16))
-        self.blocks = Stack([Block(key) for key in keys[3:]])
-        self.last = eqx.nn.Linear(16, 50, key=keys[2])
+    def __init__(self, key, width=16, words=50, length=16, depth=4, in_stack=True):
+        keys = jax.random.split(key, 3 + depth)
+        self.embedding = eqx.nn.Embedding(words, width, key=keys[0])
+        self.places = 0.1 * jax.random.normal(keys[1], (length, width))
+        blocks = [Block(key, width) for key in keys[3:]]
+        self.blocks = Stack(blocks) if in_stack else blocks
+        self.last = eqx.nn.Linear(width, words, key=keys[2])
 
     def __call__(self, tokens, *, key=None):
         x = jax.vmap(self.embedding)(tokens) + self.places
-        return jax.vmap(self.last)(self.blocks(x, key=key))
+        for block in [self.blocks] if isinstance(self.blocks, Stack) else self.blocks:
+            x = block(x, key=key)
+        return jax.vmap(self.last)(x)
 
 
 def next_word(model, x, y):

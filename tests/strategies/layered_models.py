@@ -6,31 +6,15 @@ import equinox as eqx
 import jax
 import numpy as np
 import optax
-from kinds_of_models import Block, Gru
+from kinds_of_models import Gpt, Gru
 from toys import Recorder, quiet
 
 from jaxdp import SingleDevice
 from jaxdp.extras.plan import hlo
 
 
-class Transformer(eqx.Module):
-    """(8,) tokens -> (8, 40) logits."""
-
-    embedding: eqx.nn.Embedding
-    places: jax.Array
-    blocks: list[Block]
-    head: eqx.nn.Linear
-
-    def __init__(self, key, width=32):
-        keys = jax.random.split(key, 4)
-        self.embedding = eqx.nn.Embedding(40, width, key=keys[0])
-        self.places = 0.02 * jax.random.normal(keys[1], (8, width))
-        self.blocks = [Block(keys[2], width)]
-        self.head = eqx.nn.Linear(width, 40, key=keys[3])
-
-    def __call__(self, tokens):
-        x = jax.vmap(self.embedding)(tokens) + self.places
-        return jax.vmap(self.head)(self.blocks[0](x))
+def transformer(key):
+    return Gpt(key, width=32, words=40, length=8, depth=1, in_stack=False)
 
 
 def make(name):
@@ -47,7 +31,7 @@ def make(name):
     else:
         x = [random.integers(0, 40, (size, 8)) for size in sizes]
         labels = x
-        model = Transformer(key)
+        model = transformer(key)
     return model, list(zip(x, labels, strict=True))
 
 

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from layered_models import (
-    Transformer,
     bytes_moved,
     make,
     on_one_device,
     resident,
     size,
     train,
+    transformer,
 )
 from toys import linear
 
@@ -80,7 +80,7 @@ def test_tensor_parallel_moves_what_theory_says():
 def test_rules_of_words_split_embedding_and_head_with_the_numbers_of_one_device():
     model, data = make("transformer")
     words = P("model")
-    rules = [*tensor_rules(model), ("embedding.weight", words), ("head.*", words)]
+    rules = [*tensor_rules(model), ("embedding.weight", words), ("last.*", words)]
     strategy = TensorParallel({"data": 4, "model": 2}, rules)
     trainer, losses = train(model, data, strategy)
     np.testing.assert_allclose(losses, on_one_device("transformer", 1), rtol=1e-5)
@@ -89,7 +89,7 @@ def test_rules_of_words_split_embedding_and_head_with_the_numbers_of_one_device(
 
 
 def test_tensor_rules_are_for_pairs_of_layers():
-    model = Transformer(jax.random.key(0))
+    model = transformer(jax.random.key(0))
     rules = dict(tensor_rules(model.blocks[0], "m"))
     assert rules == {
         "attention.query_proj.weight": P("m", None),
