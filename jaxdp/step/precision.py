@@ -19,6 +19,7 @@ from jaxtyping import Array, PyTree
 
 from ..basics.arguments import check_choice
 from ..basics.hardware import get_product_precision
+from ..basics.tree import map_nodes
 from .call_override import override_call
 
 
@@ -102,24 +103,21 @@ def cast_to_original(tree: PyTree, like: PyTree) -> PyTree:
     )
 
 
-def cast_calls(model: PyTree, precision: Precision) -> PyTree:
-    """Returns the model with its calls in the dtype of `precision`.
+def cast_calls(
+    model: PyTree, batch: PyTree, precision: Precision
+) -> tuple[PyTree, PyTree]:
+    """Returns the model with its calls in the dtype of `precision`, and its batch.
 
-    A model that can't be called, such as a dict of arrays, has its leaves cast instead;
-    `cast_batch` then casts its inputs.
+    Calls cast their inputs. If the model can't be called, such as a dict of arrays, its
+    leaves and those of the batch are cast instead.
     """
-    if precision.computed is None:
-        return model
-    if _has_calls(model):
-        return _MixedPrecisionModel(model, precision.computed)
-    return _cast_model(model, precision.computed)
-
-
-def cast_batch(model: PyTree, batch: PyTree, precision: Precision) -> PyTree:
-    """Returns the batch, cast if the model can't be called and so casts no inputs."""
-    if precision.computed is None or _has_calls(model):
-        return batch
-    return _cast(batch, precision.computed)
+    dtype = precision.computed
+    if dtype is None:
+        return model, batch
+    if isinstance(model, eqx.Module) or callable(model):
+        return _MixedPrecisionModel(model, dtype), batch
+    batch = _cast(batch, dtype)
+    return _cast_model(model, dtype), batch
 
 
 def promote_to_float32(tree: PyTree) -> PyTree:
@@ -194,11 +192,11 @@ class _MixedPrecisionModel(eqx.Module):
     def _wrap_modules(self, value: Any) -> Any:
         """Wraps the modules of a value, so that they compute in `dtype`."""
 
-        def wrap(node: Any) -> Any:
-            wrapped = _is_module(node) and not isinstance(node, eqx.nn.StateIndex)
-            return _MixedPrecisionModel(node, self.dtype) if wrapped else node
+        def wrap(node: eqx.Module) -> Any:
+            is_index = isinstance(node, eqx.nn.StateIndex)
+            return node if is_index else _MixedPrecisionModel(node, self.dtype)
 
-        return jax.tree.map(wrap, value, is_leaf=_is_module)
+        return map_nodes(eqx.Module, wrap, value)
 
 
 def _cast(tree: PyTree, dtype: Any, only: Any = None) -> PyTree:
@@ -248,11 +246,3 @@ def _norm_in_float32(norm: Any, x: Array, *arguments: Any, **keywords: Any) -> A
 
 def _is_floating(leaf: Any) -> bool:
     return eqx.is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
-
-
-def _is_module(node: Any) -> bool:
-    return isinstance(node, eqx.Module)
-
-
-def _has_calls(model: Any) -> bool:
-    return _is_module(model) or callable(model)

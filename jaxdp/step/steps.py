@@ -41,7 +41,6 @@ from .precision import (
     LossScale,
     Precision,
     cast_arrays,
-    cast_batch,
     cast_calls,
     promote_to_float32,
 )
@@ -331,8 +330,8 @@ class Steps(NamedTuple):
             def mean_loss(params: PyTree) -> tuple[Array, tuple[Any, ...]]:
                 model = self.remat.apply(self._model(params, buffers))
                 model = collectives.arrange(model)
-                batch = self._batch(model, micro)
-                model = cast_calls(model, self.precision)
+                batch = to_user_batch(merge_leaves(micro.batch, micro.whole))
+                model, batch = cast_calls(model, batch, self.precision)
                 rows = mask_and_keys(
                     collectives, step_key, micro, weights.step, training=True
                 )
@@ -380,8 +379,9 @@ class Steps(NamedTuple):
         rows = mask_and_keys(collectives, key, micro, weights.step, training=False)
 
         model = self._gather_model(collectives, weights)
-        batch = self._batch(model, micro)
-        result = objective(self._inference(model), weights.model_state, batch, rows)
+        batch = to_user_batch(merge_leaves(micro.batch, micro.whole))
+        model, batch = cast_calls(model, batch, self.precision)
+        result = objective(model, weights.model_state, batch, rows)
         summed = sum_values(result, rows.mask)
         return collectives.sum(summed), result.outputs
 
@@ -394,23 +394,18 @@ class Steps(NamedTuple):
         key = key_outside_training(weights)
         rows = mask_and_keys(collectives, key, micro, weights.step, training=False)
         x = to_user_batch(merge_leaves(micro.batch, micro.whole))
-        return call_model(self._inference(model), weights.model_state, x, rows)[0]
-
-    def _batch(self, model: PyTree, micro: MicroBatch) -> PyTree:
-        """Returns the arguments to call the objective with."""
-        batch = to_user_batch(merge_leaves(micro.batch, micro.whole))
-        return cast_batch(model, batch, self.precision)
+        model, x = cast_calls(model, x, self.precision)
+        return call_model(model, weights.model_state, x, rows)[0]
 
     def _model(self, params: PyTree, buffers: PyTree) -> PyTree:
         return eqx.combine(params, buffers, self.static)
 
     def _gather_model(self, collectives: Collectives, weights: Weights) -> PyTree:
+        """Returns the model in inference mode."""
         params = collectives.gather(weights.params)
         buffers = collectives.gather(weights.buffers)
-        return collectives.arrange(self._model(params, buffers))
-
-    def _inference(self, model: PyTree) -> PyTree:
-        return cast_calls(eqx.nn.inference_mode(model), self.precision)
+        model = collectives.arrange(self._model(params, buffers))
+        return eqx.nn.inference_mode(model)
 
 
 def _accumulate_gradients(

@@ -79,7 +79,8 @@ def test_matrices_are_multiplied_narrow_and_norms_and_softmax_are_not(name):
     params, static = eqx.partition(Block(KEY), eqx.is_inexact_array)
 
     def loss(params, x):
-        model = cast_calls(eqx.combine(params, static), PRECISIONS[name])
+        model = eqx.combine(params, static)
+        model, _ = cast_calls(model, (), PRECISIONS[name])
         prediction = jax.vmap(model)(x)
         assert prediction.dtype == jnp.float32
         return prediction.sum()
