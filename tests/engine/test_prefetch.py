@@ -128,6 +128,14 @@ def test_evaluations_bound_the_bytes_in_flight(ahead):
     assert len(waited) >= (2 * len(BATCHES) - 2) * ahead
 
 
+@pytest.mark.parametrize("steps, waits", [(1, 12 - 8), (2, 6 - 2)])
+def test_dispatches_in_flight_are_bounded(steps, waits):
+    made, waited = trainer(ahead=False, steps_per_execution=steps), []
+    made.run.engine.in_flight.wait = waited.append
+    made.fit(BATCHES * 2)
+    assert len(waited) == waits
+
+
 def test_bytes_in_flight_are_bounded():
     waited, flight = [], InFlightQueue()
     flight.wait, flight.max_bytes = waited.append, 50

@@ -108,6 +108,15 @@ def test_a_key_per_batch_differs_from_step_to_step_and_repeats_with_the_seed():
     assert len({*found[0], *found[2]}) == 6
 
 
+def test_a_mean_by_the_mask_is_finite_where_a_micro_batch_is_empty():
+    def loss_fn(model, x, y, mask):
+        return jnp.where(mask, cross_entropy(model, x, y), 0).sum() / mask.sum()
+
+    trainer = make_small(loss_fn=loss_fn, accumulate_grad_batches=3)
+    trainer.fit(batches(8, 8, 8, 8), max_epochs=2)
+    assert np.isfinite(trainer.history["loss"]).all()
+
+
 def test_a_model_may_give_and_take_pytrees():
     class Two(eqx.Module):
         linear: eqx.nn.Linear

@@ -239,16 +239,21 @@ def test_a_state_goes_from_part_to_part():
         return optax.softmax_cross_entropy_with_integer_labels(logits, y), state
 
     net, state = eqx.nn.make_with_state(NormNet)(jax.random.key(0))
-    of_parts = [
-        Part(["first", "norm*"], loss, optax.sgd(0.1), name="below"),
-        Part("last", loss, optax.sgd(0.1)),
-    ]
-    options, losses = {"data": batches(16, 16), "model": net, "state": state}, []
+    below = Part(["first", "norm*"], loss, optax.sgd(0.1), name="below")
+    options, losses, states = {"model": net, "state": state}, [], []
     for strategy in (SingleDevice(), Sharded(8)):
-        fit(of_parts, seen := Values(), strategy=strategy, **options)
+        of_parts, data = [below, Part("last", loss, optax.sgd(0.1))], batches(16, 16)
+        fit(of_parts, seen := Values(), strategy=strategy, data=data, **options)
         losses.append([seen.of("below_loss"), seen.of("last_loss")])
     np.testing.assert_allclose(*losses, rtol=1e-5)
     assert losses[0][1][0] < losses[0][0][0]  # the second sees what the first has done
+
+    # A part whose turn it is not leaves the state as the first has made it.
+    for others in [], [Part("last", loss, optax.sgd(0.1), every=2)]:
+        trainer = fit([below, *others], data=batches(16), epochs=1, **options)
+        states.append(arrays(trainer.model_state))
+    assert_close(*states, 0, 0)
+    assert bits(states[0]) != bits(arrays(state))
 
 
 @pytest.mark.parametrize("params, name, num_leaves", [

@@ -60,7 +60,9 @@ def by_hand(optimizer, steps):
     return losses
 
 
-@pytest.mark.slow_but("Sharded(8)-1-lbfgs", "Pmap(8)-1-backtracking")
+@pytest.mark.slow_but(
+    "Sharded(8)-1-lbfgs", "Pmap(8)-1-backtracking", "SingleDevice()-1-sam"
+)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("strategy, micro_batches", [
     (SingleDevice(), 1), (Sharded(8), 1), (Sharded(8), 3), (FSDP(8, min_size=1), 3),
