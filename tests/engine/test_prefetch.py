@@ -6,7 +6,7 @@ import threading
 import jax
 import numpy as np
 import pytest
-from toys import At, bits, on_one_device, rows
+from toys import At, On, bits, on_one_device, rows
 
 from jaxdp import Sharded, SingleDevice
 from jaxdp.engine.in_flight import InFlightQueue, num_in_flight
@@ -130,9 +130,11 @@ def test_evaluations_bound_the_bytes_in_flight(ahead):
 
 @pytest.mark.parametrize("steps, waits", [(1, 12 - 8), (2, 6 - 2)])
 def test_dispatches_in_flight_are_bounded(steps, waits):
-    made, waited = trainer(ahead=False, steps_per_execution=steps), []
-    made.run.engine.in_flight.wait = waited.append
-    made.fit(BATCHES * 2)
+    def spy(trainer):
+        trainer.run.engine.in_flight.wait = waited.append
+
+    waited, callback = [], On(on_train_epoch_start=spy)
+    trainer(None, callback, ahead=False, steps_per_execution=steps).fit(BATCHES * 2)
     assert len(waited) == waits
 
 

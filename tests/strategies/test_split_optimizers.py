@@ -58,9 +58,9 @@ def test_any_optimizer_gives_the_numbers_of_one_device(name):
 
 
 def test_a_stack_of_gradients_is_split_as_its_parameter():
-    """L-BFGS's memory, `(memory, *shape)`, of which one comes per past step."""
+    """L-BFGS's memory, `(8, *shape)`; eight devices could divide its first axis."""
     model = eqx.nn.MLP(4, 3, 64, 1, key=jax.random.key(0))
-    optimizer = optax.chain(optax.scale_by_lbfgs(4), optax.scale(-0.01))
+    optimizer = optax.chain(optax.scale_by_lbfgs(8), optax.scale(-0.01))
     trainer, losses = train(model, batches(16, 5), FSDP(), optimizer)
     memory = trainer.state.opt_state[0].diff_params_memory
     assert memory.layers[0].weight.sharding.spec == PartitionSpec(None, "data")
