@@ -11,7 +11,6 @@ from toys import On, Recorder, quiet
 
 from jaxdp import (
     FSDP,
-    Bitwise,
     LocalSGD,
     Part,
     Pmap,
@@ -70,7 +69,6 @@ LAYOUTS = {
     "zero": lambda: {"strategy": ZeRO()},
     "fsdp": lambda: {"strategy": FSDP(min_size=1)},
     "tensors": lambda: {"strategy": TensorParallel({"data": 2, "model": 4}, RULES)},
-    "bits": lambda: {"strategy": Bitwise(Sharded())},
     "local": lambda: {"strategy": LocalSGD(every=1, outer=optax.sgd(1.0))},
 }
 
