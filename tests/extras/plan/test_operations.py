@@ -27,7 +27,7 @@ WHOLE_WORK = {
     "SingleDevice": (SingleDevice, 1),
     "Sharded": (Sharded, 1),
     "Pmap": (Pmap, 1),
-    "Bitwise": (lambda: Bitwise(Sharded()), 1),
+    "Bitwise": (lambda: Bitwise(Sharded(2)), 1),
     "ZeRO": (ZeRO, 1),
     "FSDP": (FSDP, 1),
     "TensorParallel": (halved, 1),
