@@ -1,7 +1,6 @@
 """Small or large values are best: `mode` decides, or the name of the metric."""
 
 import pytest
-from toys import batches, linear_trainer
 
 from jaxdp.basics.columns import resolve_mode
 from jaxdp.callbacks import EarlyStopping, ModelCheckpoint, ReduceLROnPlateau
@@ -31,14 +30,6 @@ def test_the_name_of_the_monitor_gives_the_mode(kind, caplog):
     assert not caplog.text
     with pytest.raises(ValueError, match="`mode`"):
         kind(monitor="loss", mode="least")
-
-
-def test_the_name_decides_whatever_metric_has_it(caplog):
-    stopping = EarlyStopping("quality", patience=1)
-    trainer = linear_trainer(stopping, metrics={"quality": "accuracy"})
-    history = trainer.fit(batches(8, 8))
-    assert (stopping.mode, stopping.best_score) == ("min", history["quality"][0])
-    assert "`EarlyStopping(monitor='quality')`: the name does not tell" in caplog.text
 
 
 def test_all_metrics_by_name_have_the_mode_of_their_name():

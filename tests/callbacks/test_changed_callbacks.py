@@ -74,18 +74,6 @@ def test_no_checkpoint_is_deleted_for_scores_of_another_monitor(tmp_path):
         fit(trainer_with(ModelCheckpoint(tmp_path, "val_area")), 7, ckpt_path="best")
 
 
-@pytest.mark.filterwarnings("ignore:.*no state for the callback")
-def test_each_callback_gets_the_state_of_its_own_monitor(tmp_path):
-    accuracies = EarlyStopping("val_area", mode="max")
-    first = trainer_with(EarlyStopping("val_loss"), accuracies)
-    fit(first, 2)
-    path = first.save(tmp_path / "saved")
-    alone, new = EarlyStopping("val_area", mode="max"), EarlyStopping("val_other")
-    trainer_with(new, alone).load(path)
-    assert alone.best_score == accuracies.best_score == 1.0
-    assert new.best_score is None
-
-
 @pytest.mark.parametrize("name", ["runs", "renamed"])
 def test_a_folder_that_was_moved_keeps_its_scores(name, tmp_path):
     saver = ModelCheckpoint(tmp_path / "runs", "val_loss", save_top_k=2)

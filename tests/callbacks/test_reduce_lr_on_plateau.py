@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from toys import On, batches, linear_on_one_device
+from toys import On, batches, linear_on_one_device, scores
 
 from jaxdp.callbacks import ReduceLROnPlateau
 
@@ -15,22 +15,18 @@ def injected(rate=0.1):
     return optax.inject_hyperparams(optax.sgd)(learning_rate=rate)
 
 
-def plateau(scores, name="own_loss", **options):
+def plateau(values, name="val_loss", **options):
     """Returns the rate after each epoch with these scores."""
-    seen = []
+    rates = []
 
-    def log(trainer, metrics):
-        trainer.log(name, scores[trainer.current_epoch])
+    def note(trainer):
+        rates.append(float(trainer.hyperparams["learning_rate"]))
 
-    def look(trainer):
-        if len(trainer.history.epochs) > len(seen):  # and not after the step
-            seen.append(trainer.hyperparams["learning_rate"])
-
-    logs, looks = On(on_train_epoch_end=log), On(on_boundary=look)
-    callbacks = logs, ReduceLROnPlateau(name, **options), looks
+    callbacks = [ReduceLROnPlateau(name, **options), scores(values, name)]
+    callbacks += [On(on_train_epoch_start=note), On(on_fit_end=note)]
     trainer = linear_on_one_device(*callbacks, optimizer=injected(1.0))
-    trainer.fit(DATA[:1], max_epochs=len(scores))
-    return seen
+    trainer.fit(DATA[:1], DATA[:1], max_epochs=len(values))
+    return rates[1:]
 
 
 def keras_plateau(scores, factor, patience, min_delta, cooldown, min_lr, better):
@@ -53,7 +49,7 @@ def keras_plateau(scores, factor, patience, min_delta, cooldown, min_lr, better)
 @pytest.mark.parametrize("seed", range(4))
 def test_plateaus_lower_the_rate_as_keras_does(seed):
     generator = np.random.default_rng(seed)
-    scores = generator.normal(size=14).round(1).tolist()
+    values = generator.normal(size=14).round(1).tolist()
     options = {
         "factor": 0.5,
         "patience": int(generator.integers(1, 3)),
@@ -61,15 +57,15 @@ def test_plateaus_lower_the_rate_as_keras_does(seed):
         "cooldown": int(generator.integers(0, 3)),
         "min_lr": 0.1,
     }
-    name = ("own_loss", "own_accuracy")[seed % 2]
+    name = ("val_loss", "val_accuracy")[seed % 2]
     better = (lambda a, b, d: a < b - d, lambda a, b, d: a > b + d)[seed % 2]
-    expected = keras_plateau(scores, **options, better=better)
+    expected = keras_plateau(values, **options, better=better)
     assert len({*expected}) > 1
-    np.testing.assert_allclose(plateau(scores, name, **options), expected, rtol=1e-6)
+    np.testing.assert_allclose(plateau(values, name, **options), expected, rtol=1e-6)
 
 
 def test_nan_is_no_improvement():
-    found = plateau([1.0, float("nan"), float("nan")], factor=0.5, patience=2)
+    found = plateau([1.0, np.nan, np.nan], "val_area", factor=0.5, patience=2)
     assert found == [1.0, 1.0, 0.5]
 
 
@@ -90,13 +86,9 @@ def test_a_plateau_lowers_all_rates_of_an_optimizer(capsys):
 
 
 def test_an_impossible_plateau_is_refused_before_the_fit():
-    def fit(optimizer, **options):
-        plateau = ReduceLROnPlateau(**options)
-        linear_on_one_device(plateau, optimizer=optimizer).fit(DATA)
-
-    with pytest.raises(ValueError, match=r"ReduceLROnPlateau.*inject_hyperparams"):
-        fit(optax.sgd(0.1))
-    with pytest.raises(ValueError, match="set by a schedule"):
-        fit(injected(optax.linear_schedule(0.1, 0.0, 10)))
-    with pytest.raises(ValueError, match=r"monitor='val_loss'.*need a `val_loader`"):
-        fit(injected())
+    for optimizer, match in (
+        (optax.sgd(0.1), r"ReduceLROnPlateau.*inject_hyperparams"),
+        (injected(optax.linear_schedule(0.1, 0.0, 10)), "set by a schedule"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            linear_on_one_device(ReduceLROnPlateau(), optimizer=optimizer).fit(DATA)

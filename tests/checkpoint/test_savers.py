@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -153,22 +152,6 @@ def test_what_this_run_has_saved_and_does_not_know_is_set_aside(tmp_path, caplog
     assert os.listdir(tmp_path / "newest" / "before-1") == ["5"]
     assert "not saved: 5. They are now in" in caplog.text
     make().load(tmp_path / "newest" / "before-1" / "5")
-
-
-@pytest.mark.filterwarnings("ignore:.*takes larger values for better")
-def test_savers_may_change_places_and_folders(tmp_path, caplog):
-    root = tmp_path / "run"
-    saver = best(root, save_top_k=3, mode="max")
-    make(newest(root), saver).fit(DATA, VAL, max_epochs=4)
-    score = saver.best_model_score
-    assert steps_in(root / "best") == [3, 6, 9]
-    root = shutil.move(root, tmp_path / "elsewhere")
-    saver, other = best(root, save_top_k=3, mode="max"), newest(root)
-    make(saver, other).fit(DATA, VAL, max_epochs=5, ckpt_path="auto")
-    assert "They are now in" not in caplog.text
-    assert steps_in(root / "newest") == [15]
-    assert steps_in(root / "best") == [3, 6, 9]
-    assert saver.best_model_score == score
 
 
 def test_other_callbacks_may_change_places(tmp_path):

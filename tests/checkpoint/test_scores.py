@@ -51,10 +51,7 @@ AND_3, EVERY_2 = {"val_check_interval": 3}, {"every_n_train_steps": 2}
 COMBINATIONS = {
     "epochs": ({}, {}, {}),
     "intervals": ({}, {"val_check_interval": 2}, {}),
-    "steps, validated too": (
-        EVERY_2 | {"save_top_k": 2}, {"val_check_interval": 2}, {}),
     "steps, others than those validated": (EVERY_2, AND_3, {"steps_per_execution": 4}),
-    "steps alone": ({"every_n_train_steps": 4}, {}, {"steps_per_execution": 6}),
     "steps and epochs": ({"every_n_train_steps": 5, "every_n_epochs": 2,
                           "save_top_k": -1}, {"val_check_interval": 4}, {}),
     "epochs, every second of which is validated": (
@@ -72,7 +69,6 @@ COMBINATIONS = {
 
 
 @pytest.mark.slow_cases(
-    "steps, validated too",
     "epochs, every second of which is validated",
     "accumulation",
 )
@@ -169,23 +165,6 @@ def test_by_steps_there_is_no_score_but_at_the_end_of_an_epoch(tmp_path):
     next(make(ModelCheckpoint(tmp_path / "a", every_n_train_steps=1)).steps(DATA))
     with pytest.warns(UserWarning, match="ends no epoch, so this saves nothing"):
         next(make(ModelCheckpoint(tmp_path / "none")).steps(DATA))
-
-
-def test_an_epoch_of_unknown_length_is_judged_once_it_is_over(tmp_path):
-    class Batches:
-        def __iter__(self):
-            return iter(DATA)
-
-    def saving():
-        options = {"every_n_train_steps": 3, "save_top_k": 2}
-        return ModelCheckpoint(tmp_path, monitor="val_loss", **options)
-
-    saver = saving()
-    trainer = make(saver)
-    history = trainer.fit(Batches(), VAL)
-    assert scores(saver) == {6: history["val_loss"][0]}
-    for each in trainer, make(saving()):
-        assert each.test(VAL, "best")["test_loss"] == history["val_loss"][0]
 
 
 def test_what_is_gone_on_from_stays_until_another_one_is_whole(tmp_path):
