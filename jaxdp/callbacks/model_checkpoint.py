@@ -326,9 +326,6 @@ class ModelCheckpoint(MonitorCallback):
 
     def _fail(self, step: int, error: Exception) -> None:
         del self._scores[step]
-        if self._processes.index == 0 and self._dir is not None:
-            with contextlib.suppress(OSError):  # the folder itself may be gone
-                self._dir.remove_temporary()
         if self.on_save_error == "raise":
             remedy = "ModelCheckpoint(on_save_error='warn') would continue without it."
             error.add_note(remedy)

@@ -70,9 +70,7 @@ class ReduceLROnPlateau(PatienceCallback):
         trainer.set_hyperparams(**rates)  # to what they are: a schedule's raises
 
     def check(self, trainer: Trainer, value: float) -> None:
-        if self.cooldown_count:
-            self.cooldown_count -= 1
-            self.wait_count = 0
+        self.cooldown_count = max(self.cooldown_count - 1, 0)
         if not self.update_best(value) and not self.cooldown_count:
             self.wait_count += 1
             if self.wait_count >= self.patience:

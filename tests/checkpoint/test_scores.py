@@ -84,6 +84,7 @@ def test_the_best_tests_as_it_was_scored(tmp_path, of_saver, of_fit, of_trainer)
         kill = At(step, lambda trainer: signal.raise_signal(signal.SIGTERM))
         with pytest.raises(SystemExit):
             make(saving(), kill, **of_trainer).fit(DATA, VAL, **fit)
+        assert step in steps_in(tmp_path)
     saver = saving()
     trainer = make(saver, **of_trainer)
     trainer.fit(DATA, VAL, ckpt_path="auto", **fit)
@@ -145,16 +146,6 @@ def test_what_is_kept(tmp_path, values, interval, options, expected):
     assert steps_in(tmp_path) == sorted(expected)
 
 
-def test_no_score_is_no_best(tmp_path):
-    trainer = make(ModelCheckpoint(tmp_path, monitor="val_loss", every_n_train_steps=2))
-    for _, batch_idx in zip(trainer.steps(DATA), range(2), strict=False):
-        assert batch_idx < 2
-    with pytest.raises(
-        ValueError, match="'best': of no checkpoint in .*'val_loss' mea"
-    ):
-        trainer.test(VAL, "best")
-
-
 def test_by_steps_there_is_no_score_but_at_the_end_of_an_epoch(tmp_path):
     saver = ModelCheckpoint(tmp_path, "loss", every_n_train_steps=4, save_top_k=-1)
     trainer = make(saver)
@@ -175,12 +166,12 @@ def test_what_is_gone_on_from_stays_until_another_one_is_whole(tmp_path):
     assert steps_in(tmp_path) == [2, 4, 6]
     seen = []
     look = On(on_boundary=lambda trainer: seen.append(steps_in(tmp_path)))
-    # The best of two is step 2, and it goes on from 6.
-    values = {9: 0.5, 12: 9.0}
+    # The best of two is step 2, and it goes on from 4. Step 6 is another one then.
+    values = {6: 7.0, 9: 0.5, 12: 9.0}
     trainer = make(values_of(values), look, saving())
-    trainer.fit(DATA, VAL, max_epochs=2, val_check_interval=3, ckpt_path=tmp_path / "6")
-    assert seen[0] == seen[2] == [2, 6]
-    assert steps_in(tmp_path) == [9]
+    trainer.fit(DATA, VAL, max_epochs=2, val_check_interval=3, ckpt_path=tmp_path / "4")
+    assert seen[0] == seen[4] == [2, 4]
+    assert steps_in(tmp_path) == [9] and steps_in(tmp_path / "before-1") == [6]
 
 
 @pytest.mark.parametrize("on", [False, True])

@@ -9,6 +9,7 @@ whatever happened on the way.
 import hashlib
 import itertools
 import json
+import multiprocessing
 import os
 import pathlib
 import random
@@ -53,31 +54,21 @@ def report_progress(root, pause):
 
     def write(trainer):
         (root / "progress").write_text(str(trainer.global_step))
-
-    def write_and_pause(trainer):
-        write(trainer)
         time.sleep(pause)
 
-    return On(on_fit_start=write, on_boundary=write_and_pause)
+    return On(on_fit_start=write, on_boundary=write)
 
 
-def harm_at(hook, at, what):
+def harm_at(hook, at, what, *args):
     """A callback that does something at the n-th call of a hook."""
     calls = itertools.count(1)
-    return On(**{hook: lambda *_: what() if next(calls) == at else None})
+    return On(**{hook: lambda *_: what(*args) if next(calls) == at else None})
 
 
-class Signal:
+def send_signal(name, to_group=False):
     """Sends this process a signal, or its whole group, workers included."""
-
-    def __init__(self, name, group=False):
-        self.number, self.group = getattr(signal, name), group
-
-    def __call__(self):
-        if self.group:
-            os.killpg(0, self.number)
-        else:
-            os.kill(os.getpid(), self.number)
+    send, target = (os.killpg, 0) if to_group else (os.kill, os.getpid())
+    send(target, getattr(signal, name))
 
 
 def train(
@@ -185,16 +176,5 @@ def turn_back_the_clock():
 
 def kill_a_worker():
     """Kills the worker processes, as the kernel does when memory is short."""
-    parent, me = {}, str(os.getpid())
-    for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
-        try:
-            text = stat.read_text()
-        except OSError:
-            continue
-        parent[text.split()[0]] = text.rpartition(")")[2].split()[1]
-    mine = [p for p in parent if me in (parent[p], parent.get(parent[p]))]
-    leaves = [p for p in mine if p not in parent.values()]
-    names = {p: pathlib.Path(f"/proc/{p}/cmdline").read_text() for p in leaves}
-    for process in leaves:
-        if "resource_tracker" not in names[process]:
-            os.kill(int(process), signal.SIGKILL)
+    for worker in multiprocessing.active_children():
+        worker.kill()

@@ -1,5 +1,6 @@
 """Disks, neighbours, loaders, callbacks and clocks that misbehave."""
 
+import contextlib
 import functools
 import os
 import resource
@@ -37,11 +38,9 @@ def fill(folder, saver):
     """Leaves no byte on a small disk, once what is being saved is on it."""
     saver._finish_save(wait=True)
     if os.path.ismount(folder):
-        with open(folder / "ballast", "wb", buffering=0) as file:
-            try:
-                while file.write(bytes(4096)):
-                    pass
-            except OSError:
+        ballast = open(folder / "ballast", "wb", buffering=0)
+        with ballast as file, contextlib.suppress(OSError):
+            while file.write(bytes(4096)):
                 pass
     else:
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[1]

@@ -147,59 +147,37 @@ def test_kills_while_a_checkpoint_is_removed(jobs, table, tmp_path):
     table.add("kill -9 while an old checkpoint is removed", saw, tries, survived)
 
 
-MOMENTS = {
-    "a step": ("on_train_batch_end", 4),
-    "a save": ("on_boundary", 3),
-    "validation": ("on_validation_batch_end", 3),
-    "the end of an epoch": ("on_train_epoch_end", 1),
-    "compilation": ("setup", 1),
-    "a step, a second one at once": ("on_train_batch_end", 5),
-}
+TERM = "SIGTERM at each of six moments of a run", "exit code 143; resumed bit for bit"
+SIGNALS = {  # the fault, what the user sees, hook and call that send it, the exit code
+    "a step": (*TERM, ("on_train_batch_end", 4, "SIGTERM"), 143, {}),
+    "a save": (*TERM, ("on_boundary", 3, "SIGTERM"), 143, {}),
+    "validation": (*TERM, ("on_validation_batch_end", 3, "SIGTERM"), 143, {}),
+    "the end of an epoch": (*TERM, ("on_train_epoch_end", 1, "SIGTERM"), 143, {}),
+    "compilation": (*TERM, ("setup", 1, "SIGTERM"), 143, {}),
+    "a second one at once": (*TERM, ("on_train_batch_end", 5, "SIGTERM"), -15, {}),
+    "ctrl-c": ("Ctrl-C to all processes, two workers",
+               "KeyboardInterrupt, no tracebacks of workers",
+               ("on_train_batch_end", 4, "SIGINT", True), 1, {"workers": 2}),
+    "usr1": ("SIGUSR1 with Preemption(action='return')",
+             "`fit` returns after a checkpoint",
+             ("on_train_batch_end", 4, "SIGUSR1"), 0,
+             {"preemption": ("SIGUSR1", "return")}),
+}  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_sigterm_at_chosen_moments(jobs, table, moment):
+@pytest.mark.parametrize("moment", SIGNALS)
+def test_signals_at_chosen_moments(jobs, table, moment):
     import job
 
-    hook, at = MOMENTS[moment]
-    name = f"sigterm {moment}"
-    harm = [(hook, at, job.Signal("SIGTERM"))] * (2 if "second" in moment else 1)
-    code, output = jobs.run(name, epochs=6, harm=harm)
-    assert code == (-signal.SIGTERM if "second" in moment else 143), output
-    assert "Traceback" not in output
-    code, output = jobs.run(name, epochs=6)
+    fault, saw, (hook, at, *sent), expected, options = SIGNALS[moment]
+    harm = [(hook, at, job.send_signal, *sent)] * (1 + ("second" in moment))
+    code, output = jobs.run(moment, epochs=6, harm=harm, **options)
+    assert code == expected, output
+    assert output.count("Traceback") == (code == 1)
+    if code == 0:
+        assert jobs.result(moment)["step"] == at
+    code, output = jobs.run(moment, epochs=6)  # with any number of workers
     assert code == 0, output
-    jobs.assert_same(name, "whole")
-    saw = "exit code 143; resumed bit for bit"
-    table.add("SIGTERM at each of six moments of a run", saw)
-
-
-@pytest.mark.slow
-def test_ctrl_c_is_answered_once_and_workers_keep_quiet(jobs, table):
-    import job
-
-    harm = [("on_train_batch_end", 4, job.Signal("SIGINT", group=True))]
-    code, output = jobs.run("ctrl-c", epochs=6, harm=harm, workers=2)
-    assert code == 1 and output.count("Traceback") == 1, output
-    code, output = jobs.run("ctrl-c", epochs=6)
-    assert code == 0, output
-    jobs.assert_same("ctrl-c", "whole")  # whatever the number of workers
-    saw = "KeyboardInterrupt, no tracebacks of workers"
-    table.add("Ctrl-C to all processes, two workers", saw)
-
-
-@pytest.mark.slow
-def test_a_signal_may_hand_control_back(jobs, table):
-    import job
-
-    harm = [("on_train_batch_end", 4, job.Signal("SIGUSR1"))]
-    options = {"epochs": 6, "preemption": ("SIGUSR1", "return")}
-    code, output = jobs.run("usr1", harm=harm, **options)
-    assert code == 0, output
-    assert jobs.result("usr1")["step"] == 4
-    code, output = jobs.run("usr1", **options)
-    assert code == 0, output
-    jobs.assert_same("usr1", "whole")
-    saw = "`fit` returns after a checkpoint"
-    table.add("SIGUSR1 with Preemption(action='return')", saw)
+    jobs.assert_same(moment, "whole")
+    table.add(fault, saw)
