@@ -88,15 +88,16 @@ def test_a_folder_that_was_moved_keeps_its_scores(name, tmp_path):
     assert not (there / "before-1").exists()
 
 
-def test_identities_of_version_0_2_are_known(tmp_path):
+def test_callbacks_are_matched_in_order_and_those_of_version_0_2_by_their_monitor(
+    tmp_path,
+):
     saver = ModelCheckpoint(tmp_path, "val_loss")
     trainer = trainer_with(EarlyStopping("val_area"), EarlyStopping("val_loss"), saver)
+    names = "EarlyStopping EarlyStopping:1 ModelCheckpoint On On:1 On:2".split()
+    identities = ["val_loss", "val_other", str(tmp_path), "", "", ""]
     meta = {
-        "callbacks": {"EarlyStopping": 1, "EarlyStopping:1": 2, "ModelCheckpoint": 3},
-        "identities": {
-            "EarlyStopping": "val_loss",
-            "EarlyStopping:1": "val_other",
-            "ModelCheckpoint": str(tmp_path),
-        },
+        "callbacks": dict(zip(names, range(6), strict=True)),
+        "identities": dict(zip(names, identities, strict=True)),
     }
-    assert match_states(trainer, meta) == {"EarlyStopping:1": 1, "ModelCheckpoint": 3}
+    matched = {"EarlyStopping:1": 0, "ModelCheckpoint": 2, "On": 3, "On:1": 4}
+    assert match_states(trainer, meta) == matched
