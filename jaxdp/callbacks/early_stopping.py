@@ -85,7 +85,8 @@ class EarlyStopping(PatienceCallback):
         self.reason = None
         if not (is_resumed and self._stop_if_due(trainer)):
             self.stopped_epoch = None
-        if self.restore_best and trainer.global_step in self._best_steps:
+        is_best = trainer.global_step in self._best_steps
+        if self.restore_best and self._best is None and is_best:
             self._best = _copy_parts(trainer)
 
     def check(self, trainer: Trainer, value: float) -> None:
@@ -161,11 +162,11 @@ class EarlyStopping(PatienceCallback):
 
     def _find_reason(self) -> str | None:
         """Returns the reason to stop at the last check, or None."""
-        value, better = self._last_value, self.stopping_threshold
-        worse = self.divergence_threshold
+        value = self._last_value
         if value is None:
             return None
         got = f"{self.monitor} is {value:.6g}"
+        better, worse = self.stopping_threshold, self.divergence_threshold
         if self.check_finite and not math.isfinite(value):
             return f"{got}, which is not finite."
         if better is not None and is_better(self.mode, value, better):
