@@ -64,7 +64,7 @@ class Zoo(eqx.Module):
         names = "bfloat16 float16 float8_e4m3fn float8_e5m2 int8 uint8 int32 bool"
         self.buffers = {name: odd(name) for name in [*names.split(), "complex64"]} | {
             "scalar": jnp.float32(2.5),
-            "numpy": np.arange(3),
+            "numpy": np.ones(3, np.float32),
             "no rows": jnp.zeros((0, 3)),
             "no columns": jnp.zeros((3, 0), jnp.int8),
             "special": jnp.array([jnp.nan, jnp.inf, -jnp.inf, -0.0, 1e-45]),
