@@ -21,7 +21,6 @@ _NARROW = {
     np.dtype(np.complex128): np.dtype(np.complex64),
 }
 
-
 _PLAIN = {np.dtype(name) for name in ("float32", "int32", "uint8", "bool")}
 """Dtypes that need neither a check nor a conversion."""
 
@@ -61,9 +60,8 @@ def normalize_batch(batch: Any, *, copy: bool = False) -> Batch:
     elif isinstance(batch, Mapping) and jax.tree_util.all_leaves([batch]):
         batch = dict(batch)
     leaves, treedef = jax.tree.flatten(batch)
-    if not _NUMPY.issuperset(map(type, leaves)):
-        if any(isinstance(leaf, jax.Array) and is_key(leaf) for leaf in leaves):
-            return normalize_batch(wrap_keys(batch), copy=copy)
+    if any([isinstance(leaf, jax.Array) and is_key(leaf) for leaf in leaves]):
+        return normalize_batch(wrap_keys(batch), copy=copy)
     arrays = [_convert(leaf, batch, index, copy) for index, leaf in enumerate(leaves)]
     if not arrays:
         raise TypeError(f"a batch has no arrays in it: {batch!r}.")
@@ -86,28 +84,57 @@ def normalize_batch(batch: Any, *, copy: bool = False) -> Batch:
 
 
 def _convert(leaf: Any, batch: Any, index: int, copy: bool) -> Any:
-    """Returns leaf number `index` of a batch as an array of 32 bits at most."""
+    """Returns leaf number `index` of a batch as an array of 32 bits at most.
+
+    Raises if a value would change beyond rounding.
+    """
     array: Any = leaf
-    if type(leaf) is not np.ndarray:
-        if isinstance(leaf, jax.Array):
-            if leaf.is_fully_addressable:
-                return leaf
-            raise ValueError(
-                f"{leaf_name(batch, index)} is a jax.Array that spans processes, of"
-                " which none has all rows. With `data`='global' each process must have"
-                " the whole batch (it takes its rows of it), with 'local' its own rows:"
-                " pass an array of this process's devices, such as"
-                " jax.device_put(rows, jax.local_devices()[0])."
-            )
-        array = as_numpy(leaf)
-    if array is None or not _is_of_numbers(array.dtype):
-        raise TypeError(_explain_leaf(batch, index, leaf))
+    if type(array) is np.ndarray and array.dtype in _PLAIN:
+        return np.array(array) if copy else array
+    if isinstance(leaf, jax.Array):
+        if leaf.is_fully_addressable:
+            return leaf
+        raise ValueError(
+            f"{leaf_name(batch, index)} is a jax.Array that spans processes, of"
+            " which none has all rows. With `data`='global' each process must have"
+            " the whole batch (it takes its rows of it), with 'local' its own rows:"
+            " pass an array of this process's devices, such as"
+            " jax.device_put(rows, jax.local_devices()[0])."
+        )
+    array = as_numpy(leaf)
+    # Custom dtypes, such as bfloat16, are numbers of the kind "V".
+    if array is None or (array.dtype.kind in "OUSMmV" and array.dtype.isbuiltin != 2):
+        kind = type(leaf).__name__
+        if hasattr(leaf, "dtype"):
+            kind += f" of dtype {leaf.dtype}"
+        if hasattr(leaf, "layout"):  # a sparse tensor's
+            kind += f", {leaf.layout}"
+        raise TypeError(
+            f"{leaf_name(batch, index)} is a {kind}, and a batch can only have arrays"
+            " of numbers. Drop or convert it in the dataset or in the loader's"
+            " `collate_fn`: dict(x) of a mapping, x.filled(0) of a masked array, and"
+            " jax.tree_util.register_dataclass for a dataclass."
+        )
     if not array.dtype.isnative:  # big-endian, as some files are
         array = array.astype(array.dtype.newbyteorder("="))
+    dtype = _NARROW.get(array.dtype)
     # Unless JAX computes in 64 bits.
-    if array.dtype in _NARROW and jax.dtypes.canonicalize_dtype(np.int64) != np.int64:
-        return _narrow(array, batch, index)
-    return np.array(array) if copy else array
+    if dtype is None or jax.dtypes.canonicalize_dtype(np.int64) == np.int64:
+        return np.array(array) if copy else array
+    with np.errstate(over="ignore", invalid="ignore"):
+        narrowed = array.astype(dtype)
+    if dtype.kind in "iu":
+        same = narrowed == array
+    else:
+        same = np.isfinite(narrowed) == np.isfinite(array)
+    if not np.all(same):
+        raise ValueError(
+            f"{leaf_name(batch, index)} is {array.dtype} and has the value"
+            f" {array[~np.asarray(same)].flat[0]}, which does not fit into {dtype},"
+            " which JAX computes in. Rescale or re-index the values, or call"
+            ' jax.config.update("jax_enable_x64", True).'
+        )
+    return narrowed
 
 
 def fetch_rows(
@@ -171,51 +198,38 @@ def check_targets(batch: Batch, num_classes: int | None) -> None:
     """
     labels: Any = batch[1]
     weight = batch[2] if len(batch) > 2 else None
-    classes = None if isinstance(labels, jax.Array) else num_classes
-    if weight is None:
-        if classes is not None:
-            # Small steps wait for this check.
-            unsigned = labels.view(_UNSIGNED.get(labels.dtype, labels.dtype))
-            is_float = labels.dtype.kind not in "iub"
-            if is_float or np.maximum.reduce(unsigned, axis=None) >= classes:
-                _check_labels(labels, classes)
-        return
     if isinstance(weight, jax.Array):
         return
-    if not weight.min() >= 0:  # NaN, too
+    if weight is not None and not weight.min() >= 0:  # NaN, too
         raise ValueError(
             "weights must be 0 or more, since the mean is divided by their sum; this"
             f" batch (x, y, weight) has {weight.min()}. For factors with a sign, as"
             " advantages are, multiply the losses by them in a"
             " `loss_fn(model, x, y, factor)`."
         )
-    if classes is not None:
+    if num_classes is None or isinstance(labels, jax.Array):
+        return
+    if weight is not None:
         counts = (weight != 0).reshape(*weight.shape[:2], -1).any(axis=2)
         mask = counts.reshape(*counts.shape, *[1] * (labels.ndim - 2))
-        _check_labels(np.where(mask, labels, 0), classes)
-
-
-def _check_probabilities(targets: np.ndarray) -> None:
-    # The limits allow for rounding of mixed targets. NaN passes here, but shows in the
-    # loss.
-    if ((targets < -0.01) | (targets > 1.01)).any():
-        raise ValueError(
-            "targets of a binary cross-entropy are probabilities, 0 to 1; this batch"
-            f" has them from {targets.min()} to {targets.max()}. Labels of -1 and 1"
-            " become those by (y + 1) / 2; for other numbers use loss='mse'."
-        )
-
-
-def _check_labels(labels: Any, num_classes: int) -> None:
+        labels = np.where(mask, labels, 0)
     if labels.dtype.kind not in "iub":
-        return _check_probabilities(labels)
-    low, high = labels.min(), labels.max()
-    if low < 0 or high >= num_classes:
+        # The limits allow for rounding of mixed targets. NaN passes here, but shows in
+        # the loss.
+        if ((labels < -0.01) | (labels > 1.01)).any():
+            raise ValueError(
+                "targets of a binary cross-entropy are probabilities, 0 to 1; this"
+                f" batch has them from {labels.min()} to {labels.max()}. Labels of -1"
+                " and 1 become those by (y + 1) / 2; for other numbers use loss='mse'."
+            )
+        return
+    unsigned = labels.view(_UNSIGNED.get(labels.dtype, labels.dtype))
+    if np.maximum.reduce(unsigned, axis=None) >= num_classes:
         raise ValueError(
             f"labels must be 0 to {num_classes - 1}, of {num_classes} classes; this"
-            f" batch has labels from {low} to {high}. (Rows to be ignored have the"
-            " weight 0: (x, y, weight). To ignore some labels of a row, return (values,"
-            " weights) from a `loss_fn`. For yes/no targets use"
+            f" batch has labels from {labels.min()} to {labels.max()}. (Rows to be"
+            " ignored have the weight 0: (x, y, weight). To ignore some labels of a"
+            " row, return (values, weights) from a `loss_fn`. For yes/no targets use"
             " loss='binary_cross_entropy'.)"
         )
 
@@ -244,57 +258,16 @@ def as_numpy(leaf: Any) -> np.ndarray | None:
 def wrap_keys(tree: Any) -> Any:
     """Returns the tree with typed PRNG keys as `KeyData`."""
 
-    def data(path: Any, leaf: Any, has_rows: int) -> Any:
-        if not (isinstance(leaf, jax.Array) and is_key(leaf)):
-            return leaf
-        if has_rows and leaf.ndim == 0:
-            raise ValueError(
-                f"batch{jax.tree_util.keystr(path)} is a single PRNG key, which has no"
-                " rows. Give each row a key, jax.random.split(key, rows), or put one"
-                " that is for all rows into a jaxdp.Whole(key)."
-            )
-        return KeyData(jax.random.key_data(leaf), jax.random.key_impl(leaf))
-
-    treedef = jax.tree.structure(tree)
-    has_rows = treedef.unflatten(find_batched_leaves(treedef))
-    return jax.tree_util.tree_map_with_path(data, tree, has_rows)
-
-
-def _narrow(array: np.ndarray, batch: Any, index: int) -> np.ndarray:
-    """Returns `array` in 32 bits; raises if a value would change beyond rounding."""
-    dtype = _NARROW[array.dtype]
-    if dtype.kind in "iu":
-        narrowed = array.astype(dtype)
-        same = np.asarray(narrowed == array)
-    else:
-        with np.errstate(over="ignore", invalid="ignore"):
-            narrowed = array.astype(dtype)
-        same = np.asarray(np.isfinite(narrowed) == np.isfinite(array))
-    if not same.all():
-        worst = array[~same].flat[0]
-        raise ValueError(
-            f"{leaf_name(batch, index)} is {array.dtype} and has the value {worst},"
-            f" which does not fit into {dtype}, which JAX computes in. Rescale or"
-            ' re-index the values, or call jax.config.update("jax_enable_x64", True).'
-        )
-    return narrowed
-
-
-def _is_of_numbers(dtype: np.dtype) -> bool:
-    if dtype.char in "gG":
-        return False  # long double, which JAX lacks
-    return dtype.kind not in "OUSMmV" or dtype.isbuiltin == 2
-
-
-def _explain_leaf(batch: Any, index: int, leaf: Any) -> str:
-    kind = type(leaf).__name__
-    if hasattr(leaf, "dtype"):
-        kind += f" of dtype {leaf.dtype}"
-    if hasattr(leaf, "layout"):  # a sparse tensor's
-        kind += f", {leaf.layout}"
-    return (
-        f"{leaf_name(batch, index)} is a {kind}, and a batch can only have arrays of"
-        " numbers. Drop or convert it in the dataset or in the loader's `collate_fn`:"
-        " dict(x) of a mapping, x.filled(0) of a masked array, and"
-        " jax.tree_util.register_dataclass for a dataclass."
-    )
+    paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    leaves = []
+    for (path, leaf), has_rows in zip(paths, find_batched_leaves(treedef), strict=True):
+        if isinstance(leaf, jax.Array) and is_key(leaf):
+            if has_rows and leaf.ndim == 0:
+                raise ValueError(
+                    f"batch{jax.tree_util.keystr(path)} is a single PRNG key, which has"
+                    " no rows. Give each row a key, jax.random.split(key, rows), or"
+                    " put one that is for all rows into a jaxdp.Whole(key)."
+                )
+            leaf = KeyData(jax.random.key_data(leaf), jax.random.key_impl(leaf))
+        leaves.append(leaf)
+    return treedef.unflatten(leaves)
