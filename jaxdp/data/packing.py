@@ -79,8 +79,6 @@ class BatchSpec:
         treedef, _ = key
         has_rows = find_batched_leaves(treedef)
         self.unbatched = [i for i, rows in enumerate(has_rows) if not rows]
-        node = treedef.node_data()
-        self.is_rowless = node is not None and node[0] is SingleRowBatch
         # The structures of the leaves with rows, and of the leaves without rows.
         self.batched_treedef, self.unbatched_treedef = [
             jax.tree.structure(
@@ -165,21 +163,19 @@ class Packer:
 
     def describe_change(self, batch: Batch) -> str:
         """Returns how a batch differs from the first one; "" if it does not."""
-        treedef, shapes = make_spec_key(batch)
-        if self._first is None or self._first == (treedef, shapes):
-            return ""
-        start, (first, expected) = f"a {self.kind} batch", self._first
+        key = treedef, shapes = make_spec_key(batch)
+        first, expected = self._first or key
+        start = f"a {self.kind} batch differs from the first one"
         if treedef != first:
             old = first.unflatten(range(first.num_leaves))
-            difference = describe_difference(old, batch)
-            return f"{start} differs from the first one in structure: {difference}."
+            return f"{start} in structure: {describe_difference(old, batch)}."
         triples = zip(expected, shapes, find_batched_leaves(treedef), strict=True)
         changed = [
             f"{leaf_name(batch, i)} was {_format(*was, rows)}, is {_format(*now, rows)}"
             for i, (was, now, rows) in enumerate(triples)
             if was != now
         ]
-        return f"{start} differs from the first one: {join_some(changed, '; ')}."
+        return f"{start}: {join_some(changed, '; ')}." if changed else ""
 
     def pack(self, windows: list[Window], slots: int = 1) -> Dispatch:
         """Packs the batches of one optimizer step, or of several steps of equal shapes.
@@ -209,7 +205,8 @@ class Packer:
         if len(micros) > 1:
             micros.sort(key=lambda micro: micro.spec.text)
         is_split, was_padded = True, False
-        if self.pads and not micros[0].spec.is_rowless:  # which has no rows to pad
+        has_rows = not isinstance(get_local(first), SingleRowBatch)
+        if self.pads and has_rows:
             was_padded = self._pad(micros, steps * slots)
         elif not all(self._needs_no_padding(micro.counts) for micro in micros):
             is_split = False
@@ -343,19 +340,13 @@ def have_equal_shapes(windows: list[Window], slots: int) -> bool:
 
     Small steps wait for this check, so it only flattens each batch.
     """
-    batches = list(itertools.chain.from_iterable(windows))
-    if len(batches) < slots * len(windows):
-        return False
-    first, *others = map(_get_full_spec, batches)
-    return all([spec == first for spec in others])
-
-
-def _get_full_spec(batch: Batch) -> Any:
-    """Returns the structure of a batch, and the shapes and dtypes of its leaves."""
-    if type(batch) is LocalBatch:
-        return batch.counts, _get_full_spec(batch.batch)
-    leaves, treedef = jax.tree.flatten(batch)
-    return treedef, [*map(_SHAPE_AND_DTYPE, leaves)]
+    specs: list[Any] = []
+    for batch in itertools.chain.from_iterable(windows):
+        counts = batch.counts if type(batch) is LocalBatch else None
+        leaves, treedef = jax.tree.flatten(get_local(batch))
+        specs.append((counts, treedef, [*map(_SHAPE_AND_DTYPE, leaves)]))
+    is_full = len(specs) == slots * len(windows)
+    return is_full and all([spec == specs[0] for spec in specs])
 
 
 @functools.lru_cache

@@ -212,24 +212,22 @@ def _check_equal(of_each: list[Any]) -> None:
             f" {join_numbers('process', empty)}, while others have some. Each loader"
             " needs at least one."
         )
-    first, checksum = of_each[0]
-    for process, (shapes, other) in enumerate(of_each):
-        if shapes != first:
-            raise ValueError(
-                "`data`='local': the processes have batches of different shapes for the"
-                f" same step: rows of {first} in process 0, of {shapes} in process"
-                f" {process}. A step is compiled for one shape. Have each process draw"
-                " from the same bucket at each step, by a generator that has the same"
-                " seed in all, and give all equally many batches: a process that has"
-                " no more repeats the shape of its last one."
+    first, _ = of_each[0]
+    for process, facts in enumerate(of_each):
+        if facts == of_each[0]:
+            continue
+        which = "different values in a jaxdp.Whole, which is the same for every row"
+        if facts[0] != first:
+            which = (
+                f"batches of different shapes, rows of {first} in process 0, of"
+                f" {facts[0]} in process {process}, but a step is compiled for one"
             )
-        if other != checksum:
-            raise ValueError(
-                "`data`='local': the processes have different values in a jaxdp.Whole"
-                " at the same step, but it must be the same for every row. Draw it by a"
-                " generator that has the same seed in all, and give all equally many"
-                " batches: a process that has no more repeats its last Whole."
-            )
+        raise ValueError(
+            f"`data`='local': at the same step, the processes have {which}. Have each"
+            " draw shapes and Wholes by a generator that has the same seed in all, and"
+            " give all equally many batches: a process that has no more repeats those"
+            " of its last one."
+        )
 
 
 def _copy_first_row(batch: Batch) -> Batch:
