@@ -6,15 +6,7 @@ import numpy as np
 import pytest
 from toys import On, Recorder, bits, linear, mlp_trainer, on_one_device, rows
 
-from jaxdp import (
-    FSDP,
-    Arrays,
-    Bitwise,
-    Pmap,
-    Sharded,
-    SingleDevice,
-    Whole,
-)
+from jaxdp import FSDP, Arrays, Bitwise, Pmap, Sharded, SingleDevice, Whole
 from jaxdp.callbacks import DonateBuffers
 
 X, Y = rows(53)

@@ -26,6 +26,14 @@ def no_batch(words):
     return f"can only have arrays of numbers. .*{words}"
 
 
+def sparse():
+    return pytest.importorskip("torch").eye(8).to_sparse()
+
+
+def opened(loader):
+    return list(open_loader(loader, "train_loader", seed=0).read_epoch())
+
+
 @pytest.mark.parametrize("batch, error, words", [
     *(({"id": np.array([1, value], dtype)}, ValueError,
        rf"batch\['id'\] is {dtype} and has the value")
@@ -41,10 +49,15 @@ def no_batch(words):
     ((np.ones((4, 2)), ONE), ValueError, r"batch\[0\] \(4, 2\), batch\[1\] \(3,\)"),
     ((TWO[:0], ONE[:0]), ValueError, "leading axis of one or more rows"),
     ({"x": ONE, "rate": 0.5}, ValueError, "leading axis of one or more rows"),
+    ([[float(i) for i in range(50)]], ValueError, r"and 45 more.*np\.asarray"),
+    (lambda: (X[:8], sparse()), TypeError, r"batch\[1\] is a Tensor .*torch.sparse"),
 ])  # fmt: skip
 def test_invalid_batches_are_refused(batch, error, words):
-    with pytest.raises(error, match=words):
-        normalize_batch(batch if isinstance(batch, dict | tuple | Pair) else (batch,))
+    batch = batch() if callable(batch) else batch
+    is_one = isinstance(batch, np.ndarray)
+    with pytest.raises(error, match=words) as caught:
+        normalize_batch((batch,) if is_one else batch)
+    assert len(str(caught.value)) < 500
 
 
 def test_a_masked_array_without_a_mask_and_a_missing_weight_are_accepted():
@@ -87,35 +100,16 @@ def test_batches_that_do_not_fit_the_loss_are_refused(batch, error, words):
     (lambda: Arrays(X, shuffle=None), TypeError, "`shuffle` must be a bool"),
     (lambda: make_small().fit(Arrays(X[:9], Y[:9], drop_last=True)), ValueError,
      "shorter than one batch with drop_last=True"),
-    (lambda: open_loader(np.ones(3), "train_loader", seed=0), TypeError,
+    (lambda: opened(np.ones(3)), TypeError,
      r"is a ndarray, not an iterable of batches; .*; of arrays.*x alone jaxdp.Arr"),
-    (lambda: open_loader({"x": 1}, "train_loader", seed=0), TypeError,
-     "not an iterable of batches"),
-    (lambda: open_loader(3, "train_loader", seed=0), TypeError,
-     "is a int, not an iterable"),
-    (lambda: list(open_loader(
-        [(np.ones(2),), None], "train_loader", 0).read_epoch()), TypeError,
+    (lambda: opened({"x": 1}), TypeError, "not an iterable of batches"),
+    (lambda: opened(3), TypeError, "is a int, not an iterable"),
+    (lambda: opened([(np.ones(2),), None]), TypeError,
      "a batch has no arrays in it: None"),
+    (lambda: opened(pytest.importorskip("squares").Squares()), TypeError,
+     r"is a Squares, not .*; of a dataset of examples torch.utils.data.DataL"),
+    (lambda: opened(linear()), TypeError, r"is a Linear, .*Trainer\(model\).fit"),
 ])  # fmt: skip
 def test_invalid_loaders_are_refused(make, error, words):
     with pytest.raises(error, match=words):
         make()
-
-
-def test_a_sparse_tensor_is_refused():
-    torch = pytest.importorskip("torch")
-    batch = X[:8], torch.eye(8).to_sparse()
-    with pytest.raises(TypeError, match=r"batch\[1\] is a Tensor .*torch.sparse_coo"):
-        normalize_batch(batch)
-
-
-def test_a_torch_dataset_is_refused():
-    squares = pytest.importorskip("squares")
-    words = r"is a Squares, not .*; of a dataset of examples torch.utils.data.DataL"
-    with pytest.raises(TypeError, match=words):
-        open_loader(squares.Squares(), "train_loader", seed=0)
-
-
-def test_a_model_is_refused():
-    with pytest.raises(TypeError, match=r"is a Linear, .*Trainer\(model\).fit"):
-        open_loader(linear(), "train_loader", seed=0)

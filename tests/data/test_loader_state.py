@@ -61,16 +61,22 @@ def test_a_second_fit_continues_at_the_trained_position():
     assert parts.losses == whole.losses
 
 
-def test_a_state_that_is_not_json_is_replayed(tmp_path, caplog):
-    class Odd(Stream):
-        def state_dict(self):
-            return {"at": object()}
+class InOrder(Stream):
+    def __iter__(self):
+        return iter(DATA)
 
-        def __iter__(self):
-            return iter(DATA)
 
-    check(tmp_path, Odd, {20})
-    assert "the state of Odd is not JSON" in caplog.text
+@pytest.mark.parametrize("kind", [InOrder, Endless])
+def test_a_state_that_is_not_json_is_replayed(tmp_path, caplog, kind):
+    state = {"state_dict": lambda self: {"at": object()}}
+    name = f"Odd{kind.__name__}"  # each is reported once
+    odd = type(name, (kind,), state)
+
+    def fit(trainer, **options):
+        trainer.fit(odd(), max_epochs=2, limit_train_batches=10, **options)
+
+    check_twins(tmp_path, make, fit, {4, 15})
+    assert f"the state of {name} is not JSON" in caplog.text
 
 
 def torch_stream():
