@@ -4,7 +4,6 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import equinox as eqx
@@ -99,41 +98,43 @@ def run_activity(
     trainer: "Trainer",
     what: str,
     hooks: Hooks,
-    end: Callable[[], None] | None = None,
+    end: Callable[[], object] = lambda: None,
 ) -> Iterator[None]:
     """Sets `run.doing` to `what`; calls `end` and `teardown` after the block.
 
     If the block raises, `on_exception` is called first, but not of a loop of the
-    caller. Later errors are added as notes to the first, which they would hide.
+    caller.
     """
     outer, trainer.run.doing = trainer.run.doing, what
-    first: BaseException | None = None
-    last = [*filter(None, [end]), partial(hooks.teardown, trainer)]
     try:
-        yield
+        try:
+            yield
+        except BaseException as exception:
+            if what != "a loop of steps":
+                with attach_second_error(exception):
+                    hooks.on_exception(trainer, exception)
+            with attach_second_error(exception):
+                end()
+            raise
+        end()
     except BaseException as exception:
-        first = exception
-        if what != "a loop of steps":
-            last.insert(0, partial(hooks.on_exception, trainer, exception))
-    try:
-        for function in last:
-            try:
-                function()
-            except Exception as error:
-                if first is None:
-                    first = error
-                else:
-                    note_second_error(first, error)
+        with attach_second_error(exception):
+            hooks.teardown(trainer)
+        log_stop(exception)
+        raise
+    else:
+        hooks.teardown(trainer)
     finally:
         trainer.run.doing = outer
-    if first is not None:
-        log_stop(first)
-        raise first
 
 
-def note_second_error(first: BaseException, second: Exception) -> None:
-    """Adds a second error as a note to the first, which it would hide."""
-    text = f"{type(second).__name__}: {second}"
-    first.add_note(f"and after that: {text}")
-    if isinstance(first, Preempted):  # Python prints no notes of it
-        log_info(f"{first.signal}: {text}")
+@contextlib.contextmanager
+def attach_second_error(exception: BaseException) -> Iterator[None]:
+    """Adds a second exception as a note to the first, which the second would hide."""
+    try:
+        yield
+    except Exception as second:
+        text = f"{type(second).__name__}: {second}"
+        exception.add_note(f"and after that: {text}")
+        if isinstance(exception, Preempted):  # Python prints no notes of Preempted
+            log_info(f"{exception.signal}: {text}")

@@ -17,7 +17,7 @@ from ..distributed import PeriodicVote, Preempted, is_graceful_stop
 from ..step import Metrics
 from . import evaluation, resume
 from .feed import Feed, add_batch_note
-from .lifecycle import check_may_train, note_second_error, run_activity
+from .lifecycle import attach_second_error, check_may_train, run_activity
 from .progress import FitArguments, Limits, resolve_limit
 
 if TYPE_CHECKING:
@@ -302,10 +302,8 @@ class FitLoop:
                 self.hooks.on_train_epoch_end(self.trainer, metrics)
         except BaseException as exception:
             # A checkpoint of the exception says that the epoch is over.
-            try:
+            with attach_second_error(exception):
                 log_row()
-            except Exception as second:
-                note_second_error(exception, second)
             raise
         log_row()
         if progress.is_finished:
@@ -363,7 +361,7 @@ class FitLoop:
         try:
             with (
                 self._record.open(),
-                run_activity(trainer, "a fit", self.hooks, self._end_fit),
+                run_activity(trainer, "a fit", self.hooks, self._call_last_hooks),
                 run.interrupts,
             ):
                 trainer.should_stop = False
@@ -376,16 +374,14 @@ class FitLoop:
         except Preempted:
             if not run.interrupts.returns:
                 raise
-
-    def _end_fit(self) -> None:
-        """Calls `on_fit_end`, and closes the loaders."""
-        try:
-            with self._record.write_last_row():
-                self.hooks.on_fit_end(self.trainer)
         finally:
             self.progress.is_finished = False
             for source in (self.train, *self.vals.values()):
                 source.close()
+
+    def _call_last_hooks(self) -> None:
+        with self._record.write_last_row():
+            self.hooks.on_fit_end(self.trainer)
 
 
 def _read_overfit_batches(source: Source, limit: Any) -> Source:
