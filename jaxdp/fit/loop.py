@@ -357,11 +357,16 @@ class FitLoop:
 
         Ends the passes over the loaders, too.
         """
-        trainer, run = self.trainer, self._run
+        trainer, run, hooks = self.trainer, self._run, self.hooks
+
+        def end() -> None:
+            with self._record.write_last_row():
+                hooks.on_fit_end(trainer)
+
         try:
             with (
                 self._record.open(),
-                run_activity(trainer, "a fit", self.hooks, self._call_last_hooks),
+                run_activity(trainer, "a fit", hooks, end),
                 run.interrupts,
             ):
                 trainer.should_stop = False
@@ -378,10 +383,6 @@ class FitLoop:
             self.progress.is_finished = False
             for source in (self.train, *self.vals.values()):
                 source.close()
-
-    def _call_last_hooks(self) -> None:
-        with self._record.write_last_row():
-            self.hooks.on_fit_end(self.trainer)
 
 
 def _read_overfit_batches(source: Source, limit: Any) -> Source:

@@ -157,36 +157,34 @@ def _find_paths(
             " to start afresh then."
         )
     if where == "best":
-        steps = _sort_best_first(trainer, savers[0], steps)
+        return _sort_best_first(trainer, savers[0], [step for step, _ in steps])
     return [folder.get_path(step) for step, folder in steps]
 
 
 def _sort_best_first(
-    trainer: "Trainer", saver: ModelCheckpoint, newest_first: list[Any]
-) -> list[Any]:
-    """Sorts the steps that have a score, best first.
+    trainer: "Trainer", saver: ModelCheckpoint, steps: list[int]
+) -> list[str]:
+    """Returns the paths of the steps that have a score, best first.
 
     The link `best` comes first, because the newest checkpoint may have been measured
     after it was saved. The order of the others comes from the newest valid checkpoint.
     """
-    state = None
-    for step, folder in newest_first:
+    folder = saver.find_folder(trainer)
+    for step in steps:
         try:
             meta = checkpoint.read_meta(folder.get_path(step))
         except (CheckpointCorrupt, FileNotFoundError) as error:
             warn(f"`ckpt_path`='best': {error} Skipped.")
             continue
-        state = match_state(trainer, meta, saver)
-        break
-    else:
-        return newest_first  # all are damaged, as their errors will say
-    folder, folders = saver.find_folder(trainer), dict(newest_first)
-    # No state: the checkpoints are of another `monitor`, and so is the link.
-    ranked = state and [folder.read_link("best"), *saver.rank_saved(state)]
-    best_first = [(n, folders[n]) for n in dict.fromkeys(ranked or ()) if n in folders]
-    if not best_first:
-        raise ValueError(
-            f"`ckpt_path`='best': of no checkpoint in {folder.path} was"
-            f" {saver.monitor!r} measured; use 'last' or a path."
-        )
-    return best_first
+        ranked = []
+        # No state: the checkpoints are of another `monitor`, and so is the link.
+        if state := match_state(trainer, meta, saver):
+            ranked = [folder.read_link("best"), *saver.rank_saved(state)]
+        best_first = [step for step in dict.fromkeys(ranked) if step in steps]
+        if not best_first:
+            raise ValueError(
+                f"`ckpt_path`='best': of no checkpoint in {folder.path} was"
+                f" {saver.monitor!r} measured; use 'last' or a path."
+            )
+        return list(map(folder.get_path, best_first))
+    return list(map(folder.get_path, steps))  # all are damaged, as their errors say

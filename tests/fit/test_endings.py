@@ -10,11 +10,9 @@ import pytest
 from toys import At, On, batches, fail_with, linear, run_python
 from toys import make_small as make
 
-from jaxdp import Callback
 from jaxdp.callbacks import (
     ModelCheckpoint,
     Preemption,
-    ThroughputMonitor,
 )
 from jaxdp.distributed import is_graceful_stop
 
@@ -112,20 +110,6 @@ def test_a_second_exception_does_not_hide_the_first():
     with pytest.raises(ValueError, match="labels must be") as caught:
         trainer.fit([(x, y + 5)])
     assert any("disk full" in note for note in caught.value.__notes__)
-
-
-def test_a_setup_that_fails_is_the_only_error(tmp_path):
-    class Fails(Callback):
-        def setup(self, trainer):
-            raise OSError("no")
-
-    others = ThroughputMonitor(), ModelCheckpoint(tmp_path)
-    for callbacks in ([Fails(), *others], [*others, Fails()]):
-        with pytest.raises(OSError, match="no") as caught:
-            make(callbacks=callbacks).fit(batches(8))
-        first, about_frames = caught.value.__notes__
-        assert first == "raised by the callback Fails in setup"
-        assert "JAX_TRACEBACK_FILTERING=off" in about_frames
 
 
 @pytest.mark.parametrize("limits, steps", [

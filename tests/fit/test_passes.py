@@ -1,10 +1,11 @@
-"""`validate`, `test` and `predict`: what they may be given, and who hears of them."""
+"""`validate`, `test` and `predict`: their loaders, and the hooks that they call."""
 
+import jax
 import numpy as np
 import pytest
-from toys import RAGGED, On, batches, fail_with, make_small, mlp_trainer
+from toys import RAGGED, On, batches, make_small, mlp_trainer
 
-from jaxdp import Sharded, SingleDevice
+from jaxdp import Callback, Sharded, SingleDevice
 from jaxdp.callbacks import (
     CSVLogger,
     DonateBuffers,
@@ -58,14 +59,22 @@ def test_a_fit_ends_with_teardown_however_it_ends():
     assert (heard[0], heard[-1]) == ("setup", "teardown")
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_setup_that_fails_before_a_pass_reaches_on_exception(method):
-    seen, wrong = [], OSError("no such disk")
+@pytest.mark.parametrize("method", ["fit", *METHODS])
+def test_a_setup_that_fails_is_the_only_error(method, tmp_path):
+    class Fails(Callback):
+        def setup(self, trainer):
+            raise OSError("no such disk")
+
+    seen = []
     keep = On(on_exception=lambda trainer, exception: seen.append(exception))
-    trainer = make_small(callbacks=[On(setup=fail_with(wrong)), keep])
-    with pytest.raises(OSError, match="no such disk"):
-        getattr(trainer, method)(batches(8))
-    assert seen == [wrong]
+    others = keep, ThroughputMonitor(), ModelCheckpoint(tmp_path)
+    for callbacks in ([Fails(), *others], [*others, Fails()]):
+        with pytest.raises(OSError, match="no such disk") as caught:
+            getattr(make_small(callbacks=callbacks), method)(batches(8))
+        first, about_frames = caught.value.__notes__
+        assert first == "raised by the callback Fails in setup"
+        assert "JAX_TRACEBACK_FILTERING=off" in about_frames
+        assert seen.pop() is caught.value and not seen
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -148,3 +157,81 @@ def test_a_callback_gets_the_predictions_of_each_batch(strategy):
         np.testing.assert_array_equal(np.concatenate([*kept.values()]), predicted)
         with pytest.raises(ValueError, match="no batches"):
             trainer.predict([], return_predictions=returns)
+
+
+DATA = batches(16, 16, 5)
+CLEAN, SHIFTED = batches(16, 3, seed=1), [(x + 1, y) for x, y in batches(8, 8, seed=2)]
+BOTH = {"clean": CLEAN, "shifted": SHIFTED}
+
+
+def test_each_of_several_loaders_has_the_means_that_it_has_alone(tmp_path):
+    starts, numbers, ends = [], [], []
+    hears = On(
+        on_validation_start=starts.append,
+        on_validation_batch_end=lambda trainer, batch_idx: numbers.append(batch_idx),
+        on_validation_end=lambda trainer, metrics: ends.append(dict(metrics)),
+    )
+    saver = ModelCheckpoint(tmp_path, monitor="val_shifted_loss")
+    trainer = mlp_trainer(hears, saver, CSVLogger(tmp_path / "logs"))
+    history = trainer.fit(DATA, BOTH, max_epochs=2)
+    alone = {name: trainer.validate(each) for name, each in BOTH.items()}
+    ends.clear()
+    found = trainer.validate(BOTH)
+    expected = {
+        name.replace("val", f"val_{which}", 1): value
+        for which, values in alone.items()
+        for name, value in values.items()
+    }
+    assert found == expected == ends[0]
+    assert {name: history[name][-1] for name in expected} == expected
+    assert "val_loss" not in history.state_dict()["metrics"]
+    tested = {name.replace("val", "test", 1): v for name, v in expected.items()}
+    assert trainer.test(BOTH) == tested
+
+    # In a fit callbacks hear of one validation.
+    starts.clear(), numbers.clear()
+    trainer.fit(DATA, BOTH, max_epochs=3, limit_val_batches=1)
+    assert len(starts) == 1 and numbers == [0, 1]
+
+
+def test_mistakes_in_loaders_are_told():
+    trainer = mlp_trainer()
+    with pytest.raises(TypeError, match="`val_loader` is a list of 2 loaders.*'clean'"):
+        trainer.fit(DATA, [map(tuple, CLEAN), map(tuple, SHIFTED)])
+    with pytest.raises(
+        TypeError, match=r"`val_loader\['x'\]` is a ndarray, not an iter"
+    ):
+        trainer.fit(DATA, {"x": np.ones((4, 4)), "y": np.ones(4)})
+    with pytest.raises(ValueError, match=r"`loader\['empty'\]` gave no batches"):
+        trainer.validate({"clean": CLEAN, "empty": []})
+    with pytest.raises(ValueError, match="'val_clean_loss'"):
+        mlp_trainer(ModelCheckpoint("runs", monitor="val_loss")).fit(DATA, BOTH)
+
+
+def test_names_that_would_be_the_same_are_refused():
+    def loss_fn(model, x, y):
+        each = jax.vmap(model)(x).sum(-1)
+        return each, {"b_loss": each}
+
+    trainer = make_small(loss_fn=loss_fn)
+    with pytest.raises(ValueError, match="val_a_b_loss.*Rename one of them"):
+        trainer.fit(DATA, {"a": CLEAN, "a_b": CLEAN})
+
+
+def once(*sizes):
+    yield from batches(*sizes)
+
+
+def test_a_generator_is_for_one_validation():
+    trainer = mlp_trainer()
+    with pytest.raises(ValueError, match="`val_loader` is a generator.* iterated once"):
+        trainer.fit(batches(8, 8), once(8, 8), max_epochs=2)
+    assert trainer.global_step == 0
+    trainer.fit(batches(8, 8), once(8, 8), max_epochs=2, limit_val_batches=1)
+    assert trainer.validate(once(8, 8))
+
+
+def test_one_iterator_is_not_both_loaders():
+    both = iter(batches(*[8] * 12))
+    with pytest.raises(ValueError, match="`val_loader\\['a'\\]` is the iterator that"):
+        mlp_trainer().fit(both, {"a": both}, max_steps=4)
