@@ -200,12 +200,20 @@ class Limits:
             )
         if max_epochs is None and max_steps is None and max_time is None:
             max_epochs = 1
-        for name, maximum in (("max_epochs", max_epochs), ("max_steps", max_steps)):
-            if maximum is not None and maximum != -1:
-                check_count(name, maximum, minimum=0, suffix=", or -1 for no limit")
         self.min_epochs, self.min_steps = min_epochs or 0, min_steps or 0
-        check_count("min_epochs", self.min_epochs, minimum=0)
-        check_count("min_steps", self.min_steps, minimum=0)
+        for name, minimum, maximum in (
+            ("epochs", self.min_epochs, max_epochs),
+            ("steps", self.min_steps, max_steps),
+        ):
+            check_count(f"min_{name}", minimum, minimum=0)
+            if maximum is not None and maximum != -1:
+                no_limit = ", or -1 for no limit"
+                check_count(f"max_{name}", maximum, minimum=0, suffix=no_limit)
+                if minimum > maximum:
+                    raise ValueError(
+                        f"`min_{name}`={minimum} is more than `max_{name}`={maximum};"
+                        f" pass a larger `max_{name}`."
+                    )
         self.max_epochs = None if max_epochs == -1 else max_epochs
         self.max_steps = max_steps
         self.seconds = None

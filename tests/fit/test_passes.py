@@ -130,6 +130,15 @@ def test_a_pass_may_be_limited(limit, rows):
         assert named[f"{prefix}_a_loss"] == named[f"{prefix}_b_loss"]
 
 
+def test_each_batch_of_a_pass_has_a_key_of_its_own():
+    def loss_fn(model, x, y, key):
+        return jax.vmap(model)(x).sum() * 0 + jax.random.uniform(key)
+
+    trainer, data = make_small(loss_fn=loss_fn), batches(8)
+    both = trainer.validate(data * 2)
+    assert both == trainer.validate(data * 2) != trainer.validate(data)
+
+
 def test_what_is_logged_in_a_test_is_among_its_values():
     def log(trainer, metrics):
         trainer.log("test_double", 2 * metrics["test_loss"])
