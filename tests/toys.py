@@ -177,6 +177,11 @@ class At(On):
         super().__init__(**{hook: call})
 
 
+def stop(trainer, *_):
+    """Ends a fit at the next boundary."""
+    trainer.should_stop = True
+
+
 def fail_with(error):
     """Returns a function that raises an error, whatever it is called with."""
 

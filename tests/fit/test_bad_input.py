@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toys import At, On, batches, linear, mlp
+from toys import At, On, batches, linear, mlp, stop
 from toys import make_small as make
 
 from jaxdp.callbacks import NanGuard
@@ -148,9 +148,6 @@ def test_a_fit_of_no_steps_reads_nothing(loader):
 
 
 def test_an_epoch_that_a_hook_stops_before_its_first_batch_is_no_empty_loader(recwarn):
-    def stop(trainer):
-        trainer.should_stop = True
-
     trainer = make(callbacks=[At(1, stop, "on_train_epoch_start")])
     trainer.fit(batches(8), max_epochs=3)
     assert (trainer.global_step, [str(w.message) for w in recwarn]) == (1, [])

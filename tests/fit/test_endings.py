@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toys import At, On, batches, fail_with, linear, run_python
+from toys import At, On, batches, fail_with, linear, run_python, stop
 from toys import make_small as make
 
 from jaxdp.callbacks import (
@@ -120,9 +120,6 @@ def test_a_second_exception_does_not_hide_the_first():
     ({"max_steps": -1, "max_time": 1000}, 4),
 ])  # fmt: skip
 def test_minus_one_is_no_limit_but_no_reason_for_more_epochs(limits, steps):
-    def stop(trainer):
-        trainer.should_stop = True
-
     trainer = make(callbacks=[At(4, stop, "on_train_epoch_end")])
     trainer.fit(batches(8), **limits)
     assert trainer.global_step == steps

@@ -61,6 +61,16 @@ def test_no_row_is_lost_where_a_hook_raises(tmp_path, hook, step, steps_per_exec
     assert resumed_log == log
 
 
+def test_a_new_iterator_continues_after_the_batches_that_were_trained_on(tmp_path):
+    data = batches(16, 16, 16, 16)
+    whole, first, second = Recorder(), Recorder(), Recorder()
+    make(whole).fit(iter(data), max_steps=4)
+    saver = ModelCheckpoint(tmp_path)
+    make(first, saver).fit(iter(data), max_steps=2)
+    make(second, saver).fit(iter(data), max_steps=4, ckpt_path="last")
+    assert first.losses + second.losses == whole.losses
+
+
 @pytest.mark.parametrize("rule", [
     {"stopping_threshold": 100.0}, {"divergence_threshold": 0.01}, {"patience": 1},
 ])  # fmt: skip

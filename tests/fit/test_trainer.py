@@ -16,6 +16,7 @@ from toys import (
     batches,
     bits,
     cross_entropy,
+    fail_with,
     hand_written,
     linear,
     linear_on_one_device,
@@ -23,6 +24,7 @@ from toys import (
     on_one_device,
     quiet,
     run,
+    stop,
 )
 
 from jaxdp import FSDP, Pmap, Sharded, SingleDevice, Trainer, per_example
@@ -267,6 +269,18 @@ def test_a_dev_run_leaves_a_resumed_epoch_and_starts_the_next_one(tmp_path):
     assert seen == [1, 2]
 
 
+def test_another_loader_starts_where_it_is_after_a_fit_of_no_steps():
+    fails = On(on_train_batch_start=fail_with(RuntimeError("no step")))
+    trainer, other, seen = linear_on_one_device(fails), Stateful(), []
+    with pytest.raises(RuntimeError, match="no step"):
+        trainer.fit(Stateful())
+    other.next = 5
+    see = On(on_train_batch_start=lambda trainer, batch, _: seen.append(batch[0][0, 0]))
+    trainer.callbacks = [see]
+    trainer.fit(other, max_steps=2)
+    assert seen == [6, 7]
+
+
 @pytest.mark.slow_but("SingleDevice-blocks", "FSDP-policy")
 @pytest.mark.parametrize(
     "remat",
@@ -316,14 +330,11 @@ def test_what_an_optimizer_starts_from_is_never_computed_beside_the_state():
     assert is_traced and all(is_traced)
 
 
-def test_a_fit_that_is_stopped_between_epochs_is_validated():
-    def end(trainer):
-        trainer.should_stop = True
-
-    trainer = linear_on_one_device(At(4, end))  # the last of an epoch
-    history = trainer.fit(
-        batches(8, 8), batches(8), max_epochs=9, check_val_every_n_epoch=7
-    )
+@pytest.mark.parametrize("minimum", [None, 2])
+def test_a_fit_that_is_stopped_between_epochs_is_validated(minimum):
+    trainer = linear_on_one_device(At(4, stop))  # the last of an epoch
+    limits = {"max_epochs": 9, "min_epochs": minimum, "check_val_every_n_epoch": 7}
+    history = trainer.fit(batches(8, 8), batches(8), **limits)
     assert trainer.global_step == 4 and len(history["val_loss"]) == 2
 
 

@@ -23,6 +23,7 @@ from toys import (  # noqa: E402
     make_small,
     mlp_trainer,
     rows,
+    stop,
 )
 
 from jaxdp import FSDP, Arrays, Sharded, Trainer  # noqa: E402
@@ -43,9 +44,6 @@ from jaxdp.callbacks import EarlyStopping, ModelCheckpoint  # noqa: E402
     ({"min_epochs": 0, "min_steps": 0}, 2, 1),
 ])  # fmt: skip
 def test_what_ends_a_fit_early_waits_for_the_minimum(minimum, steps, per_execution):
-    def stop(trainer):
-        trainer.should_stop = True
-
     trainer = mlp_trainer(At(2, stop), steps_per_execution=per_execution)
     trainer.fit(batches(8, 8, 8, 8), max_epochs=4, **minimum)
     assert trainer.global_step == steps
