@@ -161,7 +161,7 @@ def test_a_named_loss_casts_parameters_before_they_are_gathered(gather, dtype):
 
 def test_memory_within_a_step_is_that_of_few_blocks():
     def temporary(gather):
-        """As a part of the memory of all blocks."""
+        """The temporary memory divided by that of all blocks."""
         options = {"model": Deep(BLOCKS), "remat": "blocks.stacked"}
         _, trainer = losses(FSDP(gather=gather), **options)
         analysis = trainer.compiled_train_step().memory_analysis()
