@@ -45,6 +45,7 @@ def test_a_state_is_left_as_it_was_and_may_be_set_to_a_constant():
 
     def by_loss(state):
         def loss_fn(model, x, state):
+            state = state.set(model.unused, state.get(model.unused))
             return jax.vmap(model, (0, None), (0, None))(x, state)
 
         found = LossFnObjective(loss_fn)(model, state, X, ROWS)

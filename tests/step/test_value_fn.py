@@ -16,10 +16,9 @@ RNG = np.random.default_rng(0)
 X = RNG.normal(size=(48, 8)).astype(np.float32)
 Y = (X @ RNG.normal(size=8) + RNG.normal(size=48) > 0).astype(np.float32)
 
-SAM = optax.contrib.sam(
-    optax.sgd(0.5),
-    optax.chain(optax.contrib.normalize(), optax.sgd(0.05)),
-    opaque_mode=True,
+ASCENT = optax.chain(optax.contrib.normalize(), optax.sgd(0.05))
+SAM = optax.chain(  # which passes on to `sam` whatever it is given
+    optax.identity(), optax.contrib.sam(optax.sgd(0.5), ASCENT, opaque_mode=True)
 )
 OPTIMIZERS = {
     "lbfgs": optax.lbfgs(),
