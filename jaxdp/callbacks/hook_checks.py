@@ -32,7 +32,7 @@ def check_hooks(callback: Callback) -> None:
         if name in _METHODS:
             if overrides(callback, name):
                 _check_arguments(where, name, getattr(callback, name))
-        elif not callable(inspect.getattr_static(callback, name)):
+        elif not callable(inspect.getattr_static(callback, name, None)):
             continue
         elif name in others and name.startswith("on_"):
             raise TypeError(

@@ -49,11 +49,10 @@ def test_the_table_has_a_row_per_logged_step_and_per_epoch(tmp_path):
 
 def test_a_second_fit_continues_the_table_and_may_add_columns(tmp_path):
     trainer = linear_trainer(CSVLogger(tmp_path))
-    trainer.fit(batches(8, 8), max_epochs=1)
-    trainer.fit(batches(8, 8), max_epochs=2)
-    trainer.fit(batches(8, 8), batches(8), max_epochs=3)
+    for epochs, val in enumerate((None, None, batches(8)), 1):
+        trainer.fit(batches(8, 8), val, max_epochs=epochs)
     rows = read_table(tmp_path)
-    assert [row["step"] for row in rows] == ["2", "2", "4", "4", "6", "6"]
+    assert steps(tmp_path) == ["2", "2", "4", "4", "6", "6"]
     assert [row["val_loss"] != "" for row in rows] == [*[False] * 5, True]
     assert rows[0]["loss"] and rows[1]["epoch_loss"]
     assert len(list(tmp_path.rglob("*.csv"))) == 1
@@ -95,13 +94,13 @@ def test_a_resumed_run_removes_what_was_logged_after_its_checkpoint(tmp_path):
 @pytest.mark.filterwarnings("ignore:.*CSVLogger")
 def test_a_checkpoint_that_was_saved_without_the_logger_costs_no_rows(tmp_path):
     first, without = linear_trainer(CSVLogger(tmp_path)), linear_trainer()
-    first.fit(batches(8, 8), max_epochs=3)
-    path = first.save(tmp_path / "logged")
-    without.fit(batches(8, 8), max_epochs=4, ckpt_path=path)
+    first.fit(batches(8, 8), max_epochs=2)
+    without.load(first.save(tmp_path / "logged"))
     path = without.save(tmp_path / "not_logged")
+    first.fit(batches(8, 8), max_epochs=4)
     again = linear_trainer(CSVLogger(tmp_path))
-    again.fit(batches(8, 8), max_epochs=5, ckpt_path=path)
-    assert steps(tmp_path) == ["2", "2", "4", "4", "6", "6", "10", "10"]
+    again.fit(batches(8, 8), max_epochs=3, ckpt_path=path)
+    assert steps(tmp_path) == ["2", "2", "4", "4", "6", "6"]
 
 
 def test_a_resumed_run_leaves_the_table_of_another_run_alone(tmp_path):
@@ -117,7 +116,9 @@ def test_a_resumed_run_leaves_the_table_of_another_run_alone(tmp_path):
 
 def test_the_metadata_has_arguments_versions_and_hardware(tmp_path):
     logger = CSVLogger(tmp_path, hyperparameters={"width": np.int64(64), "seed": 9})
-    linear_trainer(logger, gradient_clip_val=1.0).fit(batches(8, 8), max_epochs=3)
+    seen = At(1, lambda trainer: statuses.append(metadata(tmp_path)["status"]))
+    statuses, trainer = [], linear_trainer(logger, seen, gradient_clip_val=1.0)
+    trainer.fit(batches(8, 8), max_epochs=3)
     record = metadata(tmp_path)
     hyperparameters = record["hyperparameters"]
     assert list(hyperparameters)[:2] == ["width", "seed"]  # the user's own come first
@@ -129,17 +130,8 @@ def test_the_metadata_has_arguments_versions_and_hardware(tmp_path):
     assert strategy.startswith("SingleDevice(")
     assert record["versions"]["jax"] == jax.__version__
     assert record["hardware"]["num_devices"] == 8
-    assert record["status"] == "finished" and record["started"] <= record["ended"]
-
-
-def test_the_metadata_has_the_error_of_a_failed_run(tmp_path):
-    def fail(trainer):
-        assert metadata(tmp_path)["status"] == "running"
-        raise RuntimeError("the cable was pulled")
-
-    with pytest.raises(RuntimeError):
-        linear_trainer(CSVLogger(tmp_path), At(1, fail)).fit(batches(8))
-    assert metadata(tmp_path)["status"] == "RuntimeError: the cable was pulled"
+    assert [*statuses, record["status"]] == ["running", "finished"]
+    assert record["started"] <= record["ended"]
 
 
 @pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])

@@ -1,6 +1,7 @@
 """The progress bar on a terminal, in a file and in a notebook."""
 
 import io
+import os
 import re
 import sys
 import threading
@@ -37,7 +38,8 @@ def shown(out):
 
 
 def test_a_terminal_shows_where_the_epoch_is(clock):
-    trainer = make(clock, out := Terminal(), metrics=["accuracy"])
+    member = On(on_validation_end=lambda trainer, _: trainer.log("member[0]", 1.0))
+    trainer = make(clock, out := Terminal(), member, metrics=["accuracy"])
     history = trainer.fit(batches(*[8] * 12), batches(8), max_epochs=2)
     lines = shown(out)
     assert "epoch 0/1 |" in lines[0] and " 1/12 batches, " in lines[0]
@@ -89,7 +91,7 @@ def test_a_file_gets_a_line_per_epoch_and_no_carriage_returns(clock):
     patterns = (
         r"epoch 0/0: 10/25 batches, loss [\d.]+, 15 s left, 8 examples/s",
         r"epoch 0/0: 20/25 batches, loss .*",
-        r"validating: .*",
+        r"validating: 5/8 batches, 6 s left",
         r"epoch 0/0: loss [\d.]+, val_loss [\d.]+, 41 s, 4.878 examples/s",
         *["a message"] * 2,
         r"epoch 0/0: loss .*",
@@ -107,6 +109,14 @@ def test_unknown_lengths_and_max_steps_are_shown(clock):
         out.truncate(0)  # the second one ends within the epoch
         trainer.fit(batches(*[8] * size), max_steps=max_steps, max_epochs=-1)
         assert any(line.startswith("epoch 1 |") and last in line for line in shown(out))
+
+
+def test_an_epoch_that_an_earlier_fit_began_has_the_speed_of_this_one(clock):
+    trainer, data = make(clock, out := Terminal()), batches(*[8] * 12)
+    trainer.fit(data, max_steps=4)
+    trainer.fit(data)
+    line = r" 6/12 batches, loss [\d.]+, 6 s left, 8 examples/s"
+    assert re.search(line, out.getvalue())
 
 
 def test_bars_of_failed_fits_and_of_validations_go_away(clock):
@@ -145,10 +155,15 @@ def test_the_trainer_adds_a_bar_unless_there_is_one_or_it_is_not_wanted(capfd):
 def test_a_notebook_gets_a_text_bar_and_a_terminal_without_columns_lines(
     clock, monkeypatch
 ):
-    monkeypatch.setenv("COLUMNS", "0")
-    make(clock, out := Terminal()).fit(batches(*[8] * 9))
-    (line,) = shown(out)
-    assert line.startswith("epoch 0/0: loss ")
+    for columns, width in ("0", 80), ("", 0):
+        monkeypatch.setenv("COLUMNS", columns)
+        size = os.terminal_size((width, 24))
+        monkeypatch.setattr(os, "get_terminal_size", lambda _, size=size: size)
+        out = Terminal()
+        out.fileno = lambda: 2
+        make(clock, out).fit(batches(*[8] * 9))
+        (line,) = shown(out)
+        assert line.startswith("epoch 0/0: loss ")
     shell = types.SimpleNamespace(kernel=object())
     ipython = types.SimpleNamespace(get_ipython=lambda: shell)
     monkeypatch.setitem(sys.modules, "IPython", ipython)
