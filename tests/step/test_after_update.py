@@ -117,6 +117,8 @@ OPTIONS = {
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_fit_is_the_loop_by_hand(strategy, options):
+    if strategy == "bitwise" and ("remat" in options or "loss_fn" in options):
+        pytest.skip("refused")
     model, trained = pair(KEY)
     size = options.get("accumulate_grad_batches", 1)
     windows = [

@@ -104,8 +104,8 @@ def comparing():
     {"strategy": Bitwise(Sharded(2))},
 ])  # fmt: skip
 def test_functions_see_the_rows_and_keys_of_the_step(options):
-    options["accumulate_grad_batches"] = 2
-    trainer = on_one_device(optimizer=comparing(), **options)
+    options |= {"optimizer": comparing(), "accumulate_grad_batches": 2}
+    trainer = on_one_device(*options.pop("callbacks", ()), **options)
     trainer.fit(batches(16, 16, 16, 5), max_epochs=2)
     leaves = jax.tree_util.tree_leaves_with_path(trainer.state.opt_state)
     (found,) = [leaf for path, leaf in leaves if "far" in leaf_path(path)]
