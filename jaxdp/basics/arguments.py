@@ -75,9 +75,10 @@ def _find_errors(
         reason = str(error)
         if "too many positional" in reason:
             in_order = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+            extra = ", ".join(type(each).__name__ for each in args[len(in_order) :])
             by_name = ", ".join(name for name in annotations if name not in in_order)
             order = ", ".join(name for name in in_order if name != "self")
-            reason += f". It takes {order or 'none'} in this order"
+            reason += f": {extra}. It takes {order or 'none'} in this order"
             reason += f", and by name {by_name}" if by_name else ""
         yield TypeError(f"`{shown}`: {reason}.")
     for name in filter(known.__contains__, annotations):
@@ -143,8 +144,10 @@ _KINDS: Final[dict[Any, str]] = {
 def _is_of_kind(value: Any, kind: Any) -> bool:
     if kind is bool:
         return is_bool(value) or (is_int(value) and value in (0, 1))
-    if kind is int or kind is float:
-        return is_int(value) if kind is int else is_number(value)
+    if kind is int:
+        return is_int(value)
+    if kind is float:
+        return is_number(value)
     if kind is Sequence:
         return isinstance(value, Iterable) and not isinstance(value, Mapping | bytes)
     return isinstance(value, kind)
