@@ -207,7 +207,7 @@ class ProcessGroup:
         coordination.put_value(folder, entries)
         pause, warn_after = 0.02, self.warn_after
         while True:
-            arrived = coordination.read_values(folder)
+            arrived = dict(sorted(coordination.read_values(folder).items()))
             missing = {*range(self.count)} - arrived.keys()
             difference = _describe_difference(arrived)
             if difference and (not missing or pause > 0.1):  # most arrive by then

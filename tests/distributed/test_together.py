@@ -66,6 +66,7 @@ def scenes(shared_crew, folder):
         "local": ("together.local", {"sizes": SIZES}),
         "decisions": ("together.decisions", {}),
         "plateaus": ("together.plateaus", {}),
+        "exchanges": ("together.exchanges", {}),
         "files": ("together.files", {"into": str(folder / "files")}),
     })  # fmt: skip
 
@@ -279,6 +280,19 @@ def test_what_one_decides_all_do(scenes):
     assert 3 <= found["one_wants_to_stop"] < 2000
     assert 0 < found["max_time"] < 2000
     assert found["early_stopping"] == 8
+
+
+def test_values_and_errors_are_exchanged(scenes):
+    (first, failing), (second, failing_there) = told(scenes["exchanges"])
+    assert first == second
+    assert first["gathered"] == [[[0, n], [1, n]] for n in range(3)]
+    what = "what is next: purpose 0 (process 0), purpose 1 (process 1). Their"
+    assert f"RuntimeError: the processes of this job do not agree: {what}" in str(first)
+    assert first["steps"][:3] == ["none"] * 3
+    assert "at step 1: x: 0 (process 0), 1 (process 1). " in first["steps"][3]
+    assert first["vote"][1] == [0, 1] and first["vote"][0] > 20
+    assert failing == {"failing": "OSError: full"}
+    assert failing_there == {"failing": "OSError: full (said process 0)"}
 
 
 def test_hyperparameters_are_set_on_all(scenes):

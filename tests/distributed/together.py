@@ -25,10 +25,23 @@ import optax
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
-from toys import At, Deep, Mlp, NormNet, On, Recorder, linear, mlp, rows, scores
+from toys import (
+    At,
+    Deep,
+    Mlp,
+    NormNet,
+    On,
+    Recorder,
+    fail_with,
+    linear,
+    mlp,
+    rows,
+    scores,
+)
 
 import jaxdp
 from jaxdp import callbacks
+from jaxdp.distributed import PeriodicVote, get_process_group
 
 faulthandler.register(signal.SIGUSR2, all_threads=True)
 
@@ -395,6 +408,24 @@ def values(local=False):
     history = run.fit(data, data, max_epochs=4)
     names = "val_own", "process", "val_kept_rows", "val_kept_mean"
     tell(targets=targets, **{name: history[name] for name in names})
+
+
+def exchanges():
+    """Values, errors and votes of processes without a trainer, which go on."""
+    processes, index = get_process_group(), jax.process_index()
+    gathered = [processes.all_gather("a number", [index, n]) for n in range(3)]
+    failing = refusal(processes.run_on_rank_zero, "a file", fail_with(OSError("full")))
+    purpose = refusal(processes.all_gather, f"purpose {index}", None)
+    processes.every_n_steps = 4
+    steps = [
+        refusal(processes.sync_step, f"step {n}", {"x": index * (n == 1)})
+        for n in range(4)
+    ]
+    vote = PeriodicVote(processes, "whether to stop")
+    votes = ((n, vote.poll(index if n > 20 else None)) for n in range(10_000))
+    first = next(each for each in votes if each[1] == [0, 1])
+    tell(gathered=gathered, purpose=purpose, steps=steps, vote=first)
+    tell(failing=failing)
 
 
 class Trial:
