@@ -410,13 +410,6 @@ def iterate_steps(
 ) -> Iterator[Metrics]:
     """Implements `Trainer.steps`: yields the steps of one epoch to a loop of the
     caller."""
-    check_may_train(trainer, "steps", train_loader)
-    return _iterate_steps(trainer, train_loader)
-
-
-def _iterate_steps(
-    trainer: "Trainer", train_loader: Iterable[Any] | None
-) -> Iterator[Metrics]:
     run = trainer.run
     run.renew_hooks(trainer.callbacks, to_train=True)
     source = run.open_source(train_loader, "train_loader", "train")
