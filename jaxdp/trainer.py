@@ -15,6 +15,7 @@ from . import checkpoint, losses
 from .basics.arguments import checks_arguments
 from .basics.files import expand_path
 from .callbacks import Callback
+from .engine.hyperparams import fetch_hyperparams
 from .fit import (
     FitArguments,
     Metric,
@@ -421,7 +422,7 @@ class Trainer(Generic[Model]):
 
         They are the values in `optax.inject_hyperparams`.
         """
-        return trainer_methods.get_hyperparams(self.run)
+        return fetch_hyperparams(self.run.engine.state)
 
     def set_hyperparams(self, **values: Any) -> None:
         """Sets hyperparameters of the optimizer, from the next step on.
@@ -510,4 +511,7 @@ class Trainer(Generic[Model]):
 
     def compiled_train_step(self) -> jax.stages.Compiled | None:
         """The compiled train step, or None before there is one."""
-        return trainer_methods.compiled_train_step(self.run)
+        if not self.run.has_engine:
+            return None
+        program = self.run.engine.get_train_program()
+        return None if program is None else program.compiled

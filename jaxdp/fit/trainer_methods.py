@@ -9,7 +9,7 @@ from ..basics.arguments import check_count, check_is_local
 from ..basics.files import expand_path
 from ..basics.other_libraries import INSTEAD, find_near
 from ..callbacks.run_metadata import plain
-from ..engine.hyperparams import convert_hyperparams, fetch_hyperparams
+from ..engine.hyperparams import convert_hyperparams
 from ..step import InferenceModel
 
 if TYPE_CHECKING:
@@ -131,23 +131,12 @@ def get_shapes(run: "Run") -> tuple[Any, Any, Any]:
     return state.params, state.buffers, state.model_state
 
 
-def get_hyperparams(run: "Run") -> Mapping[str, Any]:
-    """Implements `Trainer.hyperparams`."""
-    return fetch_hyperparams(run.engine.state)
-
-
 def set_hyperparams(run: "Run", values: Mapping[str, Any]) -> None:
     """Implements `Trainer.set_hyperparams`."""
     engine = run.engine
     run.processes.check_equal("values in `set_hyperparams`", values)
     changes = convert_hyperparams(engine.state, values)
     engine.device_state = engine.device_state.replace_leaves(changes)
-
-
-def compiled_train_step(run: "Run") -> jax.stages.Compiled | None:
-    """Implements `Trainer.compiled_train_step`."""
-    program = run.engine.get_train_program() if run.has_engine else None
-    return None if program is None else program.compiled
 
 
 def format_repr(trainer: "Trainer") -> str:
