@@ -20,9 +20,8 @@ class Profiler(Callback):
 
     Writes the trace to `dirpath`, for xprof (`pip install xprof`, then
     `xprof <dirpath>`; also a plugin of TensorBoard) and for https://ui.perfetto.dev
-    (open `perfetto_trace.json.gz`), which list operations by their time. JAX needs
-    CUPTI to record the operations of NVIDIA's GPUs. The loop waits for the device
-    before and after the traced steps, so that all of them are complete.
+    (open `perfetto_trace.json.gz`), which list operations by their time. The loop waits
+    for the device before and after the traced steps, so that all of them are complete.
 
     Args:
         dirpath: folder to write to; None means `profile` in
@@ -67,11 +66,11 @@ class Profiler(Callback):
         self.on_boundary(trainer)
 
     def on_boundary(self, trainer: Trainer) -> None:
-        steps = trainer.global_step - self._first
-        if self._is_tracing and steps >= self.num_steps:
+        if self._is_tracing and trainer.global_step >= self._first + self.num_steps:
             self._stop(trainer)
-        elif not self._is_tracing and not self._done and steps >= 0:
-            self._start(trainer)
+        elif not self._is_tracing and not self._done:
+            if trainer.global_step >= self._first:
+                self._start(trainer)
 
     def on_train_batch_start(
         self, trainer: Trainer, batch: Any, batch_idx: int
@@ -87,8 +86,8 @@ class Profiler(Callback):
         self._step.close()
 
     def on_fit_end(self, trainer: Trainer) -> None:
-        self._step.close()
         if self._is_tracing:
+            self._step.close()
             self._stop(trainer)
         elif not self._done:
             text = f"nothing was traced: the fit ended before {self.start_step} steps."
@@ -111,9 +110,30 @@ class Profiler(Callback):
             jax.profiler.stop_trace()
         if trainer.global_step == self._first:
             text = f"nothing was traced: the fit ended after step {self._first}."
-        else:
-            traces = self._folder.glob("plugins/profile/*/perfetto_trace.json.gz")
-            trace = max(traces, key=lambda path: path.stat().st_mtime)
-            steps = f"steps {self._first + 1} to {trainer.global_step}"
-            text = f"{steps} are traced in {trace}"
+            announce(trainer, "Profiler", text)
+            return
+        traces = self._folder.glob("plugins/profile/*/perfetto_trace.json.gz")
+        trace = max(traces, key=lambda path: path.stat().st_mtime)
+        text = f"steps {self._first + 1} to {trainer.global_step} are traced in {trace}"
         announce(trainer, "Profiler", text)
+        device, *_ = jax.tree.leaves(trainer.state)[0].sharding.device_set
+        if lacks_device_events(trace.parent, device.platform):
+            text = "that trace has no operations of the device; GPUs need CUPTI for it."
+            announce(trainer, "Profiler", text)
+
+
+def lacks_device_events(folder: Path, platform: str) -> bool:
+    """Returns True if a trace has no events of the devices, only those of the host.
+
+    For CPUs it is always False: their operations are among the host's events.
+    """
+    if platform == "cpu":
+        return False
+    planes = [
+        plane
+        for path in folder.glob("*.xplane.pb")
+        for plane in jax.profiler.ProfileData.from_file(str(path)).planes
+        if plane.name.startswith("/device:")
+    ]
+    lines = [line for plane in planes for line in plane.lines]
+    return not any(True for line in lines for _ in line.events)

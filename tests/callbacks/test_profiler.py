@@ -9,8 +9,9 @@ import optax
 import pytest
 from toys import At, batches, fail_with, on_one_device
 
-from jaxdp import Sharded
+from jaxdp import Sharded, SingleDevice
 from jaxdp.callbacks import Profiler
+from jaxdp.callbacks.profiler import lacks_device_events
 
 
 def make_trainer(*callbacks, **options):
@@ -26,19 +27,17 @@ def step_numbers(folder):
     return sorted({int(e["args"]["step_num"]) for e in steps})
 
 
-@pytest.mark.parametrize("start, count, options, traced", [
-    (3, 2, {}, [4, 5]),
-    (3, 2, {"strategy": Sharded(2)}, [4, 5]),
-    (6, 50, {}, [7, 8]),  # it ends with the fit
-    (3, 2, {"steps_per_execution": 4}, [5, 6, 7, 8]),  # in whole calls
-    (0, 1, {}, [1]),
-])  # fmt: skip
-def test_a_window_of_steps_is_traced(tmp_path, caplog, start, count, options, traced):
-    profiler = Profiler(tmp_path, start_step=start, num_steps=count)
-    make_trainer(profiler, **options).fit(batches(*[8] * 8))
-    assert step_numbers(tmp_path) == traced
-    steps = f"steps {traced[0]} to {traced[-1]}"
-    assert f"Profiler: {steps} are traced in {tmp_path}" in caplog.text
+@pytest.mark.parametrize("strategy", [SingleDevice(), Sharded(2)], ids=repr)
+def test_a_window_of_steps_is_traced(tmp_path, caplog, strategy):
+    profiler = Profiler(tmp_path, start_step=3, num_steps=2)
+    make_trainer(profiler, strategy=strategy).fit(batches(*[8] * 8))
+    assert step_numbers(tmp_path) == [4, 5]
+    assert "Profiler: steps 4 to 5 are traced in" in caplog.text
+
+
+def test_the_window_ends_with_the_fit(tmp_path):
+    make_trainer(Profiler(tmp_path, start_step=2, num_steps=50)).fit(batches(*[8] * 5))
+    assert step_numbers(tmp_path) == [3, 4, 5]
 
 
 def test_a_failing_fit_ends_the_window_too(tmp_path):
@@ -53,7 +52,26 @@ def test_a_failing_fit_ends_the_window_too(tmp_path):
     assert step_numbers(tmp_path / "b") == [7, 8]
 
 
-@pytest.mark.parametrize("start, when", [(10, "before 10 steps"), (2, "after step 2")])
-def test_a_fit_that_is_too_short_says_so(tmp_path, caplog, start, when):
-    make_trainer(Profiler(tmp_path, start)).fit(batches(8, 8))
-    assert f"nothing was traced: the fit ended {when}" in caplog.text
+def test_a_fit_that_is_too_short_says_so(tmp_path, caplog):
+    make_trainer(Profiler(tmp_path)).fit(batches(8, 8))
+    assert "nothing was traced: the fit ended before 10 steps" in caplog.text
+
+
+def test_the_window_begins_with_a_call_of_several_steps(tmp_path):
+    profiler = Profiler(tmp_path, start_step=3, num_steps=2)
+    make_trainer(profiler, steps_per_execution=4).fit(batches(*[8] * 8))
+    assert step_numbers(tmp_path) == [5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("events", ["", "events { metadata_id: 1 }"])
+def test_a_trace_without_operations_of_the_device_is_recognised(
+    tmp_path, monkeypatch, events
+):
+    Data = jax.profiler.ProfileData
+    host = 'planes { name: "/host:CPU" lines { events { metadata_id: 1 } } }'
+    device = f'planes {{ name: "/device:GPU:0" lines {{ {events} }} }}'
+    raw = Data.text_proto_to_serialized_xspace(f"{host} {device}")
+    monkeypatch.setattr(Data, "from_file", lambda _: Data.from_serialized_xspace(raw))
+    (tmp_path / "host.xplane.pb").touch()
+    assert lacks_device_events(tmp_path, "gpu") == (not events)
+    assert not lacks_device_events(tmp_path, "cpu")
