@@ -118,7 +118,9 @@ def test_a_second_run_in_one_folder_is_refused(jobs, table):
         trainer.fit(batches(8))
     process.kill()
     process.join()
-    with pytest.raises(ValueError, match="does not fit this trainer"):  # no longer the lock
+    with pytest.raises(
+        ValueError, match="does not fit this trainer"
+    ):  # no longer the lock
         trainer.fit(batches(8), ckpt_path="last")
     inside = at(1, lambda trainer: make(ModelCheckpoint(root / "b")).fit(batches(8)))
     with pytest.raises(RuntimeError, match="or another fit of this process"):
