@@ -8,6 +8,7 @@ from toys import On, Recorder, bits, linear, mlp_trainer, on_one_device, rows
 
 from jaxdp import FSDP, Arrays, Bitwise, Pmap, Sharded, SingleDevice, Whole
 from jaxdp.callbacks import DonateBuffers
+from jaxdp.data import Position, open_loader
 
 X, Y = rows(53)
 """In batches of 16: three, and one of five rows."""
@@ -165,3 +166,11 @@ def test_trees_with_weights_and_wholes_may_be_on_a_device(tree):
 def test_on_device_is_refused_with_the_remedy():
     with pytest.raises(TypeError, match="`on_device`.*jax.device_put"):
         Arrays(X, Y, on_device=True)
+
+
+def test_each_epoch_has_an_order_of_its_own():
+    source = open_loader(Arrays(np.arange(64), batch_size=64), "loader", seed=0)
+    orders = [next(iter(source.read_epoch(Position(epoch)))) for epoch in (0, 1, 0)]
+    first, second, again = (np.asarray(order).ravel().tolist() for order in orders)
+    assert first != second and first == again
+    assert sorted(second) == [*range(64)]
