@@ -41,7 +41,9 @@ class MonitorCallback(Callback):
         validates = any(name.startswith("val_") for name in trainer.record.names)
         if self.monitor is not None and self.monitor in row.values:
             self.check(trainer, row.values[self.monitor])
-        elif row.kind == "epoch" and (trainer.record.validation or not validates):
+            return
+        may_come = validates and (self.monitor or "").startswith("val_")
+        if row.kind == "epoch" and (trainer.record.validation or not may_come):
             self._check_is_logged(trainer.history)  # has the names of the epoch, too
 
     def check(self, trainer: Trainer, value: float) -> None:

@@ -103,7 +103,11 @@ def _convert(leaf: Any, batch: Any, index: int, copy: bool) -> Any:
         )
     array = as_numpy(leaf)
     # Custom dtypes, such as bfloat16, are numbers of the kind "V".
-    if array is None or (array.dtype.kind in "OUSMmV" and array.dtype.isbuiltin != 2):
+    if (
+        array is None
+        or array.dtype.char in "gG"  # long double, which JAX lacks
+        or (array.dtype.kind in "OUSMmV" and array.dtype.isbuiltin != 2)
+    ):
         kind = type(leaf).__name__
         if hasattr(leaf, "dtype"):
             kind += f" of dtype {leaf.dtype}"

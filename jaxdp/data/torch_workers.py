@@ -2,21 +2,16 @@
 
 import contextlib
 import functools
-import io
-import mmap
 import multiprocessing
 import os
-import pickle
 import signal
 import threading
 import traceback
 import warnings
 from collections.abc import Iterator
-from multiprocessing.reduction import DupFd, ForkingPickler
-from typing import Any, Final
+from typing import Any
 
 import jax
-import numpy as np
 
 from ..basics.process import refuse_to_train_in_a_worker
 from .random_states import seed_generators
@@ -32,10 +27,6 @@ WORKER_RULES = (
 )
 
 
-_ALIGNMENT: Final = 64
-"""Bytes at a multiple of which an array begins in the memory of workers."""
-
-
 class SeededBatchSampler:
     """A batch sampler that yields `lists` of indices, each with a seed."""
 
@@ -46,40 +37,15 @@ class SeededBatchSampler:
 
 
 class SeededDataset:
-    """A dataset whose random draws depend on the batch, and not on the worker.
-
-    On Linux its NumPy arrays reach the workers in memory that all of them map. Through
-    a pipe they would take 2 ms per MB, for each worker and in each epoch.
-    """
+    """A dataset whose random draws depend on the batch, and not on the worker."""
 
     def __init__(self, dataset: Any):
         self.dataset = dataset
-        self._arrays: list[np.ndarray] = []
-        self._memory: Any = None  # a copy of the arrays, while workers are started
 
     def __reduce__(self) -> Any:
-        stream, buffers = io.BytesIO(), []
-        keep = buffers.append if hasattr(os, "memfd_create") else None
-        ForkingPickler(stream, 5, True, keep).dump(self.dataset)
-        if not buffers:
-            return _unpickle_dataset, (stream.getvalue(), None, [])
-        arrays = [np.frombuffer(buffer.raw(), np.uint8) for buffer in buffers]
-        places, known = (
-            [(array.ctypes.data, array.size) for array in several]
-            for several in (arrays, self._arrays)
-        )
-        if self._memory is None or places != known:  # once for all workers
-            self.close()
-            self._arrays, self._memory = arrays, _copy_to_memory(arrays)
-        memory = DupFd(self._memory.fileno())
-        sizes = [array.size for array in arrays]
-        return _unpickle_dataset, (stream.getvalue(), memory, sizes)
-
-    def close(self) -> None:
-        """Frees this process's copy of the arrays; workers keep theirs."""
-        if self._memory is not None:
-            self._memory.close()
-        self._arrays, self._memory = [], None
+        # A worker calls the function first, and unpickles the dataset after that. JAX
+        # must be on the CPU by then, since the dataset may contain JAX's arrays.
+        return _unpickle_dataset, (), vars(self)
 
     def __getitem__(self, seeded: tuple[int, Any]) -> Any:
         seed, index = seeded
@@ -93,27 +59,9 @@ class SeededDataset:
         return many(indices) if many else [self.dataset[i] for i in indices]
 
 
-def _copy_to_memory(arrays: list[np.ndarray]) -> Any:
-    """Returns a file in memory with the bytes of all arrays."""
-    memory = open(os.memfd_create("dataset"), "w+b", buffering=0)
-    for array in arrays:
-        memory.seek(-memory.tell() % _ALIGNMENT, os.SEEK_CUR)
-        memory.write(array.data)
-    return memory
-
-
-def _unpickle_dataset(data: bytes, memory: Any, sizes: list[int]) -> SeededDataset:
+def _unpickle_dataset() -> SeededDataset:
     jax.config.update("jax_platforms", "cpu")  # a worker must not open a GPU
-    buffers, start = [], 0
-    if memory is not None:
-        # A page that a worker writes to is copied, as after a fork.
-        with open(memory.detach(), "rb") as file:
-            shared = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
-        for size in sizes:
-            start += -start % _ALIGNMENT
-            buffers.append(shared[start : start + size])
-            start += size
-    return SeededDataset(pickle.loads(data, buffers=buffers))
+    return SeededDataset(None)
 
 
 def make_worker_loader(loader: Any, lists: SeededBatchSampler) -> Any:
@@ -169,8 +117,6 @@ def start_iterator(loader: Any, argument: str) -> Iterator[Any]:
         raise
     finally:
         loader.worker_init_fn = users[1]
-        if isinstance(loader.dataset, SeededDataset):
-            loader.dataset.close()
         if not loader.persistent_workers:
             loader.multiprocessing_context = users[0]
 

@@ -252,7 +252,10 @@ def _describe_difference(entries: Mapping[int, Sequence[Any]]) -> str | None:
     for row in itertools.zip_longest(*entries.values(), fillvalue=("nothing", {})):
         locations, facts = zip(*row, strict=True)
         table = {"what is next": locations}
-        for name in dict.fromkeys(name for each in facts for name in each):
+        # Those at different places have other facts, which would hide that.
+        is_same_place = len({*locations}) == 1
+        names = dict.fromkeys(name for each in facts for name in each)
+        for name in names if is_same_place else ():
             table[name] = tuple(each.get(name) for each in facts)
         differences = [
             f"{name}: {_list_by_process(entries, values)}"
@@ -260,7 +263,7 @@ def _describe_difference(entries: Mapping[int, Sequence[Any]]) -> str | None:
             if len({*values}) > 1
         ]
         if differences:
-            where = f", at {locations[0]}" if len({*locations}) == 1 else ""
+            where = f", at {locations[0]}" if is_same_place else ""
             return (
                 f"the processes of this job do not agree{where}:"
                 f" {join_some(differences, '; ')}. Their numbers would be wrong. All"

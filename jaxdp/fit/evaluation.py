@@ -45,6 +45,12 @@ def open_loaders(
     open_one = partial(trainer.run.open_source, kind="evaluate")
     if not isinstance(loader, Mapping):
         return {prefix: open_one(loader, argument)}
+    if not loader or not all(isinstance(name, str) and name for name in loader):
+        raise TypeError(
+            f"`{argument}` is a dict with the keys {list(loader)}; if you pass"
+            f" several loaders, name each of them, as in {{'clean': a, 'shifted':"
+            f" b}}."
+        )
     return {
         f"{prefix}_{name}": open_one(each, f"{argument}[{name!r}]")
         for name, each in loader.items()

@@ -65,7 +65,7 @@ class PassMetric:
         for key, value in (
             result.items() if isinstance(result, Mapping) else [("", result)]
         ):
-            full_name = f"{name}_{key}" if key else name
+            full_name = f"{name}_{key}" if key != "" else name
             numbers[full_name] = number = as_number(value)
             if number is None:
                 raise TypeError(

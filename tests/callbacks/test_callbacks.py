@@ -252,3 +252,15 @@ def test_callbacks_may_be_added_later_but_for_those_in_the_step(tmp_path):
         trainer.callbacks.append(late)
         with pytest.raises(ValueError, match=f"{type(late).__name__} was added after"):
             trainer.fit(batches(8))
+
+
+def test_a_misspelt_training_value_is_told_of_after_one_epoch():
+    """A callback of one's own may log values later, but only those of validations."""
+
+    class Mine(Callback):
+        pass
+
+    trainer = make_trainer(EarlyStopping("typo"), Mine())
+    with pytest.raises(ValueError, match="'typo'.*nothing of that name"):
+        trainer.fit(batches(8), batches(8), max_epochs=9, check_val_every_n_epoch=3)
+    assert trainer.global_step == 1

@@ -48,3 +48,9 @@ def test_arrays_become_native_and_of_32_bits(given, dtype):
     (found,) = normalize_batch((np.array(numbers, given),))
     assert found.dtype == dtype and found.dtype.isnative
     np.testing.assert_array_equal(found, numbers)
+
+
+def test_long_doubles_are_refused_with_their_place():
+    batch = (np.ones(2, np.float32), np.ones(2, np.longdouble))
+    with pytest.raises(TypeError, match=r"batch\[1\] is a ndarray of dtype"):
+        normalize_batch(batch)

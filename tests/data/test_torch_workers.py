@@ -1,8 +1,6 @@
 """Workers of torch loaders give the same batches, and are not forked."""
 
-import io
 import multiprocessing
-import multiprocessing.popen_forkserver
 import os
 import pathlib
 import random
@@ -98,75 +96,24 @@ def test_tensors_may_be_sent_to_workers_while_they_are_read(kind):
     np.testing.assert_array_equal(rows[:, -1], expected)
 
 
-class Counting:
-    """Arrays of several layouts, which each worker changes; returns a row of them."""
+class Shared(Squares):
+    """Its own `collate` uses what `__getitem__` has counted."""
 
-    def __init__(self):
-        self.counts = np.zeros(3)
-        self.columns = np.asfortranarray(np.arange(12.0).reshape(4, 3))
-        self.strided = np.arange(8)[::2]
-        self.empty = np.zeros((0, 2))
-        self.fixed = np.arange(5)
-        self.fixed.flags.writeable = False
-
-    def __len__(self):
-        return 4
+    seen = 0
 
     def __getitem__(self, i):
-        self.counts[0] += 1
-        layout = self.columns.flags.f_contiguous and not self.fixed.flags.writeable
-        values = [self.counts[0], self.strided[i], self.fixed[i], len(self.empty)]
-        return np.float32([*values, layout, *self.columns[i]])
+        self.seen += 1
+        return i
+
+    def collate(self, rows):
+        return np.full(len(rows), self.seen)
 
 
-@pytest.mark.parametrize("context", ["forkserver", "spawn", "macOS"])
-def test_arrays_of_a_dataset_are_each_workers_own(context, monkeypatch):
-    """Whatever brings them there."""
-    if context == "macOS":
-        context = "spawn"
-        monkeypatch.delattr(os, "memfd_create", raising=False)
-    dataset = Counting()
-    options = {"num_workers": 2, "multiprocessing_context": context}
-    source = open_loader(DataLoader(dataset, 1, **options), "loader", seed=0)
-    for epoch in range(2):
-        dataset.columns[:] += 100  # between epochs, so workers see it
-        rows = np.concatenate(list(source.read_epoch(Position(epoch))))
-        for i, row in enumerate(rows):
-            start = 3 * i + 100 * (epoch + 1)
-            expected = [1 + i // 2, 2 * i, i, 0, 1, start, start + 1, start + 2]
-            assert row.tolist() == expected
-    assert dataset.counts[0] == 0
-
-
-class Large:
-    def __init__(self, rows):
-        self.rows = np.ones(rows, np.uint8)
-
-    def __len__(self):
-        return 2
-
-    def __getitem__(self, i):
-        return self.rows[i]
-
-
-@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="Linux")
-def test_arrays_do_not_pass_through_the_pipe_to_a_worker(monkeypatch):
-    sent = []
-    launch = multiprocessing.popen_forkserver.Popen._launch
-
-    def count(popen, process):
-        with io.BytesIO() as stream:
-            multiprocessing.context.set_spawning_popen(popen)
-            multiprocessing.reduction.dump(process, stream)
-            multiprocessing.context.set_spawning_popen(None)
-            sent.append(stream.tell())
-        launch(popen, process)
-
-    monkeypatch.setattr(multiprocessing.popen_forkserver.Popen, "_launch", count)
-    loader = DataLoader(Large(1 << 20), 1, num_workers=2)
+def test_a_worker_has_one_dataset_with_its_methods():
+    dataset = Shared(8)
+    loader = DataLoader(dataset, 4, num_workers=1, collate_fn=dataset.collate)
     batches = open_loader(loader, "loader", seed=0).read_epoch()
-    assert [batch.tolist() for batch in batches] == [[1], [1]]
-    assert len(sent) == 2 and max(sent) < 10_000
+    assert [batch.tolist() for batch in batches] == [[4] * 4, [8] * 4]
 
 
 class Held(Squares):

@@ -175,3 +175,9 @@ def test_what_a_loss_fn_must_return_for_it_is_said():
     ):
         with pytest.raises(ValueError, match=text):
             make(metrics, loss=None, loss_fn=loss_fn).fit(DATA)
+
+
+def test_values_of_a_pass_are_named_by_their_keys():
+    metric = PassMetric(lambda p, y: {0: 0.5, 1: 0.25, "": 1.0})
+    values = metric("f1", np.zeros(1), np.zeros(1))
+    assert values == {"f1_0": 0.5, "f1_1": 0.25, "f1": 1.0}

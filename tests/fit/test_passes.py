@@ -211,6 +211,9 @@ def test_mistakes_in_loaders_are_told():
         TypeError, match=r"`val_loader\['x'\]` is a ndarray, not an iter"
     ):
         trainer.fit(DATA, {"x": np.ones((4, 4)), "y": np.ones(4)})
+    for wrong in {}, {0: CLEAN}, {"": CLEAN}, {1: CLEAN, "1": SHIFTED}:
+        with pytest.raises(TypeError, match="name each of them"):
+            trainer.validate(wrong)
     with pytest.raises(ValueError, match=r"`loader\['empty'\]` gave no batches"):
         trainer.validate({"clean": CLEAN, "empty": []})
     with pytest.raises(ValueError, match="'val_clean_loss'"):
