@@ -55,7 +55,10 @@ def _check_arguments(where: str, name: str, method: Any) -> None:
     called = f"called with ({', '.join(ours)}); write `def {_format_signature(name)}`"
     if not callable(method):
         raise TypeError(f"{where} is {method!r}, but it must be a method, {called}.")
-    signature = inspect.signature(method, follow_wrapped=False)
+    try:
+        signature = inspect.signature(method, follow_wrapped=False)
+    except ValueError:  # some that are written in C have none
+        return
     try:
         bound = signature.bind(*ours).arguments  # each name is its own value
     except TypeError:

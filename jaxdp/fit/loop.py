@@ -131,10 +131,9 @@ class FitLoop:
             step, epoch = progress.global_step, progress.epoch
             where = f"the fit ends after step {step}, in epoch {epoch}"
             if not limits.may_stop(step, epoch):
-                warn(
-                    f"{where}, before `min_steps`={limits.min_steps} and"
-                    f" `min_epochs`={limits.min_epochs} are both reached"
-                )
+                least = {"min_epochs": limits.min_epochs, "min_steps": limits.min_steps}
+                given = " and ".join(f"`{name}`={n}" for name, n in least.items() if n)
+                warn(f"{where}, before {given}")
             elif limits.is_time_over() and not limits.is_reached(step, epoch):
                 log_info(f"`max_time` is over: {where}")
             if self._run.processes.count > 1:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
-from ..basics.arguments import check_count, check_number, is_int, parse_duration
+from ..basics.arguments import check_count, is_int, parse_duration
 from ..data import NO_LOADER, Position, RowPartition, Source, Window
 
 _ONLY: Final = "val"
@@ -345,7 +345,11 @@ def resolve_limit(
         check_count(name, limit, minimum=0, maximum=sys.maxsize, suffix=" batches")
         return int(limit)
     share = float(limit)
-    check_number(name, share, minimum=0, maximum=1, suffix=" as a share of an epoch")
+    if not 0 <= share <= 1:
+        raise ValueError(
+            f"`{name}` must be from 0.0 to 1.0 as a share of an epoch; got {share}. For"
+            " a number of batches pass an int."
+        )
     if share == 1:
         return None
     if available is None:

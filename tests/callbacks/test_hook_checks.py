@@ -107,6 +107,7 @@ def wraps_another(self, trainer, metrics):
     functools.partialmethod(lambda self, scale, trainer, metrics: 0, 2.0),
     wraps_another,
     print,
+    staticmethod(map),  # has no signature
 ])  # fmt: skip
 def test_a_hook_that_works_is_accepted(method):
     make(on_train_epoch_end=method).fit(batches(8))

@@ -415,7 +415,7 @@ def exchanges():
     processes, index = get_process_group(), jax.process_index()
     gathered = [processes.all_gather("a number", [index, n]) for n in range(3)]
     failing = refusal(processes.run_on_rank_zero, "a file", fail_with(OSError("full")))
-    purpose = refusal(processes.all_gather, f"purpose {index}", None)
+    purpose = refusal(processes.check_equal, f"purpose {index}", {"x": index})
     processes.every_n_steps = 4
     steps = [
         refusal(processes.sync_step, f"step {n}", {"x": index * (n == 1)})

@@ -66,7 +66,17 @@ def test_the_next_step_uses_the_new_value(way):
     rtol = 1e-2 if "precision" in options else 1e-5
     assert_close(trainer.model, by_hand([0.1, 0.1, 0.5, 0.5]), rtol, 100 * rtol**2)
     assert trainer.hyperparams == {"learning_rate": 0.5}
+    rtol = 1e-2 if "precision" in options else 1e-6
     np.testing.assert_allclose(seen, [0.1, 0.1, 0.5, 0.5], rtol=rtol)
+
+
+def test_accumulated_steps_use_the_new_value():
+    seen = []
+    note = On(on_train_batch_end=lambda t, metrics, _: seen.append(metrics["lr"]))
+    change = At(1, lambda trainer: trainer.set_hyperparams(learning_rate=0.5))
+    callbacks = [LearningRateMonitor(), change, note]
+    make_trainer(callbacks=callbacks, accumulate_grad_batches=2).fit(DATA)
+    np.testing.assert_allclose([float(rate) for rate in seen[:2]], [0.1, 0.5])
 
 
 def test_set_hyperparams_compiles_no_step():

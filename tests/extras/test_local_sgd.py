@@ -182,6 +182,7 @@ def test_optimizers_whose_scalars_differ_by_replica():
 
 def test_hooks_of_the_step_see_the_mean_gradient_and_the_outer_weights():
     def fit(strategy):
+        """Checks an average of weights, after steps without communication, too."""
         found, averaging = [], WeightAveraging(0.5)
 
         def note(trainer, metrics, batch_idx):
@@ -193,6 +194,7 @@ def test_hooks_of_the_step_see_the_mean_gradient_and_the_outer_weights():
         assert_close(trainer.model, averaging.averaged_model(trainer), 0, 0)
         return found, arrays(averaging.averaged_model(trainer))
 
+    fit(LocalSGD(every=4))
     found, expected = fit(LocalSGD(1, PLAIN)), fit(Sharded())
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
     assert_close(found[1], expected[1])

@@ -233,7 +233,7 @@ WRONG = ValueError, TypeError
     ({"val_check_interval": 0.0}, WRONG, "`val_check_interval` must be 1 or more"),
     ({"fast_dev_run": -1}, WRONG, "`fast_dev_run` must be 0 or more"),
     ({"max_epochs": -2}, WRONG, "`max_epochs` must be 0 or more, or -1 for no limit"),
-    ({"limit_train_batches": 1.5}, WRONG, "0 or more and 1 or less as a share"),
+    ({"limit_train_batches": 1.5}, WRONG, "from 0.0 to 1.0 .*; got 1.5. For a num"),
     ({"limit_train_batches": -1}, WRONG, "must be 0 or more .* batches; got -1"),
     ({"limit_val_batches": 0.1}, WRONG, "`limit_val_batches`=0.1 of 1 batches is les"),
     ({"val_check_interval": 0.4}, WRONG, "of 2 batches is less than one batch"),
