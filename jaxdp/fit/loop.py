@@ -465,9 +465,10 @@ def run_steps(
     has_boundary = "on_boundary" in hooks.overridden
     for dispatch in dispatches:
         last, results = len(dispatch.windows) - 1, iter(())
+        first_idx = -(-progress.done // micro_batches)  # inlines `record.batch_idx`
         try:
             for number, window in enumerate(dispatch.windows):
-                batch_idx = -(-progress.done // micro_batches)
+                batch_idx = first_idx + number
                 if shows_batches:
                     record.begin_step()
                     shown = [make_read_only(get_local(batch)) for batch in window]
@@ -498,7 +499,6 @@ def run_steps(
             # An exception leaves out the hooks of the dispatch's other steps. But the
             # state includes these steps, and a resumed fit does not repeat them.
             for number in range(last + 1 - progress.ahead, last + 1):
-                batch_idx = -(-progress.done // micro_batches)
                 progress.count_step(dispatch.windows[number], dispatch.rows[number])
                 progress.ahead = last - number
-                record.put_step(next(results), batch_idx, sends=False)
+                record.put_step(next(results), first_idx + number, sends=False)
