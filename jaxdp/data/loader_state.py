@@ -1,8 +1,8 @@
 """Positions in a loader, and the state of a loader that a checkpoint holds.
 
 Loaders are read ahead of the steps, and a state is valid at the moment it is read. So
-states are noted as batches are read. A resumed run loads the newest one before its
-position, and reads on from there.
+waypoints are recorded as batches are read. A resumed run loads the newest one before
+its position, and reads on from there.
 """
 
 import base64

@@ -23,11 +23,11 @@ from .random_states import seed_globally
 _EXHAUSTED: Final = object()
 """Marks the end of an iterator, where None would be a batch."""
 
-_NOTE_EVERY: Final = 16
-"""Batches between two notes of a loader's state; a resumed run reads them again."""
+_WAYPOINT_EVERY: Final = 16
+"""Batches between two waypoints; a resumed run reads up to as many again."""
 
-_NUM_NOTES: Final = 32
-"""Notes in memory: steps may be as many batches behind their loader."""
+_NUM_WAYPOINTS: Final = 32
+"""Waypoints in memory: steps may be as many batches behind their loader."""
 
 ALL_ROWS: Final = RowPartition()
 """The partition of a single process."""
@@ -78,7 +78,9 @@ class Source:
         self.is_single_use = self.is_iterator and module in ("builtins", "itertools")
         self.last_batch: Batch | None = None
         self._epoch: Any = None  # a generator
-        self._notes: collections.deque[Any] = collections.deque(maxlen=_NUM_NOTES)
+        self._waypoints: collections.deque[Any] = collections.deque(
+            maxlen=_NUM_WAYPOINTS
+        )
 
     @property
     def num_batches(self) -> int | None:
@@ -94,14 +96,21 @@ class Source:
 
         With several processes, each yields its own rows of the batches.
         """
-        if position.state is None:
-            position = position._replace(state=self.state.read())
-        elif self.state.restore(position.state):
-            position = position._replace(num_yielded=position.batches)
-        self.epoch_start = position
+        position = self.epoch_start = self._resolve_position(position)
         # Reads up to the position now, even if no batch is then taken.
         batches = self._epoch = self._track(self._read(position), position)
         return self.partition.split(batches, None if self.is_iterator else self._peek)
+
+    def _resolve_position(self, position: Position) -> Position:
+        """Restores the loader's state at the start of the epoch, if the position has
+        it; otherwise the epoch starts from the present state. Returns the position with
+        this state.
+        """
+        if position.state is None:
+            return position._replace(state=self.state.read())
+        if self.state.restore(position.state):  # an iterator skips as others do
+            return position._replace(num_yielded=position.batches)
+        return position
 
     def end_epoch(self) -> None:
         """Ends the current epoch, even if it has more batches."""
@@ -138,8 +147,10 @@ class Source:
             return EPOCH_START
         # At least one batch is read again: it begins the iteration, and an iterator may
         # have no other to compile the step for.
-        notes = (note for note in reversed(self._notes) if note["batches"] < done)
-        return Position(state=self.epoch_start.state, waypoint=next(notes, None))
+        waypoints = (
+            each for each in reversed(self._waypoints) if each["batches"] < done
+        )
+        return Position(state=self.epoch_start.state, waypoint=next(waypoints, None))
 
     @property
     def can_peek(self) -> bool:
@@ -234,23 +245,23 @@ class IterableSource(Source):
 
     def _read(self, position: Position) -> Iterator[Batch]:
         self.state.set_epoch(position.epoch)
-        note = position.waypoint if self.state.has_own else None
-        if note is not None:
-            self.state.load_own(note["state"])
-            skipped = position.batches - note["batches"]
+        waypoint = position.waypoint if self.state.has_own else None
+        if waypoint is not None:
+            self.state.load_own(waypoint["state"])
+            skipped = position.batches - waypoint["batches"]
         else:
             skipped = position.num_yielded if self.is_iterator else position.batches
         first = position.batches - skipped
         seeded = self.seeds_draws
         batches = self._seed(position.epoch, first) if seeded else self._iterate()
         self._skip(batches, skipped)
-        if note is not None:
+        if waypoint is not None:
             self.state.unload_own()
         if self.is_training:
-            self._notes.clear()
-            self._notes.extend([note] if note is not None else [])
+            self._waypoints.clear()
+            self._waypoints.extend([waypoint] if waypoint is not None else [])
             if self.state.has_own:
-                batches = self._note_states(batches, position.batches)
+                batches = self._record_waypoints(batches, position.batches)
         return map(partial(normalize_batch, copy=self._copies), batches)
 
     def _iterate(self) -> Iterator[Any]:
@@ -272,15 +283,15 @@ class IterableSource(Source):
                 return
             yield batch
 
-    def _note_states(self, batches: Iterator[Any], first: int) -> Iterator[Any]:
-        """Yields the batches from number `first` on; notes the loader's state before
+    def _record_waypoints(self, batches: Iterator[Any], first: int) -> Iterator[Any]:
+        """Yields the batches from number `first` on; records a waypoint before
         some of them.
         """
         for number, batch in enumerate(batches, first + 1):
             yield batch
-            if number % _NOTE_EVERY == 0:
+            if number % _WAYPOINT_EVERY == 0:
                 if (state := self.state.read_own()) is not None:
-                    self._notes.append({"batches": number, "state": state})
+                    self._waypoints.append({"batches": number, "state": state})
 
     def _skip(self, batches: Iterator[Any], count: int) -> None:
         """Reads `count` batches, or all if there are fewer."""

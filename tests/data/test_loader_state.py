@@ -47,7 +47,7 @@ def test_a_long_epoch_resumes_from_the_newest_state(tmp_path, kind):
     path = fit(max_steps=40)[0].save(tmp_path / "saved")
     _, loader, losses = fit(ckpt_path=path)
     assert losses == fit()[2][40:]
-    assert loader.reads == 45 - 32  # states are noted before every 16th batch
+    assert loader.reads == 45 - 32  # a waypoint is before every 16th batch
 
 
 def test_a_second_fit_continues_at_the_trained_position():
