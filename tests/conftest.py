@@ -26,7 +26,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # which tests want to see.
 INSIDE = [
     "data.conversion",
-    "data.packing",
+    "data.padding",
     "engine.engine",
     "engine.step_functions",
     "engine.compile_log",

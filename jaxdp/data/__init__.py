@@ -13,6 +13,6 @@ from .batches import (
 from .conversion import check_targets
 from .loader_state import Position
 from .open_loader import NO_LOADER, open_loader
-from .packing import Dispatch, Packer, Window, have_equal_shapes
+from .padding import Dispatch, Packer, Window, have_equal_shapes
 from .partition import GlobalPartition, LocalPartition, RowPartition
 from .source import ALL_ROWS, ListSource, Source
