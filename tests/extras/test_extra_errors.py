@@ -27,15 +27,22 @@ from jaxdp import (
     LocalSGD,
     Pmap,
     SequenceParallel,
+    Sharded,
     SingleDevice,
     Stack,
     decay_mask,
     fuse_attention,
-    muon,
     steps_of,
 )
-from jaxdp.callbacks import MLFlowLogger, OptunaPruning, WandbLogger
+from jaxdp.callbacks import (
+    MLFlowLogger,
+    OptunaPruning,
+    TensorBoardLogger,
+    WandbLogger,
+)
 from jaxdp.extras.finders import lr_find
+from jaxdp.extras.plan import hlo
+from jaxdp.extras.plan.hlo_text import parse_groups
 from jaxdp.losses import token_cross_entropy
 
 KEY = jax.random.key(0)
@@ -61,8 +68,14 @@ def recompute(*remat):
     return make_small(Model(), strategy=Bitwise(SingleDevice()), remat=[*remat])
 
 
-def mask(*patterns):
-    return decay_mask(*patterns)({"weight": jnp.zeros((2, 2))})
+def plan(strategy=None, **options):
+    trainer = make_small(strategy=strategy or Sharded(8), loss="cross_entropy")
+    return trainer.plan(batches(64), **options)
+
+
+def trial(*directions):
+    optuna = pytest.importorskip("optuna")
+    return optuna.create_study(directions=directions or ["minimize"]).ask()
 
 
 def blocks(*others):
@@ -124,8 +137,8 @@ REFUSED = {
          ValueError, r"`compare`: LocalSGD\(every=2.* another algorithm"),
     ],
     "decay_mask, steps_of": [
-        (lambda: mask(3), TypeError, "`exclude` is 3, of type int"),
-        (lambda: mask("none.*"), ValueError, r"`exclude`: 'none.\*' matches no"),
+        (lambda: decay_mask(3)({"weight": jnp.zeros((2, 2))}), TypeError,
+         "`exclude` is 3, of type int"),
         (lambda: steps_of(iter(batches(8)), 3), TypeError,
          "iterator without a length.*max_steps"),
     ],
@@ -171,8 +184,6 @@ REFUSED = {
          ValueError, "`after_update`: LocalSGD trains a replica"),
     ],
     "lora": [
-        (lambda: adapt(patterns="lats"), ValueError,
-         "'lats' matches no eqx.nn.Linear; there are first, blocks.stacked.linear"),
         (lambda: adapt(rank=0), ValueError, "`rank` must be 1 or more"),
         (lambda: adapt(rank=0.5), TypeError, "`rank` must be an int"),
         (lambda: adapt(alpha=0), ValueError, "`alpha` must be more than 0"),
@@ -189,9 +200,35 @@ REFUSED = {
          "there is no checkpoint at"),
         (load_torn, ValueError, "is damaged or belongs to another model"),
     ],
-    "muon": [
-        (lambda: muon(0.01, adam="haed").init({"weight": jnp.ones((2, 2))}), ValueError,
-         "'haed' matches no submodule.* weight"),
+    "OptunaPruning": [
+        (lambda: OptunaPruning(None), TypeError, "`trial` must be an optuna.Trial"),
+        (lambda: OptunaPruning([trial()]), TypeError, "`trial` must be an optuna.Tri"),
+        (lambda: OptunaPruning(trial("minimize", "maximize")), ValueError,
+         "several objectives"),
+    ],
+    "plan": [
+        (lambda: plan(devices=0), ValueError, "`devices` must be 1 or more; got 0"),
+        (lambda: plan(devices="8"), TypeError, "`devices` must be an int"),
+        (lambda: plan(devices=4096), ValueError, "must be 1 to 2048"),
+        (lambda: plan(topology="h100"), ValueError, "`topology`='h100' is not known"),
+        (lambda: plan(topology="v5p-12"), ValueError, "has 6 chips"),
+        (lambda: plan(topology="h100x8", devices=8), ValueError, "were both given"),
+        (lambda: plan(hardware="h1000"), ValueError, "`hardware` must be one of 'a1"),
+        (lambda: plan(SingleDevice(), devices=4), ValueError,
+         "SingleDevice uses 1 device, not 4"),
+        (lambda: plan(hosts=3), ValueError, "`hosts`=3 does not divide the 8 devices"),
+        (lambda: plan(topology="h100x16", hosts=2), ValueError,
+         "a topology has its own hosts"),
+        (lambda: plan(hosts=0), ValueError, "`hosts` must be 1 or more"),
+        (lambda: plan().largest_batch(None), ValueError, "`memory` is needed"),
+        (lambda: plan().largest_batch("16GB"), TypeError,
+         "`memory` must be a number, in bytes"),
+        (lambda: plan().largest_batch(0), ValueError, "`memory` must be more than 0"),
+        (lambda: parse_groups("everyone", 8), ValueError, "unknown spelling"),
+        (lambda: hlo.read("module @jit_f {}"), ValueError,
+         "does not start with HloModule"),
+        (lambda: hlo.count_ring_bytes("broadcast", 2, 1, 1), ValueError,
+         "`kind` must be one of"),
     ],
     "Stack": [
         (lambda: Stack([]), ValueError, "`blocks` must have at least one block"),
@@ -271,20 +308,25 @@ def test_what_can_not_be_is_refused(provoke, error, words, tmp_path, monkeypatch
     assert not (tmp_path / "model.safetensors").exists()
 
 
+def log(logger):
+    linear_on_one_device(logger(dirpath=".")).fit(batches(8))
+
+
 MISSING = {
-    "wandb": lambda: linear_on_one_device(WandbLogger(dirpath=".")).fit(batches(8)),
-    "mlflow": lambda: linear_on_one_device(MLFlowLogger(dirpath=".")).fit(batches(8)),
+    "wandb": lambda: log(WandbLogger),
+    "mlflow": lambda: log(MLFlowLogger),
+    "tensorboard.summary.writer.event_file_writer": lambda: log(TensorBoardLogger),
     "optuna": lambda: OptunaPruning(object()),
-    "safetensors": lambda: save(),
+    "safetensors.numpy": lambda: save(),
 }
 
 
-@pytest.mark.parametrize("package", MISSING)
+@pytest.mark.parametrize("module", MISSING)
 @pytest.mark.filterwarnings("ignore")  # of what wandb and mlflow depend on
-def test_a_missing_package_is_named(package, tmp_path, monkeypatch):
+def test_a_missing_package_is_named(module, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    name = "safetensors.numpy" if package == "safetensors" else package
-    monkeypatch.setitem(sys.modules, name, None)
-    remedy = rf"`pip install {package}` \(it is in this library's extra `{package}`\)"
+    monkeypatch.setitem(sys.modules, module, None)
+    package = module.partition(".")[0]
+    remedy = rf"`pip install {package}` \(.* extra `(loggers|{package})`\)"
     with pytest.raises(ImportError, match=remedy):
-        MISSING[package]()
+        MISSING[module]()

@@ -1,8 +1,7 @@
 """Trials that are reported at each validation, and pruned."""
 
-import numpy as np
 import pytest
-from toys import On, batches, linear_on_one_device
+from toys import On, batches, linear_on_one_device, scores
 
 from jaxdp.callbacks import ModelCheckpoint
 
@@ -12,20 +11,9 @@ from jaxdp.callbacks import OptunaPruning  # noqa: E402
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 
-def known(values):
-    """Logs values that are known before."""
-
-    def log(trainer, metrics):
-        trainer.log("val_known", values[trainer.current_epoch])
-
-    return On(on_validation_end=log)
-
-
-def study_of(upper, **options):
+def study_of(upper):
     """A study that prunes what is above `upper`."""
-    return optuna.create_study(
-        pruner=optuna.pruners.ThresholdPruner(upper=upper), **options
-    )
+    return optuna.create_study(pruner=optuna.pruners.ThresholdPruner(upper=upper))
 
 
 def test_a_trial_is_told_each_validation_and_pruned_by_its_study():
@@ -37,7 +25,8 @@ def test_a_trial_is_told_each_validation_and_pruned_by_its_study():
     def objective(trial):
         values = [1.0, 0.5, 3.0, 0.1] if trial.number else [1.0, 0.5, 0.25, 0.1]
         pruning = OptunaPruning(trial, "val_known")
-        trainer = linear_on_one_device(known(values), pruning, On(teardown=end))
+        known = scores(values, "val_known")
+        trainer = linear_on_one_device(known, pruning, On(teardown=end))
         return trainer.fit(batches(16), batches(16), max_epochs=4)["val_known"][-1]
 
     study = study_of(2.0)
@@ -62,17 +51,3 @@ def test_reports_go_on_where_a_resumed_trial_was(tmp_path):
     fit(trial, 2, None)
     fit(trial, 3, "auto")
     assert [*study.trials[0].intermediate_values] == [0, 1, 2]
-
-
-def test_wrong_trials_are_named():
-    study = study_of(2.0)
-    for wrong in (None, [study.ask()]):
-        with pytest.raises(TypeError, match="`trial` must be an optuna.Trial"):
-            OptunaPruning(wrong, "val_loss")
-    several = optuna.create_study(directions=["minimize", "maximize"])
-    with pytest.raises(ValueError, match="several objectives"):
-        OptunaPruning(several.ask(), "val_loss")
-    trainer = linear_on_one_device(OptunaPruning(study.ask(), "val_los"))
-    with pytest.raises(ValueError, match="nothing of that name is logged"):
-        trainer.fit(batches(16), batches(16))
-    assert np.isfinite(trainer.validate(batches(16))["val_loss"])

@@ -1,7 +1,5 @@
 """Event files for TensorBoard."""
 
-import sys
-
 import jax
 import pytest
 from shown_events import events
@@ -58,10 +56,3 @@ def test_tensorboard_reads_values_texts_and_figures(tmp_path):
     assert image.encoded_image_string.startswith(b"\x89PNG") and image.step == 4
     with pytest.raises(RuntimeError, match="writes during a fit only"):
         logger.log_text("late", "")
-
-
-def test_a_missing_tensorboard_is_named(tmp_path, monkeypatch):
-    name = "tensorboard.summary.writer.event_file_writer"
-    monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ImportError, match="`pip install tensorboard`"):
-        linear_trainer(TensorBoardLogger(tmp_path)).fit(batches(8))
