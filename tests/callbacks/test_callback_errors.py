@@ -1,8 +1,11 @@
-"""Wrong arguments of callbacks: each an error that names them, at construction."""
+"""Callbacks that can not be: each refusal is an error that says what is wrong."""
+
+import pathlib
 
 import numpy as np
+import optax
 import pytest
-from toys import batches, linear_trainer
+from toys import batches, linear_on_one_device, linear_trainer
 
 from jaxdp import Callback
 from jaxdp.callbacks import (
@@ -10,6 +13,7 @@ from jaxdp.callbacks import (
     DonateBuffers,
     EarlyStopping,
     GradientMonitor,
+    LearningRateMonitor,
     LivePlot,
     ModelCheckpoint,
     NanGuard,
@@ -18,6 +22,7 @@ from jaxdp.callbacks import (
     ProgressBar,
     ReduceLROnPlateau,
     StallWatch,
+    TensorBoardLogger,
     ThroughputMonitor,
     WeightAveraging,
 )
@@ -71,6 +76,32 @@ def test_arguments_after_the_monitor_need_their_names():
         with pytest.raises(TypeError, match="positional argument"):
             callback("val_loss", 0.5, 3)
     assert ModelCheckpoint("d", "val_area", "max").mode == "max"
+
+
+SCHEDULE = optax.linear_schedule(0.1, 0.0, 10)
+BESIDE = optax.inject_hyperparams(optax.scale_by_adam)(b1=0.9)
+NO_RATE = r"keeps no learning rate.*\(%s.*inject_hyperp.*Monitor\(schedule="
+
+
+@pytest.mark.parametrize("callbacks, optimizer, match", [
+    *(([kind("logs"), kind(pathlib.Path("logs"))], None, f"two {kind.__name__} that w")
+      for kind in (CSVLogger, TensorBoardLogger)),
+    ([WeightAveraging(), WeightAveraging()], None,
+     "each choose the weights for evaluation"),
+    ([ReduceLROnPlateau()], optax.sgd(0.1), "ReduceLROnPlateau.*inject_hyperparams"),
+    ([ReduceLROnPlateau()], optax.inject_hyperparams(optax.sgd)(SCHEDULE),
+     "set by a schedule"),
+    ([LearningRateMonitor()], optax.adam(SCHEDULE), NO_RATE % "there are none"),
+    ([LearningRateMonitor()], BESIDE, NO_RATE % "b1"),
+])  # fmt: skip
+def test_what_can_not_be_in_a_fit_is_refused(
+    tmp_path, monkeypatch, callbacks, optimizer, match
+):
+    monkeypatch.chdir(tmp_path)
+    trainer = linear_on_one_device(*callbacks, optimizer=optimizer)
+    with pytest.raises(ValueError, match=match):
+        trainer.fit(batches(8), batches(8))
+    assert trainer.global_step == 0
 
 
 class Reads(Callback):

@@ -8,7 +8,7 @@ import optax
 import pytest
 from toys import At, Recorder, batches, linear_trainer, read_table
 
-from jaxdp.callbacks import CSVLogger, LearningRateMonitor, TensorBoardLogger
+from jaxdp.callbacks import CSVLogger, LearningRateMonitor
 
 
 def steps(folder):
@@ -134,8 +134,6 @@ def test_the_metadata_has_arguments_versions_and_hardware(tmp_path):
     assert record["started"] <= record["ended"]
 
 
-@pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
-def test_two_loggers_of_the_same_files_are_refused(kind, tmp_path):
-    with pytest.raises(ValueError, match=f"two {kind.__name__} that write to"):
-        linear_trainer(kind(tmp_path), kind(str(tmp_path))).fit(batches(8))
+def test_two_tables_may_be_in_one_folder(tmp_path):
     linear_trainer(CSVLogger(tmp_path), CSVLogger(tmp_path, "own.csv")).fit(batches(8))
+    assert read_table(tmp_path) == read_table(tmp_path / "own.csv")

@@ -80,15 +80,6 @@ def test_many_devices_multi_steps_and_given_schedules():
     assert found == {"lr_of_adam": HALF}
 
 
-@pytest.mark.parametrize("optimizer, listed", [
-    (optax.adam(SCHEDULE), "there are none"), (BESIDE, "b1"),
-])  # fmt: skip
-def test_an_optimizer_without_a_rate_in_its_state_is_refused(optimizer, listed):
-    message = rf"keeps no learning rate.*\({listed}.*inject_hyperp.*Monitor\(schedule="
-    with pytest.raises(ValueError, match=message):
-        rates_of(optimizer)
-
-
 def test_an_epoch_has_the_rate_of_its_last_step(tmp_path):
     def halve(trainer, metrics):
         rate = trainer.hyperparams["learning_rate"]

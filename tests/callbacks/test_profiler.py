@@ -9,7 +9,7 @@ import optax
 import pytest
 from toys import At, batches, fail_with, on_one_device
 
-from jaxdp import Sharded, SingleDevice
+from jaxdp import Sharded
 from jaxdp.callbacks import Profiler
 from jaxdp.callbacks.profiler import lacks_device_events
 
@@ -27,17 +27,17 @@ def step_numbers(folder):
     return sorted({int(e["args"]["step_num"]) for e in steps})
 
 
-@pytest.mark.parametrize("strategy", [SingleDevice(), Sharded(2)], ids=repr)
-def test_a_window_of_steps_is_traced(tmp_path, caplog, strategy):
-    profiler = Profiler(tmp_path, start_step=3, num_steps=2)
-    make_trainer(profiler, strategy=strategy).fit(batches(*[8] * 8))
-    assert step_numbers(tmp_path) == [4, 5]
-    assert "Profiler: steps 4 to 5 are traced in" in caplog.text
-
-
-def test_the_window_ends_with_the_fit(tmp_path):
-    make_trainer(Profiler(tmp_path, start_step=2, num_steps=50)).fit(batches(*[8] * 5))
-    assert step_numbers(tmp_path) == [3, 4, 5]
+@pytest.mark.parametrize("start, number, options, steps", [
+    (3, 2, {}, [4, 5]),
+    (3, 2, {"strategy": Sharded(2)}, [4, 5]),
+    (5, 50, {}, [6, 7, 8]),  # it ends with the fit
+    (3, 2, {"steps_per_execution": 4}, [5, 6, 7, 8]),  # begins with a call of several
+])  # fmt: skip
+def test_a_window_of_steps_is_traced(tmp_path, caplog, start, number, options, steps):
+    profiler = Profiler(tmp_path, start_step=start, num_steps=number)
+    make_trainer(profiler, **options).fit(batches(*[8] * 8))
+    assert step_numbers(tmp_path) == steps
+    assert f"Profiler: steps {steps[0]} to {steps[-1]} are traced in" in caplog.text
 
 
 def test_a_failing_fit_ends_the_window_too(tmp_path):
@@ -55,12 +55,6 @@ def test_a_failing_fit_ends_the_window_too(tmp_path):
 def test_a_fit_that_is_too_short_says_so(tmp_path, caplog):
     make_trainer(Profiler(tmp_path)).fit(batches(8, 8))
     assert "nothing was traced: the fit ended before 10 steps" in caplog.text
-
-
-def test_the_window_begins_with_a_call_of_several_steps(tmp_path):
-    profiler = Profiler(tmp_path, start_step=3, num_steps=2)
-    make_trainer(profiler, steps_per_execution=4).fit(batches(*[8] * 8))
-    assert step_numbers(tmp_path) == [5, 6, 7, 8]
 
 
 @pytest.mark.parametrize("events", ["", "events { metadata_id: 1 }"])

@@ -83,12 +83,3 @@ def test_a_plateau_lowers_all_rates_of_an_optimizer(capsys):
     expected = {"thin/learning_rate": 0.1, "wide/learning_rate": 0.05}
     assert trainer.hyperparams == pytest.approx(expected)
     assert "thin/learning_rate is 0.1" in capsys.readouterr().err
-
-
-def test_an_impossible_plateau_is_refused_before_the_fit():
-    for optimizer, match in (
-        (optax.sgd(0.1), r"ReduceLROnPlateau.*inject_hyperparams"),
-        (injected(optax.linear_schedule(0.1, 0.0, 10)), "set by a schedule"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            linear_on_one_device(ReduceLROnPlateau(), optimizer=optimizer).fit(DATA)

@@ -168,8 +168,3 @@ def test_the_optimizer_inside_keeps_its_arguments_and_its_rate():
         trainer = make_trainer(*callbacks, optimizer=optimizer)
         seen = [float(m["lr"]) for m in trainer.steps(batches(8, 8))]
     assert seen == [pytest.approx(0.05)] * 2
-
-
-def test_two_averages_are_refused():
-    with pytest.raises(ValueError, match="each choose the weights for evaluation"):
-        make_trainer(WeightAveraging(), WeightAveraging()).fit(batches(8))

@@ -129,37 +129,17 @@ def mine(value, other, index=1):
     return other if jax.process_index() == index else value
 
 
-def fit(
-    *,
-    width=8,
-    other_width=None,
-    key=0,
-    other_key=None,
-    other_seed=None,
-    loss_of_1=False,
-    batch=8,
-    other_batch=None,
-    other_rows=None,
-    epochs=2,
-    lockstep=None,
-    logs=None,
-    at=None,
-    before=None,
-    validates=False,
-    **options,
-):
-    """A small training; what is called `other_...` is that of process 1."""
+SAME = {"width": 8, "key": 0, "seed": 0, "loss": cross_entropy, "batch": 8, "rows": 64}
 
-    def pick(value, other):
-        return mine(value, value if other is None else other)
 
-    data, size = rows(pick(64, other_rows)), pick(batch, other_batch)
-    loader = load(data, size, shuffle=True)
+def fit(*, other=None, lockstep=None, logs=None, at=None, before=None, **options):
+    """A small training, in which process 1 may have `other` values of `SAME`."""
+    same = SAME | mine({}, other or {})
     trainer = make(
-        Net(pick(width, other_width), pick(key, other_key)),
+        Net(same["width"], same["key"]),
         optax.sgd(1e-2),
-        loss=mine(cross_entropy, half) if loss_of_1 else cross_entropy,
-        seed=pick(0, other_seed),
+        loss=same["loss"],
+        seed=same["seed"],
         callbacks=[
             *([callbacks.Lockstep(**lockstep)] if lockstep else []),
             At(*(at or (-1, -1, None))),
@@ -168,7 +148,7 @@ def fit(
         ],
         **options,
     )
-    trainer.fit(loader, loader if validates else None, max_epochs=epochs)
+    trainer.fit(load(rows(same["rows"]), same["batch"], shuffle=True), max_epochs=2)
     tell_end(trainer)
 
 

@@ -9,19 +9,19 @@ pytest.importorskip("torch")
 import tasks
 
 DIFFERENT = {
-    "seed": ({"other_seed": 1}, "`seed`: 0 (process 0), 1 (process 1)"),
+    "seed": ({"seed": 1}, "`seed`: 0 (process 0), 1 (process 1)"),
     "model": (
-        {"other_width": 9},
+        {"width": 9},
         "the model's first.weight: float32[8, 4] (process 0), float32[9, 4] (process 1",
     ),
-    "weights": ({"other_key": 1}, "the bits of the model's first.weight: "),
-    "loss": ({"loss_of_1": True}, "the compiled programs: "),
+    "weights": ({"key": 1}, "the bits of the model's first.weight: "),
+    "loss": ({"loss": tasks.half}, "the compiled programs: "),
     "rows": (
-        {"other_batch": 16, "other_rows": 128},
+        {"batch": 16, "rows": 128},
         "rows of a train batch: 8 (process 0), 16 (process 1)",
     ),
     "length": (
-        {"other_rows": 48},
+        {"rows": 48},
         "its number of batches: 8 (process 0), 6 (process 1)",
     ),
 }
@@ -29,7 +29,7 @@ DIFFERENT = {
 
 @pytest.mark.slow
 def test_different_scripts_are_found_at_the_start_of_a_fit(crew):
-    cases = {name: options for name, (options, _) in DIFFERENT.items()}
+    cases = {name: {"other": other} for name, (other, _) in DIFFERENT.items()}
     outputs = crew("fit_in_turn", cases=cases | {"none": {}}).finish()
     for output in outputs:
         told = dict(re.findall(r"^case (\w+)\n(.*?)(?=^case |\Z)", output, re.M | re.S))

@@ -265,6 +265,7 @@ def predict_in_full(model, state):
 
 def loaders():
     """The losses of all kinds of loaders and options."""
+    multiprocessing.current_process()._config["daemon"] = False  # may have children
     logged = Logged()
     model, state = eqx.nn.make_with_state(NormNet)(jax.random.key(0))
     found = {
@@ -291,14 +292,9 @@ def loaders():
         ),
         "batch norm": losses(arrays(), model=model, state=state),
         "predicted by batch norm": predict_in_full(model, state),
+        "workers": losses(DataLoader(Logged(), 16, shuffle=True, num_workers=1)),
     }
     tell(found=found, asked=logged.asked)
-
-
-def workers():
-    """Loader workers fetch the rows of their process alone."""
-    multiprocessing.current_process()._config["daemon"] = False  # may have children
-    tell(losses=losses(DataLoader(Logged(), 16, shuffle=True, num_workers=1)))
 
 
 class Lengths(eqx.Module):

@@ -16,6 +16,7 @@ from attending import (
     ODD,
     PLAIN,
     QUERIES,
+    Block,
     Model,
     layer_and_inputs,
     losses,
@@ -244,20 +245,12 @@ def test_memory_of_long_rows(policy):
     assert temporary(fuse_attention(layer, causal=True)) < 0.2 * temporary(layer)
 
 
-class Layer(eqx.Module):
-    attention: eqx.nn.MultiheadAttention
-
-    def __call__(self, x):
-        return self.attention(x, x, x)
-
-
 def test_a_loop_over_layers_keeps_no_causal_masks():
     """With recomputed blocks, JAX would compute those of all blocks before it."""
     keys = jax.random.split(jax.random.key(0), 3)
-    layers = [Layer(eqx.nn.MultiheadAttention(4, 32, key=key)) for key in keys]
-    arrays, rest = eqx.partition(
-        fuse_attention(Stack(layers), causal=True, block=64), eqx.is_array
-    )
+    model = Stack([Block(32, key) for key in keys])
+    fused = fuse_attention(model, causal=True, block=64)
+    arrays, rest = eqx.partition(fused, eqx.is_array)
 
     def total(arrays, x):
         return (jax.checkpoint(jax.vmap(eqx.combine(arrays, rest)))(x) ** 2).sum()

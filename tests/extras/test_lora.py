@@ -4,12 +4,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from toys import Deep, batches
+from toys import Deep, batches, on_one_device
 
 import jaxdp
-from jaxdp import FSDP, SingleDevice, Trainer
+from jaxdp import FSDP
 from jaxdp.callbacks import ModelCheckpoint
 from jaxdp.extras.model_files import read_weights
 
@@ -19,11 +18,6 @@ PATTERNS = ["blocks.stacked.linear", "last"]
 
 def adapted(**options):
     return jaxdp.lora(Deep(4), PATTERNS, 2, key=KEY, **options)
-
-
-def trainer_of(model, **options):
-    options = {"strategy": SingleDevice(), "enable_progress_bar": False} | options
-    return Trainer(model, optax.adam(1e-2), loss="cross_entropy", **options)
 
 
 def outputs(model):
@@ -36,7 +30,7 @@ def outputs(model):
 def test_adapters_alone_are_trained_and_merged_they_give_the_same(precision):
     base, model = Deep(4), adapted(alpha=4)
     np.testing.assert_array_equal(outputs(model), outputs(base))
-    trainer = trainer_of(model, strategy=FSDP(), precision=precision)
+    trainer = on_one_device(model=model, strategy=FSDP(), precision=precision)
     trainer.fit(batches(16, 16), max_epochs=2)
     trained = trainer.model
     for find in (
@@ -56,7 +50,7 @@ def test_adapters_alone_are_trained_and_merged_they_give_the_same(precision):
 def test_checkpoints_have_the_adapters_alone(tmp_path, caplog):
     def trained(epochs, ckpt_path=None, model=None, folder="run"):
         saver = ModelCheckpoint(tmp_path / folder)
-        trainer = trainer_of(model or adapted(), callbacks=[saver])
+        trainer = on_one_device(saver, model=model or adapted())
         trainer.fit(batches(16, 16), max_epochs=epochs, ckpt_path=ckpt_path)
         return trainer
 
@@ -79,14 +73,14 @@ def test_checkpoints_have_the_adapters_alone(tmp_path, caplog):
         jaxdp.load_model(path, like=shapes)
     other = eqx.tree_at(lambda m: m.first.weight, adapted(), replace_fn=lambda w: w + 1)
     with pytest.raises(ValueError, match="first.weight of the model that they were tr"):
-        trainer_of(other).load(path)
+        on_one_device(model=other).load(path)
 
 
 def test_what_changes_frozen_weights_has_them_saved(tmp_path):
     def shrink(model):
         return eqx.tree_at(lambda m: m.first.weight, model, replace_fn=lambda w: w / 2)
 
-    trainer = trainer_of(adapted(), after_update=shrink)
+    trainer = on_one_device(model=adapted(), after_update=shrink)
     trainer.fit(batches(16, 16))
     path = trainer.save(tmp_path / "saved")
     assert "first.weight" in read_weights(path)
@@ -96,9 +90,9 @@ def test_what_changes_frozen_weights_has_them_saved(tmp_path):
 
 def test_patterns_train_more_than_the_adapters():
     model = adapted()
-    trainer = trainer_of(model, filter_spec=["**.down", "**.up", "first"])
+    trainer = on_one_device(model=model, filter_spec=["**.down", "**.up", "first"])
     trainer.fit(batches(16, 16))
     assert trainer.state.params.first.weight is not None
     assert trainer.state.params.last.weight is None
     with pytest.raises(ValueError, match="`filter_spec`: 'frist' matches no submodule"):
-        trainer_of(model, filter_spec=["frist"])
+        on_one_device(model=model, filter_spec=["frist"])

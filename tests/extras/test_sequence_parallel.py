@@ -3,6 +3,7 @@
 import functools
 import re
 
+import attending
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -215,15 +216,8 @@ def test_memory_is_split_and_a_plan_says_so():
 @slow
 def test_fused_attention_gathers_keys_and_values_and_sums_nothing_forwards():
     """XLA by itself would gather queries, and sum what they attend to, by blocks."""
-
-    class Layer(eqx.Module):
-        attention: eqx.nn.MultiheadAttention
-
-        def __call__(self, x, key=None):
-            return x + self.attention(x, x, x)
-
     keys = jax.random.split(jax.random.key(0))
-    layers = [Layer(eqx.nn.MultiheadAttention(2, 16, key=key)) for key in keys]
+    layers = [attending.Block(16, key) for key in keys]
     model = fuse_attention(Stack(layers), causal=True, block=32)
     trainer = quiet(model, loss="mse", strategy=SPLITS["2x4"](), remat="stacked")
     x = np.zeros((2, 256, 16), np.float32)

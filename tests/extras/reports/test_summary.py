@@ -3,7 +3,6 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from toys import Mlp, NormNet, batches, linear, make_small, quiet
@@ -125,8 +124,6 @@ def test_a_trainer_says_in_a_line_what_it_is():
     ("max_epochs", 3, "`trainer.max_epochs` can't be set: pass it to `fit`"),
     ("num_training_batches", 3, "pass `limit_train_batches` to `fit`"),
     ("global_step", 3, "`load` a checkpoint"),
-    ("acumulate", 2, "no attribute 'acumulate'; use trainer.accumulate_grad_batches"),
-    ("gradient_clip_value", 1.0, "use trainer.gradient_clip_val"),
     ("log_every_n_steps", 0, "`log_every_n_steps` must be"),
     ("default_root_dir", "gs://bucket", "`default_root_dir`"),
 ])  # fmt: skip
@@ -138,7 +135,6 @@ def test_what_is_set_is_checked_as_an_argument_is(name, value, message):
 def test_some_attributes_are_set(tmp_path, monkeypatch):
     trainer = make_small()
     trainer.log_every_n_steps, trainer.callbacks = 3, ()
-    trainer.own_note = np.zeros(2)  # nobody else's
     monkeypatch.chdir(tmp_path)
     trainer.default_root_dir = "runs"
     assert trainer.default_root_dir == str(tmp_path / "runs")
