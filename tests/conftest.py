@@ -28,7 +28,7 @@ INSIDE = [
     "data.conversion",
     "data.padding",
     "engine.engine",
-    "engine.step_functions",
+    "engine.flat_functions",
     "engine.compile_log",
     "step.metrics",
     "step.model_call",
@@ -37,7 +37,7 @@ INSIDE = [
     "engine.step",
     "step.remat",
     "step.state",
-    "step.steps",
+    "step.step_functions",
 ]
 
 jaxtyping.jaxtyped = functools.partial(functools.partial, checked)

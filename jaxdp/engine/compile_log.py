@@ -11,7 +11,7 @@ import jax
 from ..basics.console import join_some, log_info, warn
 from ..basics.hardware import describe_mixed_kinds
 from ..data import Dispatch, leaf_name
-from ..step import Steps, has_default_products, merge_leaves, note_on_products
+from ..step import Precision, has_default_products, merge_leaves, note_on_products
 
 _LONG_SECONDS: Final = 2.0
 """A compilation that takes longer is reported."""
@@ -65,13 +65,15 @@ class CompileLog:
             self._reported.add(note)
             report(note)
 
-    def log_program(self, devices: list[Any], program: Any, steps: Steps) -> None:
+    def log_program(
+        self, devices: list[Any], program: Any, precision: Precision
+    ) -> None:
         """Reports the precision of products, and warns if devices are of different
         kinds.
         """
         if note := describe_mixed_kinds(devices):
             self.log_once(note, warn)
-        note = note_on_products(steps.precision, devices[0])
+        note = note_on_products(precision, devices[0])
         if note and program.jaxpr and has_default_products(program.jaxpr):
             self.log_once(note)
 

@@ -14,7 +14,7 @@ from ..basics.host_memory import clear_mesh
 from ..basics.process import pause_gc
 from ..data import Dispatch, Window, get_local
 from ..distributed import RowBlocks, make_global_array
-from ..step import LONG_IN_FLIGHT, Batch, Metrics, Steps, TrainState
+from ..step import LONG_IN_FLIGHT, Batch, Metrics, StepFunctions, TrainState
 from ..strategies import DataParallel
 from ..strategies.base import count_shards, make_row_blocks
 from .compile_log import CompileLog
@@ -44,7 +44,7 @@ class Engine:
     Args:
         parts: the model as (trained leaves, other arrays, the rest).
         model_state: the model's `eqx.nn.State`, or None.
-        pure: the functions of the steps.
+        step_functions: the pure functions that are compiled.
         strategy: places the state and lays out the steps.
         seed: decides all randomness inside the steps.
         micro_batches: the number of micro-batches of a train step.
@@ -76,7 +76,7 @@ class Engine:
         self,
         parts: tuple[PyTree, PyTree, PyTree],
         model_state: PyTree,
-        pure: Steps,
+        step_functions: StepFunctions,
         strategy: DataParallel,
         *,
         seed: int,
@@ -94,28 +94,34 @@ class Engine:
         self.starts_epoch = False
         self.options = StepOptions()
         self._debug_settings = get_debug_settings()
-        self.pure, self.strategy = pure, strategy
+        self.step_functions, self.strategy = step_functions, strategy
         self._compile_log = CompileLog(quiet=abstract)
         self.log_once = self._compile_log.log_once
         several = not abstract and jax.process_count() > 1
         blocks = make_row_blocks(strategy) if several else RowBlocks()
         self.steps: dict[StepKind, Step] = {
-            kind: Step(kind, strategy, blocks, in_order, pads=pure.is_padded(kind))
+            kind: Step(
+                kind,
+                strategy,
+                blocks,
+                in_order,
+                pads=step_functions.is_padded(kind),
+            )
             for kind in KIND_NAMES
         }
         original = jax.eval_shape(lambda *trees: trees, *parts[:2])
         self._model = parts[2], original, view
         with clear_mesh(), pause_gc():
             if abstract:
-                first = make_shapes((*parts[:2], model_state), pure)
+                first = make_shapes((*parts[:2], model_state), step_functions)
             else:
-                arguments = parts, model_state, pure, seed, strategy
+                arguments = parts, model_state, step_functions, seed, strategy
                 first = make_first_state(*arguments, adds_state=adds_state)
             self.state = place_state(strategy, first, offload, abstract=abstract)
         # On CPUs, XLA rewrites convolutions for its library only outside of loops.
         # Inside a loop they take about five times as long, and round differently.
         is_cpu = self._devices[0].platform == "cpu"
-        self.replace_pure(unroll_convolutions=is_cpu)
+        self.replace_step_functions(unroll_convolutions=is_cpu)
         self.prefetches = not is_cpu and not abstract
         self.memory = None if abstract else get_smallest_memory(self._devices)
         if self.memory is not None:
@@ -141,15 +147,15 @@ class Engine:
     def _devices(self) -> list[Any]:
         return [*self.device_state.leaves[0].sharding.device_set]
 
-    def replace_pure(self, **fields: Any) -> None:
-        """Replaces fields of `pure`, for the steps that are compiled from now on."""
-        self.pure = self.pure._replace(**fields)
+    def replace_step_functions(self, **fields: Any) -> None:
+        """Replaces fields of `step_functions`, for steps compiled from now on."""
+        self.step_functions = self.step_functions._replace(**fields)
 
     def set_options(self, options: StepOptions) -> None:
         """Sets the options of train steps that are compiled from now on."""
         if options != self.options:
             self.options = options
-            self.replace_pure(skip_nonfinite=options.skip_nonfinite)
+            self.replace_step_functions(skip_nonfinite=options.skip_nonfinite)
             self.steps["train"].programs.clear()
 
     def discard_outdated_programs(self) -> None:
@@ -216,7 +222,11 @@ class Engine:
         try:
             with clear_mesh(), self._compile_log.time_compile(name, dispatch):
                 program = step.compile(
-                    self.pure, dispatch, inputs, donate, self._compiler_options
+                    self.step_functions,
+                    dispatch,
+                    inputs,
+                    donate,
+                    self._compiler_options,
                 )
             if self.memory is not None:
                 step_name, rows = f"the {name} step", sum(dispatch.rows)
@@ -231,7 +241,8 @@ class Engine:
             self.log_once(note)
         if not dispatch.split:
             self._compile_log.log_unsplit(dispatch, count_shards(self.strategy))
-        self._compile_log.log_program(self._devices, program, self.pure)
+        precision = self.step_functions.precision
+        self._compile_log.log_program(self._devices, program, precision)
         return program
 
     # Running.
@@ -296,4 +307,4 @@ class Engine:
         """Returns the means over the epoch's rows so far. Waits for the device."""
         state, facts = self.device_state, self.steps["train"].facts
         totals = np.asarray(state.leaves[state.layout.totals])  # waits for the device
-        return self.pure.compute_means(totals, facts)
+        return self.step_functions.compute_means(totals, facts)

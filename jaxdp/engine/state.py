@@ -18,7 +18,7 @@ from jaxtyping import Array, PyTree
 from ..basics.host_memory import clear_mesh, use_auto_axes
 from ..distributed import make_global_array
 from ..step import (
-    Steps,
+    StepFunctions,
     TrainState,
     cast_arrays,
     cast_to_original,
@@ -199,7 +199,7 @@ def get_model_parts(state: TrainState) -> _ModelParts:
 def make_first_state(
     parts: _ModelParts,
     model_state: PyTree,
-    steps: Steps,
+    step_functions: StepFunctions,
     seed: int,
     strategy: DataParallel,
     *,
@@ -209,7 +209,9 @@ def make_first_state(
 
     If the strategy `adds_state` to the optimizer's, no device need hold all of that.
     """
-    params, buffers, _ = cast_arrays(use_auto_axes(parts), steps.precision.stored)
+    params, buffers, _ = cast_arrays(
+        use_auto_axes(parts), step_functions.precision.stored
+    )
     model = params, buffers, use_auto_axes(model_state)
     layout = None
     # A model may be sharded because no device has memory for all of it. Zeros made
@@ -218,19 +220,21 @@ def make_first_state(
     arrays = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]
     is_sharded = not all(leaf.is_fully_replicated for leaf in arrays)
     if is_sharded and not strategy.mesh.empty or adds_state:
-        shardings = state_shardings(strategy, make_shapes(model, steps))
+        shardings = state_shardings(strategy, make_shapes(model, step_functions))
         layout = shardings.opt_state
         if not is_sharded:
             params = jax.tree.map(make_global_array, params, shardings.params)
-    return first_state(params, *model[1:], steps, seed, layout)
+    return first_state(params, *model[1:], step_functions, seed, layout)
 
 
-def make_shapes(model: _ModelParts, steps: Steps) -> TrainState:
+def make_shapes(model: _ModelParts, step_functions: StepFunctions) -> TrainState:
     """Returns the first state of a model as shapes, without any computation."""
 
     def first(params: PyTree, buffers: PyTree, model_state: PyTree) -> TrainState:
-        params, buffers = cast_arrays((params, buffers), steps.precision.stored)
-        return first_state(params, buffers, model_state, steps, seed=0)
+        params, buffers = cast_arrays(
+            (params, buffers), step_functions.precision.stored
+        )
+        return first_state(params, buffers, model_state, step_functions, seed=0)
 
     return jax.eval_shape(first, *model)
 

@@ -20,7 +20,7 @@ from ..step import (
     CriterionObjective,
     Facts,
     Group,
-    Steps,
+    StepFunctions,
     TrainState,
     Weights,
     calls_python,
@@ -31,7 +31,7 @@ from ..strategies import DataParallel
 from ..strategies.base import Rows, count_shards, place_batch
 from ..strategies.fsdp_units import GATHERED_IN_BRANCH
 from ..strategies.placement import fetch
-from .step_functions import STEP_FUNCTIONS, StepFunction
+from .flat_functions import FLAT_FUNCTIONS, FlatFunction
 from .xla_options import options_for
 
 StepKind = Literal["train", "evaluate", "predict"]
@@ -199,7 +199,7 @@ class Step:
 
     def compile(
         self,
-        steps: Steps,
+        steps: StepFunctions,
         dispatch: Dispatch,
         inputs: TrainState | Weights,
         donate: str,
@@ -223,7 +223,7 @@ class Step:
             SlowInLoop: for convolutions in several steps on a CPU.
         """
         groups, num_steps = self._get_global_shapes(dispatch), len(dispatch.rows)
-        make = STEP_FUNCTIONS[self.kind]
+        make = FLAT_FUNCTIONS[self.kind]
         function = make(steps, inputs, groups, num_steps, self._set_facts)
         is_eager, finds_nan = get_debug_settings()
         leaf = jax.tree.leaves(inputs)[0]
@@ -265,7 +265,7 @@ class Step:
         return program
 
     def _check_traced(
-        self, jaxpr: Any, steps: Steps, num_steps: int, leaf: Any
+        self, jaxpr: Any, steps: StepFunctions, num_steps: int, leaf: Any
     ) -> bool:
         """Raises if a traced step must not be compiled.
 
@@ -299,7 +299,7 @@ class Step:
     def _compile_traced(
         self,
         traced: Any,
-        function: StepFunction,
+        function: FlatFunction,
         donate: str,
         options: Mapping[str, Any],
     ) -> jax.stages.Compiled:

@@ -27,8 +27,8 @@ from ..step import (
     Group,
     InferenceModel,
     Metrics,
-    MultiPartSteps,
-    Steps,
+    MultiPartStepFunctions,
+    StepFunctions,
     TrainState,
     Weights,
 )
@@ -99,9 +99,12 @@ class Ensemble:
             )
         return states
 
-    def wrap(self, steps: Steps, strategy: DataParallel) -> tuple[Steps, DataParallel]:
-        """Returns steps and strategy for all members, made from those of one model."""
-        return EnsembleSteps(*steps)._replace(extra=self), _MemberwiseStrategy(strategy)
+    def wrap(
+        self, step_functions: StepFunctions, strategy: DataParallel
+    ) -> tuple[StepFunctions, DataParallel]:
+        """Returns step functions and strategy for all members, from those of one."""
+        of_members = EnsembleStepFunctions(*step_functions)._replace(extra=self)
+        return of_members, _MemberwiseStrategy(strategy)
 
     def select_member(self, model: PyTree, index: int) -> PyTree:
         """Returns one member, an ordinary model."""
@@ -164,12 +167,15 @@ def find_ensemble(arguments: Mapping[str, Any]) -> Ensemble:
     return ensemble
 
 
-class EnsembleSteps(Steps):
-    """The steps of one model, mapped over all members; `extra` is the `Ensemble`."""
+class EnsembleStepFunctions(StepFunctions):
+    """The step functions of one model, mapped over all members.
+
+    `extra` is the `Ensemble`.
+    """
 
     @property
-    def _single_steps(self) -> Steps:
-        return (MultiPartSteps if self.parts else Steps)(*self)
+    def _member_functions(self) -> StepFunctions:
+        return (MultiPartStepFunctions if self.parts else StepFunctions)(*self)
 
     def init_optimizer(self, params: PyTree) -> PyTree:
         return self.extra.init_optimizer(self.optimizer, params)
@@ -185,7 +191,7 @@ class EnsembleSteps(Steps):
         self, collectives: Collectives, state: TrainState, groups: Sequence[Group]
     ) -> tuple[TrainState, Metrics]:
         axes = TrainState(0, 0, 0, 0, key=0, step=None, totals=0, loss_scale=0)
-        train = functools.partial(self._single_steps.train, collectives)
+        train = functools.partial(self._member_functions.train, collectives)
         mapped = jax.vmap(lambda own: train(own, groups), in_axes=(axes,))
         new, metrics = mapped(state._replace(key=self._make_member_keys(state.key)))
         new = new._replace(key=state.key, step=state.step + 1)
@@ -200,7 +206,7 @@ class EnsembleSteps(Steps):
         group: Group,
     ) -> tuple[Array, Metrics, PyTree]:
         def evaluate(own: Weights, totals: Array) -> Any:
-            return self._single_steps.evaluate(
+            return self._member_functions.evaluate(
                 collectives, own, totals, batch_idx, group
             )
 
@@ -211,14 +217,14 @@ class EnsembleSteps(Steps):
     def predict(
         self, collectives: Collectives, weights: Weights, group: Group
     ) -> PyTree:
-        predict = functools.partial(self._single_steps.predict, collectives)
+        predict = functools.partial(self._member_functions.predict, collectives)
         mapped = jax.vmap(lambda own: predict(own, group), (_OF_WEIGHTS,), 1)
         return mapped(self._set_keys(weights))
 
     def compute_means(self, totals: np.ndarray, facts: Facts) -> dict[str, float]:
         names = facts.names[: len(facts.names) // (1 + self.extra.size)]
         own = facts._replace(names=names)
-        means = [self._single_steps.compute_means(each, own) for each in totals]
+        means = [self._member_functions.compute_means(each, own) for each in totals]
         return self.extra.name_values(means)
 
     def measure_outputs(
@@ -226,7 +232,7 @@ class EnsembleSteps(Steps):
     ) -> Mapping[str, float]:
         def measure_member(member: int) -> Mapping[str, float]:
             own = jax.tree.map(lambda leaf: leaf[:, member], outputs)
-            return self._single_steps.measure_outputs(function, own)
+            return self._member_functions.measure_outputs(function, own)
 
         return self.extra.name_values([*map(measure_member, range(self.extra.size))])
 

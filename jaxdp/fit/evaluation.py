@@ -121,9 +121,9 @@ def evaluate(
     facts = engine.steps["evaluate"].facts
     for prefix, (sums, rows) in passes.items():
         sums = np.asarray(sums)  # waits for the device
-        pairs = [*engine.pure.compute_means(sums, facts).items()]
+        pairs = [*engine.step_functions.compute_means(sums, facts).items()]
         if run.config.pass_metrics:
-            outputs, measure = _join_rows(rows), engine.pure.measure_outputs
+            outputs, measure = _join_rows(rows), engine.step_functions.measure_outputs
             pairs += measure_pass(run.config.pass_metrics, outputs, measure)
         for name, value in pairs:
             if (name := f"{prefix}_{name}") in metrics:

@@ -135,7 +135,7 @@ def measure_pass(
     Args:
         metrics: the metrics by name.
         outputs: the predictions and targets of all rows; with parts, by part name.
-        measure: `Steps.measure_outputs`, which calls a function of the outputs.
+        measure: `StepFunctions.measure_outputs`; it calls a function of the outputs.
     """
     of_parts = outputs if isinstance(outputs, dict) else {"": outputs}
     for (part, rows), (name, metric) in itertools.product(

@@ -34,10 +34,10 @@ from ..step import (
     AfterUpdate,
     Batch,
     CriterionObjective,
-    MultiPartSteps,
+    MultiPartStepFunctions,
     Objective,
     ResolvedPart,
-    Steps,
+    StepFunctions,
     add_clipping,
     combine_optimizers,
     find_precision,
@@ -111,7 +111,8 @@ class TrainerConfig:
     def make_engine(self, hooks: Hooks, *, abstract: bool = False) -> Engine:
         """Makes an engine with the initial state."""
         objectives, strategy = self._objectives(), self.strategy
-        steps = (MultiPartSteps if self.optimizer_parts else Steps)(
+        make = MultiPartStepFunctions if self.optimizer_parts else StepFunctions
+        step_functions = make(
             self.parts[2],
             self._objective,
             self.make_optimizer(hooks),
@@ -125,11 +126,11 @@ class TrainerConfig:
             losses_per_example=all(one.is_per_example for one in objectives),
         )
         if self.ensemble is not None:
-            steps, strategy = self.ensemble.wrap(steps, strategy)
+            step_functions, strategy = self.ensemble.wrap(step_functions, strategy)
         return Engine(
             self.parts,
             self.model_state,
-            steps,
+            step_functions,
             strategy,
             seed=self.seed,
             micro_batches=self.accumulate_grad_batches,
@@ -151,10 +152,10 @@ class TrainerConfig:
 
         If its step does not compile, another batch may decide on another loss.
         """
-        if engine.pure.objective is None or (
+        if engine.step_functions.objective is None or (
             self._objective is None and not engine.has_programs
         ):
-            engine.replace_pure(objective=self.make_objective(batch))
+            engine.replace_step_functions(objective=self.make_objective(batch))
         return engine
 
     def make_objective(self, batch: Batch) -> Objective:

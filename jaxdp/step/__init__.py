@@ -1,4 +1,4 @@
-"""The pure computation of a step: no devices, no jit."""
+"""The pure computation of a step, which the engine compiles: no devices, no jit."""
 
 from .after_update import AfterUpdate
 from .call_override import override_call, remove_call_override
@@ -35,7 +35,7 @@ from .model_call import (
 )
 from .objective import CriterionObjective, LossFnObjective, Objective, split_batch
 from .parts import (
-    MultiPartSteps,
+    MultiPartStepFunctions,
     Part,
     ResolvedPart,
     add_clipping,
@@ -47,6 +47,7 @@ from .parts import (
 )
 from .per_example import PerExample, per_example
 from .precision import (
+    Precision,
     cast_arrays,
     cast_to_original,
     find_precision,
@@ -61,7 +62,7 @@ from .remat import (
     resolve_remat,
 )
 from .state import Batch, Group, TrainState, Weights, first_state
-from .steps import Steps
+from .step_functions import StepFunctions
 from .value_fn import call_update
 from .whole import (
     NOTHING,

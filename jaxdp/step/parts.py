@@ -25,7 +25,7 @@ from .collectives import Collectives
 from .metrics import Facts, Metrics, Sums, check_num_values, sum_row_counts
 from .objective import LossFnObjective
 from .state import Group, TrainState, Weights, match_dtypes
-from .steps import Steps, UpdateResult
+from .step_functions import StepFunctions, UpdateResult
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -210,8 +210,8 @@ def combine_optimizers(
 ) -> optax.GradientTransformationExtraArgs:
     """Returns an optimizer whose state holds the states of the parts, by name.
 
-    `MultiPartSteps` calls the optimizers of the parts, and passes the results on to
-    this one: the updates, and the new states as `states`.
+    `MultiPartStepFunctions` calls the optimizers of the parts, and passes the results
+    on to this one: the updates, and the new states as `states`.
     """
     optimizers = {part.name: part.optimizer for part in parts}
 
@@ -226,8 +226,8 @@ def combine_optimizers(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-class MultiPartSteps(Steps):
-    """The steps of a trainer with several parts. Each step runs the parts in order."""
+class MultiPartStepFunctions(StepFunctions):
+    """The step functions of a trainer with several parts, which run in order."""
 
     def train(
         self, collectives: Collectives, state: TrainState, groups: Sequence[Group]
@@ -281,8 +281,8 @@ class MultiPartSteps(Steps):
         state: TrainState,
     ) -> UpdateResult:
         with NoteOnError(f"in the Part {part.name!r}"):
-            steps = self._steps_of(part)
-            result = steps.compute_update(collectives, state, groups)
+            step_functions = self._make_part_functions(part)
+            result = step_functions.compute_update(collectives, state, groups)
         return result._replace(
             opt_state=match_dtypes(
                 state.opt_state, result.opt_state, "optimizer state"
@@ -301,9 +301,11 @@ class MultiPartSteps(Steps):
     ) -> tuple[Sums, PyTree]:
         summed, outputs = [], {}
         for part in self.parts:
-            arguments = collectives, weights, batch_idx, group
+            step_functions = self._make_part_functions(part)
             with NoteOnError(f"in the Part {part.name!r}"):
-                sums, predictions = self._steps_of(part).sum_batch(*arguments)
+                sums, predictions = step_functions.sum_batch(
+                    collectives, weights, batch_idx, group
+                )
             summed.append(sums)
             if predictions is not None:
                 outputs[part.name] = predictions
@@ -350,9 +352,11 @@ class MultiPartSteps(Steps):
         check_num_values(merged.names + merged.weighted)
         return Sums(sums, weights, merged), jnp.stack(due)
 
-    def _steps_of(self, part: ResolvedPart) -> Steps:
-        """Returns the plain steps of one part."""
-        return Steps(*self)._replace(objective=part.objective, optimizer=part.optimizer)
+    def _make_part_functions(self, part: ResolvedPart) -> StepFunctions:
+        """Returns the step functions of one part alone."""
+        return StepFunctions(*self)._replace(
+            objective=part.objective, optimizer=part.optimizer
+        )
 
     def _states(self, opt_state: PyTree) -> dict[str, Any]:
         """Finds the state of `combine_optimizers` inside those of callbacks."""

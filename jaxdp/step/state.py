@@ -12,7 +12,7 @@ from .collectives import Collectives
 from .precision import update_loss_scale
 
 if TYPE_CHECKING:
-    from .steps import Steps
+    from .step_functions import StepFunctions
 
 _RESERVED: Final = 0xFFFFFFFF
 """A number that is folded into keys, higher than that of any step or row: for the key
@@ -158,11 +158,11 @@ def first_state(
     params: PyTree,
     buffers: PyTree,
     model_state: PyTree,
-    steps: "Steps",
+    step_functions: "StepFunctions",
     seed: int,
     optimizer_layout: Any = None,
 ) -> TrainState:
-    """Returns the state before the first of `steps`; it is not placed yet.
+    """Returns the state before the first step; it is not placed yet.
 
     If `optimizer_layout` is given, the optimizer's state is made in these shardings.
     """
@@ -182,7 +182,7 @@ def first_state(
         strengthen, (params, buffers, model_state)
     )
     init = jax.jit(
-        lambda p: jax.tree.map(fix_dtype, steps.init_optimizer(p)),
+        lambda p: jax.tree.map(fix_dtype, step_functions.init_optimizer(p)),
         out_shardings=optimizer_layout,
     )
     return TrainState(
@@ -192,8 +192,8 @@ def first_state(
         opt_state=init(params),
         key=jax.random.key_data(jax.random.key(seed)),
         step=np.int32(0),
-        totals=steps.new_totals(),
-        loss_scale=steps.new_loss_scale(),
+        totals=step_functions.new_totals(),
+        loss_scale=step_functions.new_loss_scale(),
     )
 
 

@@ -50,14 +50,14 @@ def plan_step(
         batch = source.peek_batch()
     run.renew_hooks(trainer.callbacks)
     options = run.hooks.step_options()
-    known = run.engine.pure.objective if run.has_engine else None
+    known = run.engine.step_functions.objective if run.has_engine else None
     objective = known or config.make_objective(batch)
 
     def compile_plan(config: TrainerConfig, rows: int | None) -> Plan:
         def engine_on(strategy: DataParallel) -> Engine:
             planned = config.replace(strategy=strategy)
             engine = planned.make_engine(run.hooks, abstract=True)
-            engine.replace_pure(objective=objective)
+            engine.replace_step_functions(objective=objective)
             engine.set_options(options)
             return engine
 

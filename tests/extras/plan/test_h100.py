@@ -28,8 +28,8 @@ def compiled_for_h100(model, data, folder, **options):
     config.compiler_options |= {"xla_dump_to": str(folder)}
     there = SingleDevice().on(make_topology_devices("h100x1").devices)
     engine = config.replace(strategy=there).make_engine(run.hooks, abstract=True)
-    if engine.pure.objective is None:
-        engine.replace_pure(objective=config.make_objective(data))
+    if engine.step_functions.objective is None:
+        engine.replace_step_functions(objective=config.make_objective(data))
     dispatch = engine.steps["train"].packer.pack([[data]])
     engine.get_program("train", dispatch)
     engine.prepare_evaluation("evaluate", data)

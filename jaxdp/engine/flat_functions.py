@@ -1,4 +1,4 @@
-"""The function of flat arrays that `jax.jit` gets, for each kind of step."""
+"""The step functions with flat lists of arrays as arguments, as `jax.jit` gets them."""
 
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
@@ -8,15 +8,23 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from ..step import OWN_LOOP, Collectives, Facts, Group, Steps, TrainState, Weights
+from ..step import (
+    OWN_LOOP,
+    Collectives,
+    Facts,
+    Group,
+    StepFunctions,
+    TrainState,
+    Weights,
+)
 from ..strategies.base import Role
 
 SetFacts = Callable[[Facts], None]
 """Receives the facts about a step that tracing has found."""
 
 
-class StepFunction(NamedTuple):
-    """A step as a function of arrays: the arguments of `DataParallel.compile`."""
+class FlatFunction(NamedTuple):
+    """A step function of flat lists of arrays, as `DataParallel.compile` takes it."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -25,20 +33,24 @@ class StepFunction(NamedTuple):
 
 
 def make_train_function(
-    pure: Steps, state: TrainState, groups: list[Group], steps: int, set_facts: SetFacts
-) -> StepFunction:
-    """Returns the function of one train step, or of a loop over several `steps`."""
+    step_functions: StepFunctions,
+    state: TrainState,
+    groups: list[Group],
+    num_steps: int,
+    set_facts: SetFacts,
+) -> FlatFunction:
+    """Returns the function of one train step, or of a loop over `num_steps`."""
     leaves, treedef = jax.tree.flatten(state)
 
     def train(collectives: Collectives, leaves: Any, groups: list[Group]) -> Any:
         state = treedef.unflatten(leaves)
-        state, metrics = pure.train(collectives, state, groups)
+        state, metrics = step_functions.train(collectives, state, groups)
         set_facts(metrics.facts)
         return jax.tree.leaves(state), (metrics.means, metrics.inside)
 
     def train_all(collectives: Collectives, leaves: Any, groups: list[Group]) -> Any:
         (group,) = groups
-        batches = jax.tree.map(lambda x: x.reshape(steps, -1, *x.shape[1:]), group)
+        batches = jax.tree.map(lambda x: x.reshape(num_steps, -1, *x.shape[1:]), group)
 
         def batch(index: Any) -> Group:
             return jax.tree.map(
@@ -55,16 +67,20 @@ def make_train_function(
         # The carry and the batch have the arguments of a single step, so that XLA fuses
         # the same operations in both programs. Other fusions round differently.
         with jax.named_scope(OWN_LOOP):
-            return jax.lax.scan(body, leaves, jnp.arange(steps))
+            return jax.lax.scan(body, leaves, jnp.arange(num_steps))
 
-    function = train if steps == 1 else train_all
+    function = train if num_steps == 1 else train_all
     roles = "state", "groups"
-    return StepFunction(function, (leaves, groups), roles, ("state", "replicated"))
+    return FlatFunction(function, (leaves, groups), roles, ("state", "replicated"))
 
 
 def make_evaluate_function(
-    pure: Steps, weights: Weights, groups: list[Group], _: int, set_facts: SetFacts
-) -> StepFunction:
+    step_functions: StepFunctions,
+    weights: Weights,
+    groups: list[Group],
+    _: int,
+    set_facts: SetFacts,
+) -> FlatFunction:
     """Returns the function that adds a batch to the sums of an evaluation."""
     leaves, treedef = jax.tree.flatten(weights)
 
@@ -75,36 +91,41 @@ def make_evaluate_function(
         batch_idx: Array,
         groups: list[Group],
     ) -> Any:
-        totals, metrics, outputs = pure.evaluate(
+        totals, metrics, outputs = step_functions.evaluate(
             collectives, treedef.unflatten(leaves), totals, batch_idx, *groups
         )
         set_facts(metrics.facts)
         return totals, metrics.means, *([outputs] if keeps_outputs else [])
 
-    keeps_outputs = pure.keeps_outputs
+    keeps_outputs = step_functions.keeps_outputs
     roles = "state", "replicated", "replicated", "groups"
-    arguments = leaves, pure.new_totals(), np.int32(0), groups
+    arguments = leaves, step_functions.new_totals(), np.int32(0), groups
     results: tuple[Role, ...] = ("replicated", "replicated", "rows")
-    return StepFunction(
+    return FlatFunction(
         evaluate, arguments, roles, results if keeps_outputs else results[:2]
     )
 
 
 def make_predict_function(
-    pure: Steps, weights: Weights, groups: list[Group], _: int, set_facts: SetFacts
-) -> StepFunction:
+    step_functions: StepFunctions,
+    weights: Weights,
+    groups: list[Group],
+    _: int,
+    set_facts: SetFacts,
+) -> FlatFunction:
     """Returns the function of predictions for a batch."""
     leaves, treedef = jax.tree.flatten(weights)
 
     def predict(collectives: Collectives, leaves: Any, groups: list[Group]) -> Any:
-        return pure.predict(collectives, treedef.unflatten(leaves), *groups)
+        return step_functions.predict(collectives, treedef.unflatten(leaves), *groups)
 
-    return StepFunction(predict, (leaves, groups), ("state", "groups"), "rows")
+    return FlatFunction(predict, (leaves, groups), ("state", "groups"), "rows")
 
 
-STEP_FUNCTIONS: Final[dict[str, Callable[..., StepFunction]]] = {
+FLAT_FUNCTIONS: Final[dict[str, Callable[..., FlatFunction]]] = {
     "train": make_train_function,
     "evaluate": make_evaluate_function,
     "predict": make_predict_function,
 }
-"""A function `(pure, inputs, groups, steps, set_facts)` for each kind of step."""
+"""A function `(step_functions, inputs, groups, num_steps, set_facts)` for each kind of
+step."""

@@ -1,8 +1,8 @@
-"""The pure steps that change the state of a run. No devices, no jit.
+"""The pure functions that the engine compiles: train, evaluate, predict.
 
-A strategy compiles them, and passes the `Collectives` that fit its split of the batch.
-`objective` computes the loss of each row, `metrics` the mean over all real rows, and
-`state` the keys of rows.
+They know no devices and no jit. A strategy lays them out, and passes the `Collectives`
+that fit its split of the batch. `objective` computes the loss of each row, `metrics`
+the mean over all real rows, and `state` the keys of rows.
 """
 
 import functools
@@ -72,8 +72,8 @@ class UpdateResult(NamedTuple):
     summed: Sums
 
 
-class Steps(NamedTuple):
-    """The pure steps of one trainer. Methods are `(collectives, arrays...)`."""
+class StepFunctions(NamedTuple):
+    """The pure functions of a trainer. Methods are `(collectives, arrays...)`."""
 
     static: PyTree
     """The leaves of the model that are not arrays."""
@@ -96,7 +96,7 @@ class Steps(NamedTuple):
     after_step: tuple[Callable[[TrainState], TrainState], ...] = ()
     """Hooks of callbacks that record the weights at the end of a step."""
     parts: tuple[Any, ...] = ()
-    """The parts that `parts.MultiPartSteps` runs one after the other."""
+    """The parts that `parts.MultiPartStepFunctions` runs one after the other."""
     extra: Any = None
     """Data of a subclass, which an extra may define."""
 
