@@ -1,5 +1,6 @@
 """The train state on the devices, and the compiled steps that advance it."""
 
+from .compiled_step import SlowInLoop, StepKind, StepOptions
 from .engine import Engine
 from .in_flight import num_in_flight, wait
-from .step import Program, SlowInLoop, StepKind, StepOptions
+from .program import Program

@@ -18,23 +18,17 @@ from ..step import LONG_IN_FLIGHT, Batch, Metrics, StepFunctions, TrainState
 from ..strategies import DataParallel
 from ..strategies.base import count_shards, make_row_blocks
 from .compile_log import CompileLog
+from .compiled_step import KIND_NAMES, CompiledStep, StepKind, StepOptions
+from .debug_settings import get_debug_settings
 from .in_flight import MAX_PART_IN_FLIGHT, InFlightQueue
 from .out_of_memory import add_remedies, check_program
+from .program import PlacedBatches, Program
 from .state import (
     DeviceState,
     StateLayout,
     make_first_state,
     make_shapes,
     place_state,
-)
-from .step import (
-    KIND_NAMES,
-    PlacedBatches,
-    Program,
-    Step,
-    StepKind,
-    StepOptions,
-    get_debug_settings,
 )
 
 
@@ -59,7 +53,7 @@ class Engine:
 
     Attributes:
         device_state: the current state.
-        steps: each kind of step, with its programs.
+        compiled_steps: by kind of step, each with its cache of programs.
         options: the options for compiling train steps.
         log_once: reports a note unless it was reported before.
         memory: the bytes of the smallest device; None for devices that do not report
@@ -99,8 +93,8 @@ class Engine:
         self.log_once = self._compile_log.log_once
         several = not abstract and jax.process_count() > 1
         blocks = make_row_blocks(strategy) if several else RowBlocks()
-        self.steps: dict[StepKind, Step] = {
-            kind: Step(
+        self.compiled_steps: dict[StepKind, CompiledStep] = {
+            kind: CompiledStep(
                 kind,
                 strategy,
                 blocks,
@@ -156,26 +150,26 @@ class Engine:
         if options != self.options:
             self.options = options
             self.replace_step_functions(skip_nonfinite=options.skip_nonfinite)
-            self.steps["train"].programs.clear()
+            self.compiled_steps["train"].programs.clear()
 
     def discard_outdated_programs(self) -> None:
         """Discards the programs if JAX's settings for debugging have changed."""
         if (settings := get_debug_settings()) != self._debug_settings:
             self._debug_settings = settings
-            for step in self.steps.values():
+            for step in self.compiled_steps.values():
                 step.programs.clear()
 
     @property
     def has_programs(self) -> bool:
         """Whether any step is compiled."""
-        return any(step.programs for step in self.steps.values())
+        return any(step.programs for step in self.compiled_steps.values())
 
     @property
     def padding(self) -> dict[str, int]:
         """The number of rows that batches are padded to, by `"<kind> <spec>"`."""
         return {
             f"{kind} {spec}": rows
-            for kind, step in self.steps.items()
+            for kind, step in self.compiled_steps.items()
             for spec, rows in step.packer.sizes.items()
         }
 
@@ -185,7 +179,7 @@ class Engine:
         With other numbers of rows the programs differ, and their sums may round
         differently.
         """
-        for kind, step in self.steps.items():
+        for kind, step in self.compiled_steps.items():
             start = f"{kind} "
             sizes = {
                 name.removeprefix(start): rows
@@ -198,22 +192,22 @@ class Engine:
 
     def pack(self, windows: list[Window]) -> Dispatch:
         """Packs the batches of optimizer steps for one call of the compiled step."""
-        return self.steps["train"].packer.pack(windows, self.micro_batches)
+        return self.compiled_steps["train"].packer.pack(windows, self.micro_batches)
 
     def prepare_evaluation(
         self, kind: StepKind, batch: Batch
     ) -> tuple[Dispatch, Program]:
         """Returns `batch` packed for an evaluation, and the program for its shape."""
-        dispatch = self.steps[kind].packer.pack([[batch]])
+        dispatch = self.compiled_steps[kind].packer.pack([[batch]])
         return dispatch, self.get_program(kind, dispatch)
 
     def get_train_program(self) -> Program | None:
         """Returns the first program of the current train step."""
-        return next(iter(self.steps["train"].programs.values()), None)
+        return next(iter(self.compiled_steps["train"].programs.values()), None)
 
     def get_program(self, kind: StepKind, dispatch: Dispatch) -> Program:
         """Returns the program for batches of this shape; compiles it if it is new."""
-        step = self.steps[kind]
+        step = self.compiled_steps[kind]
         if (program := step.programs.get(dispatch.shape)) is not None:
             return program
         state, name = self.device_state, KIND_NAMES[kind]
@@ -250,7 +244,7 @@ class Engine:
     def train(self, dispatch: Dispatch) -> list[Metrics]:
         """Runs the steps of `dispatch`; returns the metrics of each."""
         # Everything that may raise runs before the step overwrites the state.
-        step, state = self.steps["train"], self.device_state
+        step, state = self.compiled_steps["train"], self.device_state
         program = step.programs.get(dispatch.shape)
         if program is None:
             program = self.get_program("train", dispatch)
@@ -268,10 +262,10 @@ class Engine:
         facts = step.facts  # without jit, the facts are those of this call
 
         # Bounds the dispatches in flight.
-        steps = len(dispatch.rows)
-        if steps > 1:
+        num_steps = len(dispatch.rows)
+        if num_steps > 1:
             self.in_flight.add(means, placed.nbytes, LONG_IN_FLIGHT)
-            return [Metrics(facts, means, inside, index) for index in range(steps)]
+            return [Metrics(facts, means, inside, index) for index in range(num_steps)]
         self.in_flight.add(means, placed.nbytes)
         return [Metrics(facts, means, inside)]
 
@@ -283,7 +277,9 @@ class Engine:
         Returns the placed batches and the results. No other code calls a program.
         """
         try:
-            placed = self.steps[kind].place(dispatch, program, ahead=self.prefetches)
+            placed = self.compiled_steps[kind].place(
+                dispatch, program, ahead=self.prefetches
+            )
             results = program.compiled(*inputs, placed.groups)
             if program.may_raise:
                 jax.block_until_ready(results)  # waits for the device
@@ -305,6 +301,6 @@ class Engine:
 
     def fetch_epoch_means(self) -> dict[str, float]:
         """Returns the means over the epoch's rows so far. Waits for the device."""
-        state, facts = self.device_state, self.steps["train"].facts
+        state, facts = self.device_state, self.compiled_steps["train"].facts
         totals = np.asarray(state.leaves[state.layout.totals])  # waits for the device
         return self.step_functions.compute_means(totals, facts)

@@ -118,7 +118,7 @@ def evaluate(
         }
 
     metrics: dict[str, float] = {}
-    facts = engine.steps["evaluate"].facts
+    facts = engine.compiled_steps["evaluate"].facts
     for prefix, (sums, rows) in passes.items():
         sums = np.asarray(sums)  # waits for the device
         pairs = [*engine.step_functions.compute_means(sums, facts).items()]
@@ -268,7 +268,8 @@ def _run_pass(
             Returns arrays of all rows, padding included, on the device; or None.
         gather: whether each process gets all rows, instead of its local rows.
     """
-    run, engine, step = trainer.run, trainer.run.engine, trainer.run.engine.steps[kind]
+    run, engine = trainer.run, trainer.run.engine
+    step = engine.compiled_steps[kind]
     is_empty = True
 
     def prepare() -> Iterator[tuple[Any, ...]]:

@@ -92,7 +92,7 @@ class Feed:
         dispatches = self._make_dispatches() if begun is None else begun
         limits, engine = self._limits, self._engine
         if engine.prefetches:
-            dispatches = map(engine.steps["train"].prefetch, dispatches)
+            dispatches = map(engine.compiled_steps["train"].prefetch, dispatches)
         elif limits is None or limits.batches_per_epoch is not None:
             return dispatches
         return self._read_one_ahead(dispatches) if self._may_read_ahead else dispatches
@@ -132,7 +132,7 @@ class Feed:
         if self._source.can_peek:
             window = [self._source.peek_batch()] * engine.micro_batches
             self._compile(engine.pack([window]))
-        return bool(engine.steps["train"].facts.names)
+        return bool(engine.compiled_steps["train"].facts.names)
 
     def _compile(self, dispatch: Dispatch) -> list[Dispatch]:
         """Compiles the step; returns the dispatch, or single steps if these are faster.
@@ -160,7 +160,7 @@ class Feed:
         windows = make_windows(itertools.islice(batches, remaining), slots)
         read = run.record.stopwatch.time_function("data", windows.__next__)
         windows = iter(read, object())  # until it raises StopIteration
-        pack = engine.steps["train"].packer.pack
+        pack = engine.compiled_steps["train"].packer.pack
         for window in windows:
             groups = [[window]]
             if run.config.steps_per_execution > 1:

@@ -184,7 +184,7 @@ class FitLoop:
         self._fetch_means = self._record.stopwatch.time_function("device", fetch_means)
         watches_loss = not run.engine.options.skip_nonfinite
         self._losses = ["loss"] * watches_loss + [f"{name}_loss" for name in self.vals]
-        names = run.engine.steps["train"].facts.names
+        names = run.engine.compiled_steps["train"].facts.names
         of_vals = [f"{prefix}_{name}" for prefix in self.vals for name in names]
         self._record.names = (*names, *of_vals)
         self._record.names_are_all = not run.config.pass_metrics

@@ -302,7 +302,9 @@ class Run:
             return ALL_ROWS
         if self.config.data == "local":
             return LocalPartition(self.processes)
-        return GlobalPartition(self.processes, lambda: self.engine.steps[kind].packer)
+        return GlobalPartition(
+            self.processes, lambda: self.engine.compiled_steps[kind].packer
+        )
 
     def renew_hooks(
         self, callbacks: Sequence[Callback], *, to_train: bool = False
@@ -335,7 +337,7 @@ class Run:
         several processes, digests of the programs compiled so far."""
         if self._engine is None:
             return {}, ()
-        steps = self._engine.steps.items()
+        steps = self._engine.compiled_steps.items()
         sizes = {kind: step.packer.size for kind, step in steps}
         return sizes, tuple(digest for _, step in steps for digest in step.digests)
 

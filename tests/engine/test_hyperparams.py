@@ -88,7 +88,7 @@ def test_set_hyperparams_compiles_no_step():
         trainer.fit(DATA, max_epochs=trainer.current_epoch + 1)
         assert trainer.hyperparams["learning_rate"] == np.float32(rate)
     assert trainer.compiled_train_step() is compiled
-    assert len(trainer.run.engine.steps["train"].programs) == 1
+    assert len(trainer.run.engine.compiled_steps["train"].programs) == 1
 
 
 def test_a_value_set_before_the_fit_is_used_in_the_first_step():

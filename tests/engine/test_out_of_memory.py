@@ -25,7 +25,7 @@ def fail(trainer, kind, text, overwrites=False):
             leaves[0].delete()
         raise jax.errors.JaxRuntimeError(text)
 
-    for program in trainer.run.engine.steps[kind].programs.values():
+    for program in trainer.run.engine.compiled_steps[kind].programs.values():
         program.compiled, program.is_compiled = raise_error, False
 
 
@@ -50,7 +50,7 @@ def test_errors_of_memory_have_remedies_and_keep_the_state(name):
     fail(trainer, kind, "INTERNAL: a bad day")  # no error of memory
     with pytest.raises(jax.errors.JaxRuntimeError, match="^INTERNAL: a bad day"):
         use(trainer)
-    trainer.run.engine.steps[kind].programs.clear()
+    trainer.run.engine.compiled_steps[kind].programs.clear()
     assert trainer.fit(DATA, max_epochs=2).epochs == [0, 1]
 
 
@@ -64,7 +64,7 @@ def test_a_step_without_enough_memory_is_refused_before_it_runs():
 
     trainer.run.engine.memory = 10**9
     trainer.fit(batches(4))  # which is not padded to the size of the larger batch
-    assert trainer.run.engine.steps["train"].packer.size == 4
+    assert trainer.run.engine.compiled_steps["train"].packer.size == 4
 
 
 def test_a_state_that_a_failed_step_has_overwritten_is_lost():

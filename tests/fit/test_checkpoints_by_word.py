@@ -74,7 +74,7 @@ def test_it_tests_the_weights_of_a_checkpoint_and_keeps_its_own(tmp_path, strate
     assert best < 3 and steps == [3, 6, 9, 12]
 
     now, last = trainer.test(TEST), trainer.predict(TEST)
-    program = trainer.run.engine.steps["evaluate"].programs
+    program = trainer.run.engine.compiled_steps["evaluate"].programs
     programs = dict(program)
     before, progress = arrays(trainer.model), trainer.run.progress.state_dict
     counted = progress(trainer.run.make_partition("train"))

@@ -97,7 +97,7 @@ def test_batches_are_not_padded_to_one_that_does_not_compile():
     with pytest.raises(ValueError, match="too many rows"):
         trainer.fit([(many, many)], max_epochs=2)
     trainer.fit([(few, few)], max_epochs=2)
-    assert trainer.run.engine.steps["train"].packer.size == 8
+    assert trainer.run.engine.compiled_steps["train"].packer.size == 8
 
 
 @jax.tree_util.register_pytree_node_class

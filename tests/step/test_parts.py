@@ -162,7 +162,7 @@ def test_parts_have_the_numbers_of_a_loop_by_hand(options):
         np.testing.assert_allclose(trainer.history[name], means, rtol=rtol)
     assert_close(trainer.model, gan, 20 * rtol)
     assert float(trainer.model.scale) == 1
-    assert len(trainer.run.engine.steps["train"].programs) == 1
+    assert len(trainer.run.engine.compiled_steps["train"].programs) == 1
 
     # Validation runs every part; without draws only this value can be told by hand.
     ragged = [DATA[0], (DATA[1][0][:5],)]

@@ -33,7 +33,7 @@ def products_of(trainer):
     """In what the three kinds of steps compute their products."""
     trainer.fit(DATA[:1])
     engine, (x, y) = trainer.run.engine, DATA[0]
-    train = engine.steps["train"].packer.pack([[(x, y)]])
+    train = engine.compiled_steps["train"].packer.pack([[(x, y)]])
     programs = [engine.get_program("train", train)]
     programs += [
         engine.prepare_evaluation("evaluate", (x, y))[1],

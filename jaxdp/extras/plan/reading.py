@@ -48,15 +48,15 @@ class StepAnalysis:
         self.branch_every = strategy.every if isinstance(strategy, LocalSGD) else 1
 
         # Its inputs.
-        self.steps: int = runs.steps
+        self.steps: int = runs.num_steps
         sizes = [jax.tree.leaves(group.batch)[0].shape[:2] for group in runs.groups]
-        self.rows = sum(micros * rows for micros, rows in sizes) // runs.steps
-        self.micro_batches = sum(micros for micros, _ in sizes) // runs.steps
+        self.rows = sum(micros * rows for micros, rows in sizes) // runs.num_steps
+        self.micro_batches = sum(micros for micros, _ in sizes) // runs.num_steps
         self.donated: bool = runs.donates
         self.products: dict[str, float] | None = None
         with contextlib.suppress(KeyError):  # JAX has renamed a primitive
             counted = count_products(runs.jaxpr)
-            self.products = {name: n / runs.steps for name, n in counted.items()}
+            self.products = {name: n / runs.num_steps for name, n in counted.items()}
 
         # The compiled program.
         self.program = hlo.read(runs.compiled.as_text())

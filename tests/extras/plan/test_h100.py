@@ -30,7 +30,7 @@ def compiled_for_h100(model, data, folder, **options):
     engine = config.replace(strategy=there).make_engine(run.hooks, abstract=True)
     if engine.step_functions.objective is None:
         engine.replace_step_functions(objective=config.make_objective(data))
-    dispatch = engine.steps["train"].packer.pack([[data]])
+    dispatch = engine.compiled_steps["train"].packer.pack([[data]])
     engine.get_program("train", dispatch)
     engine.prepare_evaluation("evaluate", data)
     engine.prepare_evaluation("predict", data[0])
