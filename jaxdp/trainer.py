@@ -23,7 +23,6 @@ from .fit import (
     checkpointing,
     checks,
     evaluation,
-    lifecycle,
     loop,
     trainer_methods,
 )
@@ -257,7 +256,6 @@ class Trainer(Generic[Model]):
         `steps_per_execution` the batches of so many steps are read first, and the state
         is that after the last one.
         """
-        lifecycle.check_may_train(self, "steps", train_loader)  # now, not when iterated
         return loop.iterate_steps(self, train_loader)
 
     @checks_arguments

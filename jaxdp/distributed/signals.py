@@ -37,11 +37,13 @@ class Preempted(SystemExit):
 
     Attributes:
         signal: its name.
+        later_error: the first error of the hooks that ran after it, or None.
     """
 
     def __init__(self, name: str):
         super().__init__(EXIT_CODE)
         self.signal = name
+        self.later_error: Exception | None = None
 
 
 def is_graceful_stop(exception: BaseException | None) -> bool:

@@ -130,11 +130,17 @@ def run_activity(
 
 @contextlib.contextmanager
 def attach_second_error(exception: BaseException) -> Iterator[None]:
-    """Adds a second exception as a note to the first, which the second would hide."""
+    """Adds a second exception as a note to the first, which the second would hide.
+
+    It raises the second if the first is that of a loop which its caller has left.
+    """
     try:
         yield
     except Exception as second:
+        if isinstance(exception, GeneratorExit):
+            raise
         text = f"{type(second).__name__}: {second}"
         exception.add_note(f"and after that: {text}")
         if isinstance(exception, Preempted):  # Python prints no notes of Preempted
             log_info(f"{exception.signal}: {text}")
+            exception.later_error = exception.later_error or second

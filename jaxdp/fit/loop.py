@@ -1,12 +1,14 @@
 """The training loop of `Trainer.fit` and `Trainer.steps`, in the order of events."""
 
+import atexit
 import contextlib
 import copy
 import itertools
 import math
+import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from ..basics.arguments import check_count
 from ..basics.console import log_info, warn
@@ -22,6 +24,11 @@ from .progress import FitArguments, Limits, resolve_limit
 
 if TYPE_CHECKING:
     from jaxdp import Trainer
+
+_Steps = Generator[Metrics, None, None]
+
+_OPEN_LOOPS: Final = weakref.WeakSet[_Steps]()
+"""The iterators of `Trainer.steps`."""
 
 
 def fit(
@@ -375,9 +382,11 @@ class FitLoop:
             if is_graceful_stop(exception):
                 exception.args = (resume.format_resume_hint(trainer),)
             raise
-        except Preempted:
+        except Preempted as stop:
             if not run.interrupts.returns:
                 raise
+            if stop.later_error is not None:
+                raise stop.later_error  # noqa: B904  # it keeps its own cause
         finally:
             self.progress.is_finished = False
             for source in (self.train, *self.vals.values()):
@@ -404,11 +413,23 @@ def run_setup_hooks(trainer: "Trainer", hooks: Hooks) -> Hooks:
     return timed
 
 
-def iterate_steps(
-    trainer: "Trainer", train_loader: Iterable[Any] | None
-) -> Iterator[Metrics]:
-    """Implements `Trainer.steps`: yields the steps of one epoch to a loop of the
-    caller."""
+def iterate_steps(trainer: "Trainer", train_loader: Iterable[Any] | None) -> _Steps:
+    """Implements `Trainer.steps`: an iterator over the steps of one epoch."""
+    check_may_train(trainer, "steps", train_loader)  # now, not when iterated
+    steps = _iterate_steps(trainer, train_loader)
+    _OPEN_LOOPS.add(steps)
+    return steps
+
+
+@atexit.register
+def _close_loops() -> None:
+    """Ends loops that were left, while Python still has the modules that they need."""
+    for steps in [*_OPEN_LOOPS]:
+        steps.close()
+
+
+def _iterate_steps(trainer: "Trainer", train_loader: Iterable[Any] | None) -> _Steps:
+    """Yields the steps of one epoch to a loop of the caller."""
     run = trainer.run
     run.renew_hooks(trainer.callbacks, to_train=True)
     source = run.open_source(train_loader, "train_loader", "train")
@@ -441,7 +462,7 @@ def run_steps(
     dispatches: Iterable[Dispatch],
     hooks: Hooks,
     after_dispatch: Callable[[], object] | None = None,
-) -> Generator[Metrics, None, None]:
+) -> _Steps:
     """Runs the steps of each dispatch and calls their hooks, without waiting for them.
 
     Args:

@@ -112,6 +112,42 @@ def test_a_second_exception_does_not_hide_the_first():
     assert any("disk full" in note for note in caught.value.__notes__)
 
 
+@pytest.mark.parametrize("hook", ["on_exception", "on_fit_end", "teardown"])
+def test_a_hook_that_fails_after_a_signal_is_an_error_of_a_fit_that_returns(hook):
+    preemption = Preemption(("SIGINT",), action="return")
+    seen = []
+    others = On(on_fit_end=seen.append, teardown=seen.append)
+    fails = On(**{hook: fail_with(OSError("disk full"))})
+    trainer = make(callbacks=[At(1, press), preemption, fails, others])
+    with pytest.raises(OSError, match="disk full") as caught:
+        trainer.fit(batches(8, 8))
+    assert f"in {hook}" in caught.value.__notes__[0]
+    assert trainer.global_step == 1 and len(seen) == 2
+
+
+def test_a_teardown_that_fails_after_a_loop_was_left_is_an_error():
+    trainer = make(callbacks=[On(teardown=fail_with(OSError("disk full")))])
+    steps = trainer.steps(batches(8, 8))
+    next(steps)
+    with pytest.raises(OSError, match="disk full"):
+        steps.close()
+
+
+LEFT = """
+from toys import On, batches, make_small
+
+steps = make_small(callbacks=[On(teardown=print)], loss="cross_entropy").steps(
+    batches(8, 8)
+)
+next(steps)
+"""
+
+
+def test_python_ends_quietly_with_a_loop_that_was_left():
+    done = run_python(LEFT)
+    assert done.stderr == "" and done.stdout.startswith("Trainer(")
+
+
 @pytest.mark.parametrize("limits, steps", [
     ({"max_epochs": -1}, 4),
     ({"max_epochs": -1, "max_steps": -1}, 4),
