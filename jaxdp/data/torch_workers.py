@@ -15,6 +15,7 @@ import jax
 
 from ..basics.process import refuse_to_train_in_a_worker
 from .random_states import seed_generators
+from .shared_arrays import WorkerContext
 
 WORKER_RULES = (
     "Workers are started by 'forkserver', since a fork of JAX's threads can deadlock."
@@ -93,10 +94,10 @@ def start_iterator(loader: Any, argument: str) -> Iterator[Any]:
     if not loader.num_workers:
         return iter(loader)
     refuse_to_train_in_a_worker()
-    users = loader.multiprocessing_context, loader.worker_init_fn
+    context, users = None, (loader.multiprocessing_context, loader.worker_init_fn)
     default = multiprocessing.get_start_method(allow_none=True) or "fork"
     if users[0] is None and default in ("fork", "forkserver"):
-        context = multiprocessing.get_context("forkserver")
+        context = WorkerContext()
         context.set_forkserver_preload([__name__, "torch.utils.data"])
         loader.multiprocessing_context = context
     loader.worker_init_fn = functools.partial(_init_worker, users[1])
@@ -116,6 +117,8 @@ def start_iterator(loader: Any, argument: str) -> Iterator[Any]:
         error.add_note(f"{note}. {WORKER_RULES}")
         raise
     finally:
+        if context is not None:
+            context.close()
         loader.worker_init_fn = users[1]
         if not loader.persistent_workers:
             loader.multiprocessing_context = users[0]

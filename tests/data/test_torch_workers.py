@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import pathlib
+import pickle
 import random
 import re
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 import warnings
+import zlib
 
 import jax
 import numpy as np
@@ -114,6 +116,55 @@ def test_a_worker_has_one_dataset_with_its_methods():
     loader = DataLoader(dataset, 4, num_workers=1, collate_fn=dataset.collate)
     batches = open_loader(loader, "loader", seed=0).read_epoch()
     assert [batch.tolist() for batch in batches] == [[4] * 4, [8] * 4]
+
+
+class Pictures(Squares):
+    """A dataset with arrays of all kinds, which overwrites rows of one of them."""
+
+    def __init__(self):
+        super().__init__(4)
+        self.big = np.arange(4 * 2**13, dtype=np.float32).reshape(4, -1)
+        read_only = self.big + 1
+        read_only.flags.writeable = False
+        self.others = {
+            "columns first": np.asfortranarray(self.big),
+            "every second column": self.big[:, ::2],
+            "read-only": read_only,
+            "empty": self.big[:0],
+            "scalar": np.array(3.0),
+            "objects": np.array([1.5, "two"], dtype=object),
+            "masked": np.ma.masked_less(self.big, 5),
+        }
+
+    def __getitem__(self, row):
+        self.big[row] = -1
+        arrays = self.others.values()
+        described = repr([(type(a), a.dtype, a.shape, a.tolist()) for a in arrays])
+        return self.count_overwritten(), zlib.crc32(described.encode()) // 2
+
+    def count_overwritten(self):
+        return (self.big[:, 0] < 0).sum()
+
+    def collate(self, rows):
+        return np.array([(*rows[0], self.count_overwritten())])
+
+
+def test_workers_map_large_arrays_which_are_written_once(monkeypatch):
+    written, write = [], os.pwrite
+    monkeypatch.setattr(
+        os, "pwrite", lambda *parts: written.append(write(*parts)) or written[-1]
+    )
+    dataset = Pictures()
+    _, described = pickle.loads(pickle.dumps(dataset))[0]
+    loader = DataLoader(dataset, 1, num_workers=2, collate_fn=dataset.collate)
+    for _ in range(2):  # epochs
+        # Each worker gets two rows, and its `collate_fn` is that of its dataset.
+        batches = [*open_loader(loader, "loader", seed=0).read_epoch()]
+        rows = np.concatenate(batches).tolist()
+        assert rows == [[n, described, n] for n in (1, 1, 2, 2)]
+    # Three of the arrays are large, contiguous and pickled by NumPy itself.
+    assert sum(written) == 2 * 3 * dataset.big.nbytes
+    assert dataset.big.min() == 0
 
 
 class Held(Squares):
