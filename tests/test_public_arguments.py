@@ -26,8 +26,11 @@ from jaxdp.fit import trainer_methods
 NOT_CALLED = {"Callback", "DataParallel", "History", "Plan", "TrainState"}
 """What is public and not made by users, or takes what their subclasses say."""
 
-CHECKED_LATER = {"Part", "decay_mask", "muon", "per_example"}
+CHECKED_LATER = {"Part", "Stack", "Whole", "decay_mask", "muon", "per_example"}
 """What takes functions and trees, which are checked when they are used."""
+
+OF_STRATEGIES = {"AxisCollectives", "Collectives", "Group", "find_layouts"}
+"""What steps and plans are made of."""
 
 MODEL, LINEAR = mlp(), linear()
 NEEDED = {
@@ -53,20 +56,17 @@ NEEDED = {
     "save_weights": {"path": "w.safetensors", "model": LINEAR, "names": {"*": "*"}},
     "steps_of": {"loader": batches(8), "max_epochs": 1},
     "tensor_rules": {"model": MODEL},
-    "lr_find": {"trainer": None, "train_loader": [], "optimizer": optax.adam},
 }
 
 
 def public():
     """Names and callables."""
     for module in (jaxdp, callbacks, strategies):
-        for name in sorted({*module.__all__} - NOT_CALLED - CHECKED_LATER):
+        unchecked = NOT_CALLED | CHECKED_LATER | OF_STRATEGIES
+        for name in sorted({*module.__all__} - unchecked):
             value = getattr(module, name)
-            if hasattr(value, "__wrapped__"):
+            if not isinstance(value, types.ModuleType):
                 yield name, value
-            elif isinstance(value, type):
-                if hasattr(value.__init__, "__wrapped__"):
-                    yield name, value
     for name in ("fit", "validate", "test", "predict"):
         yield name, of_trainer(name)
 
