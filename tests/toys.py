@@ -210,6 +210,11 @@ def each_refused(table):
     return pytest.mark.parametrize(("provoke", "error", "words"), cases)
 
 
+def injected(rate=0.1, make=optax.sgd):
+    """An optimizer whose state has its learning rate."""
+    return optax.inject_hyperparams(make)(learning_rate=rate)
+
+
 class Recorder(Callback):
     """Keeps every step's loss."""
 

@@ -5,7 +5,7 @@ import collections
 import equinox as eqx
 import optax
 import pytest
-from toys import On, batches, linear, linear_on_one_device, read_table
+from toys import On, batches, injected, linear, linear_on_one_device, read_table
 
 from jaxdp import Sharded
 from jaxdp.callbacks import CSVLogger, LearningRateMonitor
@@ -19,10 +19,6 @@ def labels(weight, bias):
     """A tree like the model; as a function, for optax would call a model."""
     tree = eqx.tree_at(lambda m: (m.weight, m.bias), linear(), (weight, bias))
     return lambda params: tree
-
-
-def injected(make, rate):
-    return optax.inject_hyperparams(make)(learning_rate=rate)
 
 
 def rates_of(optimizer, monitor=None, **options):
@@ -44,24 +40,23 @@ def rates_of(optimizer, monitor=None, **options):
 
 BESIDE = optax.inject_hyperparams(optax.scale_by_adam)(b1=0.9)
 SCALED = optax.inject_hyperparams(optax.scale)(step_size=0.5)
-GROUPS = {"slow": injected(optax.adam, SCHEDULE), "fast": injected(optax.sgd, 0.5)}
+GROUPS = {"slow": injected(SCHEDULE, optax.adam), "fast": injected(0.5)}
 
 
 @pytest.mark.parametrize("optimizer, expected", [
-    (injected(optax.adam, 0.5), {"lr": HALF}),
-    (injected(optax.adamw, SCHEDULE), {"lr": STEPS}),
+    (injected(0.5, optax.adam), {"lr": HALF}),
+    (injected(SCHEDULE, optax.adamw), {"lr": STEPS}),
     (optax.inject_hyperparams(lambda lr: optax.chain(optax.adam(lr)))(lr=SCHEDULE),
      {"lr": STEPS}),
-    (optax.chain(optax.clip(1.0), injected(optax.sgd, SCHEDULE)), {"lr": STEPS}),
-    (optax.apply_if_finite(optax.flatten(injected(optax.sgd, SCHEDULE)), 3),
-     {"lr": STEPS}),
-    (optax.chain(BESIDE, injected(optax.sgd, SCHEDULE)), {"lr": STEPS}),
+    (optax.chain(optax.clip(1.0), injected(SCHEDULE)), {"lr": STEPS}),
+    (optax.apply_if_finite(optax.flatten(injected(SCHEDULE)), 3), {"lr": STEPS}),
+    (optax.chain(BESIDE, injected(SCHEDULE)), {"lr": STEPS}),
     (optax.partition(GROUPS, labels("slow", "fast")),
      {"lr/slow": STEPS, "lr/fast": HALF}),
     (optax.chain(optax.masked(GROUPS["slow"], labels(True, False)),
                  optax.masked(GROUPS["fast"], labels(False, True))),
      {"lr/0": STEPS, "lr/1": HALF}),
-    (optax.chain(injected(optax.sgd, SCHEDULE), SCALED),
+    (optax.chain(injected(SCHEDULE), SCALED),
      {"lr/learning_rate": STEPS, "lr/step_size": HALF}),
 ])  # fmt: skip
 def test_the_state_shows_the_rates_of_this_step(optimizer, expected):
@@ -70,8 +65,8 @@ def test_the_state_shows_the_rates_of_this_step(optimizer, expected):
 
 def test_many_devices_multi_steps_and_given_schedules():
     options = {"strategy": Sharded(), "gradient_clip_val": 1.0}
-    assert rates_of(injected(optax.adam, SCHEDULE), **options) == {"lr": STEPS}
-    several = optax.MultiSteps(injected(optax.adam, SCHEDULE), 2)
+    assert rates_of(injected(SCHEDULE, optax.adam), **options) == {"lr": STEPS}
+    several = optax.MultiSteps(injected(SCHEDULE, optax.adam), 2)
     found = rates_of(several.gradient_transformation())["lr"]
     assert found[1:] == pytest.approx([1e-2, 1e-2, 9e-3])
     optimizer = optax.adam(SCHEDULE)
@@ -86,7 +81,7 @@ def test_an_epoch_has_the_rate_of_its_last_step(tmp_path):
         trainer.set_hyperparams(learning_rate=rate / 2)
 
     callbacks = On(on_validation_end=halve), LearningRateMonitor(), CSVLogger(tmp_path)
-    trainer = linear_on_one_device(*callbacks, optimizer=injected(optax.sgd, 0.5))
+    trainer = linear_on_one_device(*callbacks, optimizer=injected(0.5))
     history = trainer.fit(batches(8, 8), batches(8), max_epochs=3)
     assert history["lr"] == [0.5, 0.25, 0.125]
     rows = read_table(tmp_path)

@@ -4,15 +4,11 @@ import jax
 import numpy as np
 import optax
 import pytest
-from toys import On, batches, linear_on_one_device, scores
+from toys import On, batches, injected, linear_on_one_device, scores
 
 from jaxdp.callbacks import ReduceLROnPlateau
 
 DATA = batches(8, 8, 8, 8)
-
-
-def injected(rate=0.1):
-    return optax.inject_hyperparams(optax.sgd)(learning_rate=rate)
 
 
 def plateau(values, name="val_loss", **options):

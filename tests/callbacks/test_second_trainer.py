@@ -3,9 +3,8 @@
 import copy
 import pickle
 
-import optax
 import pytest
-from toys import assert_equal_leaves, batches, make_small, scores
+from toys import assert_equal_leaves, batches, injected, make_small, scores
 
 from jaxdp import Callback
 from jaxdp.callbacks import (
@@ -49,8 +48,7 @@ class Late(Counter):
 
 
 def make(*callbacks):
-    optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
-    return make_small(None, optimizer, callbacks=callbacks, log_every_n_steps=1)
+    return make_small(None, injected(), callbacks=callbacks, log_every_n_steps=1)
 
 
 def fit(callback, values=SCORES, **options):

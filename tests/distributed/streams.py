@@ -133,11 +133,13 @@ def resumes(kind, local, into):
     )
 
 
+NAMES = {"first.*": "in.*", "last.*": "out.*", "blocks.*.linear.weight": "h.*.w"}
+NAMES["blocks.*.linear.bias"] = "h.*.b"
+
+
 def pretrained(path, into):
     """Adapters on weights from a file, split over all processes; saved and resumed."""
-    names = {"first.*": "in.*", "last.*": "out.*", "blocks.*.linear.weight": "h.*.w"}
-    names["blocks.*.linear.bias"] = "h.*.b"
-    names |= {"**.down": None, "**.up": None}
+    names = NAMES | {"**.down": None, "**.up": None}
 
     def made():
         shapes = eqx.filter_eval_shape(Deep, 4)

@@ -71,15 +71,11 @@ def scenes(shared_crew, folder):
     })  # fmt: skip
 
 
-NAMES = {"first.*": "in.*", "last.*": "out.*", "blocks.*.linear.weight": "h.*.w"}
-NAMES["blocks.*.linear.bias"] = "h.*.b"
-
-
 @pytest.fixture(scope="module")
 def slow_scenes(shared_crew, folder):
     for package in ("datasets", "grain", "webdataset", "optuna", "safetensors"):
         pytest.importorskip(package)
-    path = jaxdp.save_weights(Deep(4), folder / "deep.safetensors", NAMES)
+    path = jaxdp.save_weights(Deep(4), folder / "deep.safetensors", streams.NAMES)
     scenes = {
         "plans": ("together.planned", {}),
         "best": ("together.best", {"into": str(folder / "best")}),

@@ -85,16 +85,6 @@ def batches(length=12):
     return [(x[i : i + 8], y[i : i + 8]) for i in (0, 8, 16)]
 
 
-def trainer_of(model, strategy=None, **arguments):
-    return quiet(
-        model,
-        optax.adam(1e-2),
-        loss="mse",
-        strategy=strategy or SingleDevice(),
-        **arguments,
-    )
-
-
 @functools.cache
 def losses(fused, strategy="single", dropout_p=0.0, by="blocks", **arguments):
     model = Model(dropout_p=dropout_p)
@@ -107,5 +97,6 @@ def losses(fused, strategy="single", dropout_p=0.0, by="blocks", **arguments):
     }
     fuse = functools.partial(fuse_attention, block=5, implementation=by)
     model = fuse(model) if fused else model
-    trainer = trainer_of(model, strategies[strategy](), **arguments)
+    arguments |= {"loss": "mse", "strategy": strategies[strategy]()}
+    trainer = quiet(model, optax.adam(1e-2), **arguments)
     return trainer.fit(batches(), max_epochs=3)["loss"]

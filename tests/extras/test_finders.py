@@ -6,7 +6,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toys import Mlp, assert_close, batches, cross_entropy, hand_written, quiet
+from toys import (
+    Mlp,
+    assert_close,
+    batches,
+    cross_entropy,
+    hand_written,
+    injected,
+    quiet,
+)
 
 from jaxdp import Sharded, SingleDevice
 from jaxdp.callbacks import CSVLogger, WeightAveraging
@@ -27,10 +35,6 @@ def make_trainer(optimizer=None, *callbacks, model=None, strategy=None):
         strategy=strategy or SingleDevice(),
         callbacks=callbacks,
     )
-
-
-def injected(rate):
-    return optax.inject_hyperparams(optax.sgd)(learning_rate=rate)
 
 
 @pytest.mark.parametrize("mode, strategy, optimizer, plain", [

@@ -11,6 +11,17 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdp import Sharded, Trainer
 
+PROGRAM = """HloModule jit_step, is_scheduled=true, num_partitions=8
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %sum = f32[] add(%x, %y)
+}
+
+"""
+"""The first lines of a compiled program."""
+
 WIDTHS = [16, 32, 32, 8]
 PARAMS = sum(4 * (i + 1) * o for i, o in zip(WIDTHS, WIDTHS[1:], strict=False))
 """Bytes of the model."""

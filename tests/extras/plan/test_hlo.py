@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from planned import PROGRAM
 
 from jaxdp.extras.plan import hlo
 from jaxdp.extras.plan.hlo_text import parse_groups
@@ -105,14 +106,6 @@ def test_groups_are_read_in_every_spelling(text):
     assert parse_groups(text, 8) == GROUPS[text]
 
 
-HEADER = "HloModule jit_step, is_scheduled=true, num_partitions=8\n\n"
-ADD = """%add (x: f32[], y: f32[]) -> f32[] {
-  %x = f32[] parameter(0)
-  %y = f32[] parameter(1)
-  ROOT %sum = f32[] add(%x, %y)
-}
-
-"""
 WORDS = {
     "PAIR": "replica_groups={{0,1}}, to_apply=%add",
     "EIGHT": "replica_groups={{0,1,2,3,4,5,6,7}}",
@@ -127,7 +120,7 @@ def collectives(text):
     """Returns a program's collectives. In its text, words stand for longer ones."""
     for word, meaning in WORDS.items():
         text = text.replace(word, meaning)
-    return hlo.read(HEADER + ADD + text).collectives
+    return hlo.read(PROGRAM + text).collectives
 
 
 @pytest.mark.parametrize("groups, axes", [
