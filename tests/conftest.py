@@ -37,7 +37,9 @@ INSIDE = [
     "engine.compiled_step",
     "engine.program",
     "step.remat",
-    "step.state",
+    "step.mask_and_keys",
+    "step.micro_batch",
+    "step.train_state",
     "step.step_functions",
 ]
 

@@ -20,16 +20,16 @@ from ..strategies.base import count_shards, make_row_blocks
 from .compile_log import CompileLog
 from .compiled_step import KIND_NAMES, CompiledStep, StepKind, StepOptions
 from .debug_settings import get_debug_settings
-from .in_flight import MAX_PART_IN_FLIGHT, InFlightQueue
-from .out_of_memory import add_remedies, check_program
-from .program import PlacedBatches, Program
-from .state import (
+from .device_state import (
     DeviceState,
     StateLayout,
     make_first_state,
     make_shapes,
     place_state,
 )
+from .in_flight import MAX_PART_IN_FLIGHT, InFlightQueue
+from .out_of_memory import add_remedies, check_program
+from .program import PlacedBatches, Program
 
 
 class Engine:

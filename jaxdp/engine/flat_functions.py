@@ -99,7 +99,7 @@ def make_evaluate_function(
 
     keeps_outputs = step_functions.keeps_outputs
     roles = "state", "replicated", "replicated", "groups"
-    arguments = leaves, step_functions.new_totals(), np.int32(0), groups
+    arguments = leaves, step_functions.init_totals(), np.int32(0), groups
     results: tuple[Role, ...] = ("replicated", "replicated", "rows")
     return FlatFunction(
         evaluate, arguments, roles, results if keeps_outputs else results[:2]

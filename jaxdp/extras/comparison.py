@@ -200,7 +200,7 @@ def compare_strategies(
 
         def trace_under(config: TrainerConfig) -> Trace:
             engine = config.make_engine(run.hooks)
-            engine.step_functions = engine_here.step_functions._replace(inside=())
+            engine.step_functions = engine_here.step_functions._replace(inside_step=())
             engine.state = engine.place(start)
             return trace(engine, config.strategy, first)
 

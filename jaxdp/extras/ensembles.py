@@ -180,12 +180,12 @@ class EnsembleStepFunctions(StepFunctions):
     def init_optimizer(self, params: PyTree) -> PyTree:
         return self.extra.init_optimizer(self.optimizer, params)
 
-    def new_totals(self) -> np.ndarray:
-        return np.stack([super().new_totals()] * self.extra.size)
+    def init_totals(self) -> np.ndarray:
+        return np.stack([super().init_totals()] * self.extra.size)
 
-    def new_loss_scale(self) -> Any:
+    def init_loss_scale(self) -> Any:
         repeat = lambda leaf: jnp.stack([leaf] * self.extra.size)  # noqa: E731
-        return jax.tree.map(repeat, super().new_loss_scale())
+        return jax.tree.map(repeat, super().init_loss_scale())
 
     def train(
         self, collectives: Collectives, state: TrainState, groups: Sequence[Group]

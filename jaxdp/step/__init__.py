@@ -13,12 +13,12 @@ from .evaluation_weights import evaluated_params, make_weights_view
 from .jaxprs import (
     OWN_LOOP,
     calls_python,
-    equations_in,
     gathers_in_branches,
+    get_inner_jaxprs,
     has_convolutions,
     has_default_products,
     has_own_loop,
-    programs_in,
+    iterate_equations,
     strip_constants,
 )
 from .metrics import (
@@ -27,6 +27,7 @@ from .metrics import (
     Facts,
     Metrics,
 )
+from .micro_batch import Batch, Group
 from .model_call import (
     InferenceModel,
     accepts_keyword,
@@ -34,6 +35,7 @@ from .model_call import (
     find_keywords,
 )
 from .objective import CriterionObjective, LossFnObjective, Objective, split_batch
+from .optimizer_call import call_update
 from .parts import (
     MultiPartStepFunctions,
     Part,
@@ -61,9 +63,8 @@ from .remat import (
     get_remat_call,
     resolve_remat,
 )
-from .state import Batch, Group, TrainState, Weights, first_state
 from .step_functions import StepFunctions
-from .value_fn import call_update
+from .train_state import TrainState, Weights
 from .whole import (
     NOTHING,
     KeyData,

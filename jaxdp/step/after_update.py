@@ -11,7 +11,7 @@ from ..basics.arguments import check_call
 from ..basics.tree import describe_difference, leaf_path
 from .loss_output import describe
 from .model_call import find_keywords
-from .state import match_dtypes
+from .train_state import match_dtypes
 
 
 class AfterUpdate:

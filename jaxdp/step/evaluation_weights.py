@@ -12,7 +12,7 @@ from optax.contrib import SAMState, ScheduleFreeState
 
 from ..basics.host_memory import move_to_device
 from ..basics.tree import find_nodes
-from .state import TrainState
+from .train_state import TrainState
 
 
 @runtime_checkable

@@ -1,4 +1,4 @@
-"""Operations of traced programs, which decide how a step is compiled."""
+"""The operations of jaxprs, the traced steps, which decide how a step is compiled."""
 
 from collections.abc import Iterator
 from typing import Any, Final
@@ -12,24 +12,24 @@ _DEFAULT: Final = jax.lax.Precision.DEFAULT
 
 
 def has_convolutions(jaxpr: Any) -> bool:
-    """Returns True if a traced program contains a convolution."""
+    """Returns True if a jaxpr contains a convolution."""
     return _has_operation(jaxpr, "conv_general_dilated")
 
 
 def has_default_products(jaxpr: Any) -> bool:
-    """Returns True if a program has products of float32 arrays in JAX's default
+    """Returns True if a jaxpr has products of float32 arrays in JAX's default
     precision.
     """
     return any(
         each.primitive.name in ("dot_general", "conv_general_dilated")
         and {str(argument.aval.dtype) for argument in each.invars[:2]} == {"float32"}
         and each.params["precision"] in (None, _DEFAULT, (_DEFAULT, _DEFAULT))
-        for each in equations_in(jaxpr)
+        for each in iterate_equations(jaxpr)
     )
 
 
 def calls_python(jaxpr: Any) -> bool:
-    """Returns True if a traced program calls Python, which may raise.
+    """Returns True if a jaxpr calls Python, which may raise.
 
     `eqx.error_if` does, and so does every diffrax solver.
     """
@@ -37,7 +37,7 @@ def calls_python(jaxpr: Any) -> bool:
 
 
 def _has_operation(jaxpr: Any, name: str) -> bool:
-    return any(each.primitive.name == name for each in equations_in(jaxpr))
+    return any(each.primitive.name == name for each in iterate_equations(jaxpr))
 
 
 def gathers_in_branches(jaxpr: Any) -> bool:
@@ -51,42 +51,42 @@ def gathers_in_branches(jaxpr: Any) -> bool:
         return equation.primitive.name == "all_gather" and "parameters" in scopes
 
     return any(
-        any(map(gathers, equations_in(program)))
-        for device in equations_in(jaxpr)
+        any(map(gathers, iterate_equations(branch)))
+        for device in iterate_equations(jaxpr)
         if device.primitive.name == "shard_map"
-        for inside in programs_in(device)
-        for branching in equations_in(inside)
+        for inside in get_inner_jaxprs(device)
+        for branching in iterate_equations(inside)
         if branching.primitive.name in ("cond", "while")
-        for program in programs_in(branching)
+        for branch in get_inner_jaxprs(branching)
     )
 
 
 def has_own_loop(jaxpr: Any) -> bool:
-    """Returns True if a traced program has a loop in the scope `OWN_LOOP`."""
+    """Returns True if a jaxpr has a loop in the scope `OWN_LOOP`."""
     return any(
         equation.primitive.name == "scan"
         and OWN_LOOP in str(equation.source_info.name_stack).split("/")
-        for equation in equations_in(jaxpr)
+        for equation in iterate_equations(jaxpr)
     )
 
 
 def strip_constants(jaxpr: Any) -> Any:
-    """Returns a program without its constants, or itself if it has none."""
+    """Returns a jaxpr without its constants, or itself if it has none."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
-def equations_in(jaxpr: Any) -> Iterator[Any]:
-    """Yields the operations of a program, and of the programs in them."""
+def iterate_equations(jaxpr: Any) -> Iterator[Any]:
+    """Yields the operations of a jaxpr, and of the jaxprs in them."""
     for equation in strip_constants(jaxpr).eqns:
         yield equation
-        for inside in programs_in(equation):
-            yield from equations_in(inside)
+        for inside in get_inner_jaxprs(equation):
+            yield from iterate_equations(inside)
 
 
-def programs_in(equation: Any) -> list[Any]:
-    """Returns the programs that are arguments of an operation."""
-    programs = []
+def get_inner_jaxprs(equation: Any) -> list[Any]:
+    """Returns the jaxprs that are arguments of an operation."""
+    jaxprs = []
     for value in equation.params.values():
         values = value if isinstance(value, tuple | list) else (value,)
-        programs += [one for one in values if hasattr(strip_constants(one), "eqns")]
-    return programs
+        jaxprs += [one for one in values if hasattr(strip_constants(one), "eqns")]
+    return jaxprs

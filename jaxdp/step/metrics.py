@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
+from .micro_batch import Group
 from .objective import ObjectiveOutput
-from .state import Group
 
 IN_FLIGHT: Final = 8
 """The maximum number of dispatched calls before the host waits for one. More would gain
@@ -152,21 +152,23 @@ class Sums:
             return sums
         return jnp.concatenate([sums, stack_values(self.weights, self.facts.weighted)])
 
-    def means(self, total: Array) -> Array:
+    def means(self, num_real_rows: Array) -> Array:
         """Returns the mean of each value, in the order of the names.
 
         If all weights are 0, the mean is 0, and so is its gradient.
 
         Args:
-            total: the number of real rows.
+            num_real_rows: of the batch, on all devices.
         """
         names = self.facts.names
         sums = stack_values(self.sums, names)
         if not self.facts.weighted:
             # Divide one by one: in some programs XLA multiplies a vector by the
             # reciprocal instead, which rounds differently.
-            return jnp.stack([weighted / total for weighted in sums])
-        weights = stack_values({n: self.weights.get(n, total) for n in names}, names)
+            return jnp.stack([value / num_real_rows for value in sums])
+        weights = stack_values(
+            {n: self.weights.get(n, num_real_rows) for n in names}, names
+        )
         return jnp.stack(
             [_ratio(*weighted) for weighted in zip(sums, weights, strict=True)]
         )
@@ -176,7 +178,7 @@ class Sums:
         weight = self.weights.get("loss")
         if weight is None:
             return grads
-        factor = _ratio(sum_row_counts(groups), weight)
+        factor = _ratio(count_real_rows(groups), weight)
         return jax.tree.map(lambda grad: grad * factor.astype(grad.dtype), grads)
 
 
@@ -184,10 +186,10 @@ def _ratio(value: Array, weight: Array) -> Array:
     return jnp.where(weight == 0, 0, value / jnp.where(weight == 0, 1, weight))
 
 
-def sum_row_counts(groups: Sequence[Group]) -> Float[Array, ""]:
+def count_real_rows(groups: Sequence[Group]) -> Float[Array, ""]:
     """Returns the number of real rows on all devices."""
-    total = jnp.stack([group.counts.sum() for group in groups]).sum()
-    return total.astype(sum_dtype())
+    num_real_rows = jnp.stack([group.counts.sum() for group in groups]).sum()
+    return num_real_rows.astype(sum_dtype())
 
 
 def sum_values(output: ObjectiveOutput, mask: Array) -> Sums:
@@ -273,7 +275,7 @@ def sum_dtype() -> Any:
     return jax.dtypes.canonicalize_dtype(np.float64)
 
 
-def add_to_totals(totals: Array, total: Array, sums: Array) -> Array:
+def add_to_totals(totals: Array, num_real_rows: Array, sums: Array) -> Array:
     """Adds a step's sums, in the dtype of `totals`, with Kahan's compensation.
 
     Plain float32 sums stop counting rows at 2**24. Row 0 of `totals` holds the sums,
@@ -281,10 +283,10 @@ def add_to_totals(totals: Array, total: Array, sums: Array) -> Array:
     """
     # XLA fuses these selections with the operations that follow. Concatenating and
     # padding the values would be one more operation, which lengthens a small step.
-    total, sums = total.astype(totals.dtype), sums.astype(totals.dtype)
+    num_real_rows, sums = num_real_rows.astype(totals.dtype), sums.astype(totals.dtype)
     places = jnp.arange(totals.shape[1])
     step = jnp.zeros_like(totals[0])
-    for place, value in enumerate([total, *sums]):
+    for place, value in enumerate([num_real_rows, *sums]):
         step = jnp.where(places == place, value, step)
     corrected = step - totals[1]
     summed = totals[0] + corrected

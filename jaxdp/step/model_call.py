@@ -15,7 +15,7 @@ from jaxtyping import PRNGKeyArray, PyTree
 
 from ..basics.tracebacks import NoteOnError
 from ..basics.tree import find_nodes, map_nodes
-from .state import MaskAndKeys
+from .mask_and_keys import MaskAndKeys
 from .whole import is_whole, unwrap_whole
 
 

@@ -23,9 +23,9 @@ from .loss_output import (
     make_notes,
     zero_ignored_rows,
 )
+from .mask_and_keys import MaskAndKeys
 from .model_call import call_model, copy_state
 from .per_example import Arguments, PerExample
-from .state import MaskAndKeys
 from .whole import is_whole, to_user_batch, unwrap_whole
 
 

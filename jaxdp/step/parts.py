@@ -22,10 +22,11 @@ from ..basics.arguments import checks_arguments, format_call
 from ..basics.tracebacks import NoteOnError
 from ..basics.tree import get_node, leaf_path, mark_leaves
 from .collectives import Collectives
-from .metrics import Facts, Metrics, Sums, check_num_values, sum_row_counts
+from .metrics import Facts, Metrics, Sums, check_num_values, count_real_rows
+from .micro_batch import Group
 from .objective import LossFnObjective
-from .state import Group, TrainState, Weights, match_dtypes
 from .step_functions import StepFunctions, UpdateResult
+from .train_state import TrainState, Weights, match_dtypes
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -236,7 +237,7 @@ class MultiPartStepFunctions(StepFunctions):
         with self.precision.set_product_precision():
             params, model_state = state.params, state.model_state
             states = dict(self._states(state.opt_state))
-            total = sum_row_counts(groups)
+            num_real_rows = count_real_rows(groups)
             nothing = jax.tree.map(lambda _: None, params)
             grads, updates, ran, summed = nothing, nothing, [], []
 
@@ -259,7 +260,7 @@ class MultiPartStepFunctions(StepFunctions):
                 ran.append(due)
                 summed.append(result.summed)
 
-            sums, due = self._merge_sums(ran, summed, total)
+            sums, due = self._merge_sums(ran, summed, num_real_rows)
             updates, opt_state = self.optimizer.update(
                 updates, state.opt_state, state.params, states=states
             )
@@ -315,20 +316,22 @@ class MultiPartStepFunctions(StepFunctions):
                 " (loss, {'predictions': ..., 'targets': ...}), with whatever else."
             )
         always = [jnp.array(True)] * len(self.parts)
-        sums, _ = self._merge_sums(always, summed, sum_row_counts([group]))
+        sums, _ = self._merge_sums(always, summed, count_real_rows([group]))
         return sums, outputs or None
 
     def _merge_sums(
         self,
         ran: Sequence[Bool[Array, ""]],
         summed: Sequence[Sums],
-        total: Float[Array, ""],
+        num_real_rows: Float[Array, ""],
     ) -> tuple[Sums, Bool[Array, " metrics"]]:
         """Merges the sums of all parts, and marks the values of those that ran."""
-        means = [part_sums.means(total) for part_sums in summed]
+        means = [part_sums.means(num_real_rows) for part_sums in summed]
         sums: dict[str, Array] = {}
         weights: dict[str, Array] = {}
-        sums["loss"] = functools.reduce(jnp.add, [each[0] for each in means]) * total
+        sums["loss"] = (
+            functools.reduce(jnp.add, [each[0] for each in means]) * num_real_rows
+        )
         due = [jnp.array(True)]
         for part, did, part_sums in zip(self.parts, ran, summed, strict=True):
             for short in part_sums.facts.names:
@@ -344,7 +347,7 @@ class MultiPartStepFunctions(StepFunctions):
                 if short in part_sums.weights:
                     weights[name] = part_sums.weights[short]
                 elif part.every > 1:
-                    weights[name] = jnp.where(did, total, 0)
+                    weights[name] = jnp.where(did, num_real_rows, 0)
 
         facts = [part_sums.facts for part_sums in summed]
         notes = dict.fromkeys(note for part_sums in facts for note in part_sums.notes)

@@ -10,9 +10,9 @@ import pytest
 from toys import linear, quiet
 
 from jaxdp import FSDP, SingleDevice
+from jaxdp.step.mask_and_keys import MaskAndKeys
 from jaxdp.step.model_call import call_model, check_training_flags, find_keywords
 from jaxdp.step.objective import LossFnObjective
-from jaxdp.step.state import MaskAndKeys
 
 X = np.arange(6, dtype=np.float32).reshape(3, 2)
 KEY = jax.random.key(0)

@@ -19,7 +19,7 @@ from toys import (
 )
 
 from jaxdp import Pmap, Sharded, SingleDevice
-from jaxdp.step import equations_in
+from jaxdp.step import iterate_equations
 from jaxdp.step.precision import GROWTH_INTERVAL, PRECISIONS, LossScale, cast_calls
 
 
@@ -41,7 +41,7 @@ def dtypes_of(jaxpr, *primitives):
     """The dtypes that primitives of these names compute in."""
     return {
         str(equation.invars[0].aval.dtype)
-        for equation in equations_in(jaxpr)
+        for equation in iterate_equations(jaxpr)
         if equation.primitive.name in primitives
     }
 

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from toys import Recorder, quiet
 
 from jaxdp import FSDP, SingleDevice, Stack, per_example
-from jaxdp.step import equations_in, override_call
+from jaxdp.step import iterate_equations, override_call
 from jaxdp.step.remat import RematSpec
 from jaxdp.strategies import find_layouts
 from jaxdp.strategies.fsdp_units import _GatherCall
@@ -127,7 +127,7 @@ def test_a_recomputed_block_is_recomputed_by_one_checkpoint():
     block = RematSpec(("blocks[0]",)).apply(Deep(1, in_stack=False)).blocks[0]
     call = override_call(block, _GatherCall((), in_loop=True))
     program = jax.make_jaxpr(call)(jnp.zeros(WIDTH))
-    names = [each.primitive.name for each in equations_in(program.jaxpr)]
+    names = [each.primitive.name for each in iterate_equations(program.jaxpr)]
     assert sum(name in ("checkpoint", "remat2") for name in names) == 1
 
 
@@ -152,7 +152,7 @@ def test_a_named_loss_casts_parameters_before_they_are_gathered(gather, dtype):
     for program in programs[0], programs[-1]:
         gathered = {
             (str(x.outvars[0].aval.dtype), x.params["sharding"].is_fully_replicated)
-            for x in equations_in(program)
+            for x in iterate_equations(program)
             if x.primitive.name == "sharding_constraint"
             and x.outvars[0].aval.shape == (WIDTH, 8)
         }

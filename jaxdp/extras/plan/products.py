@@ -5,7 +5,7 @@ import math
 import re
 from typing import Any, Final
 
-from ...step import programs_in, strip_constants
+from ...step import get_inner_jaxprs, strip_constants
 
 Products = collections.Counter[str]
 """Operations of products by what they are computed in: a dtype, or `BY_DEFAULT`."""
@@ -72,7 +72,7 @@ def _count_equation(equation: Any) -> Products:
         axes = params["manual_axes" if old else "newly_manual_axes"]
         times = math.prod(params["mesh"].shape[axis] for axis in axes)
     inside: Products = collections.Counter()
-    for program in programs_in(equation):
+    for program in get_inner_jaxprs(equation):
         inside.update(count_products(program))
     return collections.Counter({key: times * count for key, count in inside.items()})
 

@@ -1,4 +1,4 @@
-"""The loss for optimizers that ask for it: its value, or functions that evaluate it.
+"""The call of an optimizer, with the loss if it asks for it.
 
 `optax.lbfgs`, line searches and `optax.contrib.sam` in its opaque mode evaluate the
 loss at other parameters than the current ones.
@@ -15,7 +15,7 @@ from jaxtyping import Array, PyTree
 from optax.contrib import SAMState
 
 from ..basics.tree import find_nodes
-from .state import TrainState
+from .train_state import TrainState
 
 _LINE_SEARCHES: Final = (
     optax.ScaleByBacktrackingLinesearchState,

@@ -22,7 +22,6 @@ from ..step import (
     TrainState,
     cast_arrays,
     cast_to_original,
-    first_state,
     make_weights_view,
 )
 from ..strategies import DataParallel
@@ -224,7 +223,7 @@ def make_first_state(
         layout = shardings.opt_state
         if not is_sharded:
             params = jax.tree.map(make_global_array, params, shardings.params)
-    return first_state(params, *model[1:], step_functions, seed, layout)
+    return step_functions.init_state(params, *model[1:], seed, layout)
 
 
 def make_shapes(model: _ModelParts, step_functions: StepFunctions) -> TrainState:
@@ -234,7 +233,7 @@ def make_shapes(model: _ModelParts, step_functions: StepFunctions) -> TrainState
         params, buffers = cast_arrays(
             (params, buffers), step_functions.precision.stored
         )
-        return first_state(params, buffers, model_state, step_functions, seed=0)
+        return step_functions.init_state(params, buffers, model_state, seed=0)
 
     return jax.eval_shape(first, *model)
 
