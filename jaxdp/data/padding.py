@@ -58,7 +58,7 @@ class Dispatch(NamedTuple):
     rows: list[int]
     """The real rows of each optimizer step. Several steps are one group."""
     shape: Hashable
-    """The key of a compiled step: the split, the steps, each group's sizes and spec."""
+    """The key of a program: the split, the steps, each group's sizes and spec."""
     has_device_arrays: bool = False
     """Whether a loader gave JAX's arrays, which are on devices already."""
     placed: Any = None

@@ -1,4 +1,4 @@
-"""Compiled steps on the train state of a trainer."""
+"""The train state of a trainer, and the compiled steps that run on it."""
 
 import itertools
 from collections.abc import Callable, Mapping
@@ -104,7 +104,7 @@ class Engine:
             for kind in KIND_NAMES
         }
         original = jax.eval_shape(lambda *trees: trees, *parts[:2])
-        self._model = parts[2], original, view
+        self._layout_arguments = parts[2], original, view
         with clear_mesh(), pause_gc():
             if abstract:
                 first = make_shapes((*parts[:2], model_state), step_functions)
@@ -130,7 +130,7 @@ class Engine:
 
     @state.setter
     def state(self, state: TrainState) -> None:
-        layout = StateLayout(state, *self._model)
+        layout = StateLayout(state, *self._layout_arguments)
         self.device_state = DeviceState(jax.tree.leaves(state), layout)
 
     def place(self, state: TrainState) -> TrainState:

@@ -34,14 +34,13 @@ from .model_call import (
     check_training_flags,
     find_keywords,
 )
+from .multi_part_step_functions import MultiPartStepFunctions, combine_optimizers
 from .objective import CriterionObjective, LossFnObjective, Objective, split_batch
 from .optimizer_call import call_update
 from .parts import (
-    MultiPartStepFunctions,
     Part,
     ResolvedPart,
     add_clipping,
-    combine_optimizers,
     make_leaf_mask,
     resolve_parts,
     trained_alone,

@@ -98,7 +98,7 @@ class StepFunctions(NamedTuple):
     after_step: tuple[Callable[[TrainState], TrainState], ...] = ()
     """Hooks of callbacks that record the weights at the end of a step."""
     parts: tuple[Any, ...] = ()
-    """The parts that `parts.MultiPartStepFunctions` runs one after the other."""
+    """The parts that `MultiPartStepFunctions` runs one after the other."""
     extra: Any = None
     """Data of a subclass, which an extra may define."""
 
