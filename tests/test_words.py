@@ -35,7 +35,6 @@ ALLOWED_FUNCTIONS = {
     "running_plan": PUBLIC,
     "scaling": "the noun for how a plan grows with devices; public",
     "stored_path": "a converter of key paths, beside `leaf_path`",
-    "trained_alone": SEAM,
     "with_callbacks": "returns a copy of a named tuple with another field",
 }
 """Functions whose names the rule takes for something else, each with the reason. The

@@ -41,7 +41,7 @@ class Engine:
         step_functions: the pure functions that are compiled.
         strategy: places the state and lays out the steps.
         seed: decides all randomness inside the steps.
-        micro_batches: the number of micro-batches of a train step.
+        num_micro_batches: the number of micro-batches of a train step.
         view: the function of a callback that chooses the weights to evaluate.
         in_order: whether the real rows of all processes come first in a global batch,
             and all padding last.
@@ -74,7 +74,7 @@ class Engine:
         strategy: DataParallel,
         *,
         seed: int,
-        micro_batches: int,
+        num_micro_batches: int,
         view: Callable[[TrainState], TrainState] | None = None,
         in_order: bool = True,
         compiler_options: Mapping[str, Any] = MappingProxyType({}),
@@ -83,7 +83,7 @@ class Engine:
         abstract: bool = False,
     ):
         self._compiler_options, self._offload = compiler_options, offload
-        self.micro_batches = micro_batches
+        self.num_micro_batches = num_micro_batches
         self.in_flight = InFlightQueue()
         self.starts_epoch = False
         self.options = StepOptions()
@@ -192,7 +192,7 @@ class Engine:
 
     def pack(self, windows: list[Window]) -> Dispatch:
         """Packs the batches of optimizer steps for one call of the compiled step."""
-        return self.compiled_steps["train"].packer.pack(windows, self.micro_batches)
+        return self.compiled_steps["train"].packer.pack(windows, self.num_micro_batches)
 
     def prepare_evaluation(
         self, kind: StepKind, batch: Batch

@@ -52,7 +52,7 @@ def make_train_function(
         (group,) = groups
         batches = jax.tree.map(lambda x: x.reshape(num_steps, -1, *x.shape[1:]), group)
 
-        def batch(index: Any) -> Group:
+        def select_batch(index: Any) -> Group:
             return jax.tree.map(
                 lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False),
                 batches,
@@ -61,7 +61,9 @@ def make_train_function(
         def body(leaves: list[Array], index: Array) -> tuple[Any, Any]:
             # This always takes the first branch, which XLA can't know. So XLA fuses
             # no operation of the step with one in a branch.
-            group = jax.lax.cond(index >= 0, batch, lambda _: batch(0), index)
+            group = jax.lax.cond(
+                index >= 0, select_batch, lambda _: select_batch(0), index
+            )
             return train(collectives, leaves, [group])
 
         # The carry and the batch have the arguments of a single step, so that XLA fuses

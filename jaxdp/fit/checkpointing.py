@@ -25,7 +25,7 @@ from ..callbacks.state_matching import (
     match_states,
     name_callbacks,
 )
-from ..step import trained_alone
+from ..step import mark_trained_alone
 
 if TYPE_CHECKING:
     from jaxdp import Trainer
@@ -75,7 +75,7 @@ def _fingerprint_frozen(run: "Run", state: Any) -> dict[str, str]:
     Returns an empty mapping for a model without adapters. Waits for the device.
     """
     config = run.config
-    if trained_alone(config.model) is None or config.arguments["after_update"]:
+    if mark_trained_alone(config.model) is None or config.arguments["after_update"]:
         return {}
     return compute_fingerprints(checkpoint.get_frozen_leaves(state))
 

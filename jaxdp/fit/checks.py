@@ -26,7 +26,7 @@ from ..step import (
     check_training_flags,
     find_keywords,
     make_leaf_mask,
-    trained_alone,
+    mark_trained_alone,
 )
 from ..strategies import DataParallel, Sharded
 from ..strategies.base import check_offload, make_row_blocks
@@ -252,7 +252,7 @@ def split_model(
         arrays, lambda leaf: jnp.issubdtype(leaf.dtype, jnp.inexact)
     )
     if filter_spec is eqx.is_inexact_array:
-        alone = trained_alone(model)
+        alone = mark_trained_alone(model)
         filter_spec = True if alone is None else alone  # also selects shapes
     elif {type(leaf) for leaf in jax.tree.leaves(filter_spec)} == {str}:
         filter_spec = make_leaf_mask(filter_spec, model, "`filter_spec`")

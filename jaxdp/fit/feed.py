@@ -130,7 +130,7 @@ class Feed:
         """
         engine = self._engine
         if self._source.can_peek:
-            window = [self._source.peek_batch()] * engine.micro_batches
+            window = [self._source.peek_batch()] * engine.num_micro_batches
             self._compile(engine.pack([window]))
         return bool(engine.compiled_steps["train"].facts.names)
 
@@ -153,7 +153,7 @@ class Feed:
     def _make_dispatches(self) -> Iterator[Dispatch]:
         """Reads windows of batches and packs them, for one or several steps each."""
         run, engine, progress = self._run, self._engine, self._run.progress
-        slots = engine.micro_batches
+        slots = engine.num_micro_batches
         limit = None if self._limits is None else self._limits.train_batches
         remaining = None if limit is None else max(0, limit - progress.done)
         batches = self._source.read_epoch(progress.position())
@@ -188,7 +188,7 @@ class Feed:
         if remaining is not None and remaining < count:
             return [[window]]
         group = [window, *itertools.islice(windows, count - 1)]
-        if len(group) == count and have_equal_shapes(group, engine.micro_batches):
+        if len(group) == count and have_equal_shapes(group, engine.num_micro_batches):
             return [group]
         return [[each] for each in group]
 

@@ -480,20 +480,20 @@ def run_steps(
 
     # A small step takes as long as a few Python calls, so hooks that no callback has
     # are skipped.
-    micro_batches = engine.micro_batches
+    num_micro_batches = engine.num_micro_batches
     shows_batches = "on_train_batch_start" in hooks.overridden
     has_end = "on_train_batch_end" in hooks.overridden
     has_boundary = "on_boundary" in hooks.overridden
     for dispatch in dispatches:
         last, results = len(dispatch.windows) - 1, iter(())
-        first_idx = -(-progress.done // micro_batches)  # inlines `record.batch_idx`
+        first_idx = -(-progress.done // num_micro_batches)  # inlines `record.batch_idx`
         try:
             for number, window in enumerate(dispatch.windows):
                 batch_idx = first_idx + number
                 if shows_batches:
                     record.begin_step()
                     shown = [make_read_only(get_local(batch)) for batch in window]
-                    batch = shown[0] if micro_batches == 1 else shown
+                    batch = shown[0] if num_micro_batches == 1 else shown
                     hooks.on_train_batch_start(trainer, batch, batch_idx)
 
                 if number == 0:

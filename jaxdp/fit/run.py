@@ -133,7 +133,7 @@ class TrainerConfig:
             step_functions,
             strategy,
             seed=self.seed,
-            micro_batches=self.accumulate_grad_batches,
+            num_micro_batches=self.accumulate_grad_batches,
             view=hooks.find_evaluated_state(),
             in_order=self.data == "global",
             compiler_options=self.compiler_options,

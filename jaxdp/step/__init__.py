@@ -42,8 +42,8 @@ from .parts import (
     ResolvedPart,
     add_clipping,
     make_leaf_mask,
+    mark_trained_alone,
     resolve_parts,
-    trained_alone,
     union_masks,
 )
 from .per_example import PerExample, per_example

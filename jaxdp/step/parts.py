@@ -176,7 +176,7 @@ def make_leaf_mask(params: PyTree, model: PyTree, argument: str) -> PyTree:
         ) from error
 
 
-def trained_alone(model: PyTree) -> PyTree | None:
+def mark_trained_alone(model: PyTree) -> PyTree | None:
     """Returns bools for the leaves that modules declare as trained, or None.
 
     A class of modules, such as an adapter, names fields in `trained_alone`. If a model
