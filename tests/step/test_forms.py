@@ -328,7 +328,8 @@ def trained(options, kind, strategy, data, others=None, **keywords):
     return recorder.losses, history, params
 
 
-SPLIT = [("*layers[0].weight", PartitionSpec("model"))]
+SPLIT = [("la**.weight", PartitionSpec(None, "model"))]
+"""Inputs of `layers` in an MLP, and of `last` in a NormNet, which has no `layers`."""
 ACCUMULATED, TWICE = {"accumulate_grad_batches": 2}, {"steps_per_execution": 2}
 GRID = {"data": 2, "model": 2}
 LAYOUTS = {
