@@ -30,7 +30,8 @@ class Faults(Callback):
         float(metrics["loss"])
         self.seen.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
     def of_a_step(self):
-        return statistics.median(b - a for a, b in zip(self.seen, self.seen[1:]))
+        steps = [b - a for a, b in zip(self.seen, self.seen[1:])]
+        return statistics.quantiles(steps, n=4)[0]
 
 faults = Faults()
 model = nn.MLP(8, 8, 2048, 1, key=jax.random.key(0))
@@ -98,7 +99,8 @@ def test_freed_memory_is_reused_by_the_next_step(first, tmp_path):
     _, kept = first
     switches = {"JAXDP_KEEP_FREED_MEMORY": "0", "JAX_ENABLE_COMPILATION_CACHE": "false"}
     given_back = train(tmp_path, **switches)
-    # Medians: sometimes a thread allocates another block.
+    # Lower quartiles: in one process of twenty, the arenas of glibc's threads take
+    # turns, so that half of the steps allocate a block that another arena has free.
     assert given_back["faults"] > 100
     assert kept["faults"] < given_back["faults"] / 5
     assert kept["loss"] == given_back["loss"]
