@@ -79,13 +79,7 @@ class PatienceCallback(MonitorCallback):
 
     def on_fit_start(self, trainer: Trainer) -> None:
         super().on_fit_start(trainer)
-        is_late = not trainer.record.limits.validates_before_end()
-        if is_late and self.monitor.startswith("val_"):
-            raise ValueError(
-                f"`{type(self).__name__}(monitor={self.monitor!r})`: this fit validates"
-                " at its end alone, where nothing is left to decide. Pass a smaller"
-                " `check_val_every_n_epoch`, or leave the callback out."
-            )
+        check_validates_before_end(self, trainer)
 
     def update_best(self, value: float) -> bool:
         """Keeps `value` if it is the best so far; returns whether it is."""
@@ -107,6 +101,17 @@ class PatienceCallback(MonitorCallback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.wait_count, best = state["wait_count"], state["best_score"]
         self.best_score = None if best is None else float(best)
+
+
+def check_validates_before_end(callback: MonitorCallback, trainer: Trainer) -> None:
+    """Raises if `monitor` is of validations, and a fit validates at its end alone."""
+    is_late = not trainer.record.limits.validates_before_end()
+    if is_late and (callback.monitor or "").startswith("val_"):
+        raise ValueError(
+            f"`{type(callback).__name__}(monitor={callback.monitor!r})`: this fit"
+            " validates at its end alone, where nothing is left to decide. Pass a"
+            " smaller `check_val_every_n_epoch`, or leave the callback out."
+        )
 
 
 def check_mode(callback: Callback, monitor: str, mode: str) -> str:

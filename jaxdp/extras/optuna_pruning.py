@@ -4,7 +4,7 @@ from typing import Any
 
 from ..basics.arguments import checks_arguments
 from ..callbacks.base import Trainer
-from ..callbacks.monitor import MonitorCallback
+from ..callbacks.monitor import MonitorCallback, check_validates_before_end
 from ..distributed import get_process_group
 from .import_package import import_package
 
@@ -47,6 +47,10 @@ class OptunaPruning(MonitorCallback):
             )
         self.trial: Any = trial
         self._reports = 0
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        super().on_fit_start(trainer)
+        check_validates_before_end(self, trainer)
 
     def check(self, trainer: Trainer, value: float) -> None:
         def report() -> bool:

@@ -10,7 +10,12 @@ from toys import batches, steps_in
 from toys import on_one_device as make
 
 from jaxdp import Arrays
-from jaxdp.callbacks import EarlyStopping, ModelCheckpoint, ReduceLROnPlateau
+from jaxdp.callbacks import (
+    EarlyStopping,
+    ModelCheckpoint,
+    OptunaPruning,
+    ReduceLROnPlateau,
+)
 
 DATA, VAL = batches(*[16] * 6), batches(16, 9, seed=1)
 
@@ -103,6 +108,11 @@ def test_the_last_step_of_an_epoch_is_saved_with_its_score(
     assert float(scores_in(tmp_path / str(last))[last]) == expected
 
 
+def prune(monitor):
+    optuna = pytest.importorskip("optuna")
+    return OptunaPruning(optuna.create_study().ask(), monitor)
+
+
 LATE = {"check_val_every_n_epoch": 10, "max_epochs": 5}
 
 
@@ -110,6 +120,7 @@ LATE = {"check_val_every_n_epoch": 10, "max_epochs": 5}
     (EarlyStopping, VAL, LATE, "`EarlyStopping.*at its end alone.*check_val_every_n"),
     (ReduceLROnPlateau, VAL, LATE, "`ReduceLROnPlateau.*at its end alone"),
     (EarlyStopping, VAL, {"check_val_every_n_epoch": 3, "max_steps": 12}, "at its end"),
+    (prune, VAL, LATE, "`OptunaPruning.*at its end alone"),
     (ModelCheckpoint, None, {}, "'val_loss'.*need a `val_loader`"),
     (ModelCheckpoint, VAL, {"limit_val_batches": 0}, "'val_loss'.*need a `val_loader`"),
     (lambda monitor: EarlyStopping("val_acc"), VAL, {}, "what is logged: 'loss', 'val"),
