@@ -121,6 +121,10 @@ def num_logits(prediction: Array) -> int:
     return prediction.shape[-1] if prediction.ndim > 1 else 1
 
 
+# A loss or a metric becomes one by name when it is added here, and its name needs two
+# more lines: in `infer_mode` of basics/columns.py the direction of its values (a test
+# fails without), and in the table of docs/metrics.md, by which tests/test_losses.py
+# tests it. If its integer targets are labels, add it to `_OF_LABELS` or `_OF_YES_NO`.
 LOSSES: dict[str, Criterion] = {
     "cross_entropy": cross_entropy,
     "binary_cross_entropy": binary_cross_entropy,
@@ -225,8 +229,8 @@ def find_criterion(argument: str, value: Any, known: Mapping[str, Criterion]) ->
         name = _SYNONYMS.get(value.lower(), value.lower())
         if name in known:
             return known[name]
-        words = {**INSTEAD["loss"], **{n: repr(n) for n in known}}
-        words |= INSTEAD["metrics"] if known is METRICS else {}
+        words = {**INSTEAD["LOSSES"], **{n: repr(n) for n in known}}
+        words |= INSTEAD["METRICS"] if known is METRICS else {}
         if near := find_near(name, words):
             raise ValueError(f"{argument}: for {value!r} write {words[near]}.")
     if not callable(value):

@@ -253,6 +253,22 @@ def test_losses_by_other_libraries_names():
             jaxdp.Trainer(MODEL, loss=theirs)
 
 
+@pytest.mark.parametrize("word", ["hinge", "poisson", "l2_loss"])
+def test_a_loss_that_has_been_added_is_found_by_a_word_of_other_libraries(
+    word, monkeypatch
+):
+    add = {"loss": "LOSSES", "metrics": "METRICS"}
+    for argument, table in add.items():
+        value = word if argument == "loss" else [word]
+        with pytest.raises(ValueError, match=f"for '{word}' write "):
+            jaxdp.Trainer(MODEL, **{argument: value})
+        monkeypatch.setitem(getattr(jaxdp.losses, table), word, jaxdp.losses.mae)
+        data = [(np.ones((8, 4), np.float32), np.zeros((8, 3), np.float32))]
+        trainer = jaxdp.Trainer(MODEL, **{"loss": "mae", argument: value})
+        found = trainer.validate(data)
+        assert found[f"val_{word if argument == 'metrics' else 'loss'}"] > 0
+
+
 def test_words_of_other_libraries_lead_to_arguments_that_exist():
     for function, words in INSTEAD.items():
         ours = {*arguments._ANNOTATIONS.get(function, {})}

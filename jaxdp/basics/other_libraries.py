@@ -375,7 +375,8 @@ it is called `beta` <- betas momentum
 
 # The next sections hold not names of arguments but their values, in lower case: the
 # names that other libraries give to losses, metrics and precisions.
-[loss]
+# Names that `losses.find_criterion` does not find in its tables.
+[LOSSES]
 'cross_entropy', which takes logits <- sparse_categorical_crossentropy
     categorical_crossentropy crossentropy ce nll nll_loss softmax_cross_entropy
     sparse_cross_entropy crossentropyloss nllloss
@@ -389,7 +390,7 @@ it is called `beta` <- betas momentum
 a function, such as optax.losses.hinge_loss <- hinge hinge_loss kl_divergence kl kldiv
     focal focal_loss cosine_similarity cosine poisson ctc logcosh log_cosh
 
-[metrics]
+[METRICS]
 'accuracy' <- sparse_categorical_accuracy categorical_accuracy top1 top_1
 'top_5_accuracy' <- top5 top_5 top_k_categorical_accuracy top5_accuracy top_k_accuracy
     sparse_top_k_categorical_accuracy

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxdp.basics.columns import resolve_mode
+from jaxdp.basics.columns import infer_mode
 from jaxdp.callbacks import EarlyStopping, ModelCheckpoint, ReduceLROnPlateau
 from jaxdp.losses import METRICS
 
@@ -33,5 +33,7 @@ def test_the_name_of_the_monitor_gives_the_mode(kind, caplog):
 
 
 def test_all_metrics_by_name_have_the_mode_of_their_name():
-    largest = {name for name in METRICS if resolve_mode(f"val_{name}") == "max"}
+    modes = {name: infer_mode(f"val_{name}") for name in METRICS}
+    assert None not in modes.values(), modes
+    largest = {name for name, mode in modes.items() if mode == "max"}
     assert largest == {"accuracy", "binary_accuracy", "top_5_accuracy"}
