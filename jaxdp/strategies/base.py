@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from ..basics.console import log_info_once
 from ..basics.tree import leaf_path
 from ..distributed import RowBlocks, find_row_blocks
 from ..step import DATA, Collectives, Group, TrainState
@@ -138,7 +139,9 @@ class DataParallel:
         passed in belong to the user. They may come from host memory or from any other
         layout. Leaves that are None stay None.
         """
-        return place_copy(state, state_shardings(self, state))
+        shardings = state_shardings(self, state)
+        self._report_if_replicated(shardings)
+        return place_copy(state, shardings)
 
     def compile(
         self,
@@ -234,6 +237,19 @@ class DataParallel:
             buffers=with_path(find_spec, state.buffers),
             opt_state=with_path(inherit_spec, state.opt_state),
         )
+
+    def _report_if_replicated(self, shardings: TrainState) -> None:
+        """Logs that a `param_spec`, whose paths may be misspelt, splits no array."""
+        is_overridden = type(self).param_spec is not DataParallel.param_spec
+        layouts = jax.tree.leaves((shardings.params, shardings.buffers))
+        if is_overridden and all(layout.is_fully_replicated for layout in layouts):
+            if self.mesh.size > 1:
+                log_info_once(
+                    f"`strategy`: `param_spec` of {self!r} splits no array of the"
+                    f" model, so each of {self.mesh.size} devices holds all of them;"
+                    " jaxdp.strategies.find_layouts(trainer.strategy, trainer.state)"
+                    " lists them by path"
+                )
 
     def _spec_without_parameter(self, leaf: Any) -> PartitionSpec:
         """Returns the split of optimizer state that belongs to no parameter."""

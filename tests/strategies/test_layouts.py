@@ -9,7 +9,8 @@ from jax.sharding import PartitionSpec
 from layered_models import bytes_moved, make, on_one_device, resident, size, train
 from toys import Mlp, assert_close, batches, cross_entropy, mlp
 
-from jaxdp import FSDP, Sharded, SingleDevice, TensorParallel, ZeRO
+from jaxdp import FSDP, Sharded, SingleDevice, TensorParallel, Trainer, ZeRO
+from jaxdp.basics.console import log_info_once
 from jaxdp.extras.plan import hlo
 from jaxdp.strategies import find_layouts, tensor_rules
 
@@ -120,3 +121,32 @@ def test_frozen_leaves_are_split_too_and_stay_as_they_are():
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     assert trainer.state.buffers.layers[1].weight.sharding.spec == PartitionSpec("data")
     assert_close(trainer.model.layers[1], model.layers[1], 0, 0)
+
+
+class Splits(Sharded):
+    """Splits the array at one path."""
+
+    def __init__(self, path, devices=None):
+        super().__init__(devices)
+        self.path = path
+
+    def param_spec(self, path, leaf):
+        return PartitionSpec("data" if path == self.path else None)
+
+
+@pytest.mark.parametrize("strategy, says", [
+    (Splits("layrs[0].weight"), True),
+    (Splits("layers[0].weight"), False),
+    (Splits("layrs[0].weight", 1), False),
+    (FSDP(min_size=10**6), True),
+    (FSDP(), False),
+    (Sharded(), False),
+    (ZeRO(), False),
+    (SingleDevice(), False),
+], ids=repr)  # fmt: skip
+def test_a_layout_that_splits_no_array_says_so(strategy, says, caplog):
+    log_info_once.cache_clear()
+    Trainer(mlp(), loss="cross_entropy", strategy=strategy).fit(batches(16))
+    text = f"`param_spec` of {strategy!r} splits no array"
+    assert caplog.text.count(text) == says
+    assert ("splits no array" in caplog.text) == says
