@@ -187,6 +187,18 @@ class Record:
         is_over = self.is_at_epoch_end or self._progress.is_finished
         return self._progress.epoch + is_over
 
+    def find_last_step(self) -> int | None:
+        """Returns the last step of the fit, by its limits; None if unknown."""
+        limits, progress = self.limits, self._progress
+        if limits is None:
+            return None
+        known = [] if limits.max_steps is None else [limits.max_steps]
+        if limits.max_epochs is not None and limits.steps_per_epoch is not None:
+            epochs = limits.max_epochs - progress.epoch
+            remaining = epochs * limits.steps_per_epoch - self.batch_idx
+            known.append(progress.global_step + remaining)
+        return min(known, default=None)
+
     # Values that come in.
 
     def put(

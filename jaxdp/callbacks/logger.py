@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..basics.arguments import check_is_local, checks_arguments
+from ..basics.console import log_info_once
 from ..basics.files import add_path_to_errors, expand_path
 from ..record import LogRow, Number
 from .base import Callback, Trainer
@@ -87,6 +88,7 @@ class Logger(Callback):
             self.open(trainer, self._folder(trainer))
             trainer.record.add(self, every=trainer.log_every_n_steps)
             self.log_run(facts)
+            _report_short_fit(trainer)
 
     def write(self, row: LogRow) -> None:
         """Logs a row of the record."""
@@ -122,6 +124,17 @@ class Logger(Callback):
 
     def _folder(self, trainer: Trainer) -> Path:
         return Path(expand_path(self.dirpath or trainer.default_root_dir))
+
+
+def _report_short_fit(trainer: Trainer) -> None:
+    """Logs that a fit has rows of epochs alone, if it ends before a step is logged."""
+    last, every = trainer.record.find_last_step(), trainer.log_every_n_steps
+    if last is not None and trainer.global_step // every == last // every:
+        log_info_once(
+            f"`log_every_n_steps`={every}: this fit ends at step {last}, so loggers get"
+            " the means of its epochs alone. Pass a smaller `log_every_n_steps` to see"
+            " steps, too."
+        )
 
 
 def check_writable(folder: Path, callback_name: str) -> None:

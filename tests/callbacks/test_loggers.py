@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 from toys import At, On, Recorder, batches, fail_with, linear_trainer, read_table
 
-from jaxdp.callbacks import CSVLogger, LivePlot, NanGuard, TensorBoardLogger
+from jaxdp.basics.console import log_info_once
+from jaxdp.callbacks import (
+    CSVLogger,
+    GradientMonitor,
+    LivePlot,
+    NanGuard,
+    TensorBoardLogger,
+)
 from jaxdp.record import scalars
 from jaxdp.step import IN_FLIGHT
 
@@ -43,6 +50,37 @@ def test_rows_are_read_late_and_are_all_there_after_an_exception(tmp_path):
         trainer.fit(batches(*[8] * 20))
     assert written == [max(step - IN_FLIGHT, 0) for step in range(1, 16)]
     assert [row["step"] for row in read_table(path)] == [str(i) for i in range(1, 16)]
+
+
+@pytest.mark.parametrize("every, before, fit, last", [
+    (50, None, {"max_epochs": 2}, 8),
+    (50, None, {"max_steps": 6, "max_epochs": -1}, 6),
+    (50, None, {"max_steps": 20}, 20),
+    (8, {"max_steps": 5}, {"max_steps": 7, "max_epochs": 9}, 7),
+    (8, {"max_steps": 5}, {"max_epochs": 2}, None),
+    (8, None, {"max_epochs": 2}, None),
+    (50, None, {"max_epochs": -1, "max_time": 0.01}, None),
+    (50, None, {"fast_dev_run": 2}, None),
+])  # fmt: skip
+def test_a_fit_that_ends_before_a_step_is_logged_says_so(
+    tmp_path, caplog, every, before, fit, last
+):
+    log_info_once.cache_clear()
+    loggers = CSVLogger(tmp_path / "a"), CSVLogger(tmp_path / "b")
+    trainer = linear_trainer(*loggers, GradientMonitor(), log_every_n_steps=every)
+    if before:
+        trainer.fit(batches(*[8] * 4), max_epochs=2, **before)
+        log_info_once.cache_clear()
+        caplog.clear()
+    trainer.fit(batches(*[8] * 4), **fit)
+    text = f"`log_every_n_steps`={every}: this fit ends at step {last}, so"
+    assert caplog.text.count(text) == (last is not None)
+    assert caplog.text.count("this fit ends at step") == (last is not None)
+    if last is not None:
+        assert trainer.global_step == last
+    elif "max_epochs" in fit and "max_time" not in fit:
+        assert read_table(tmp_path / "a")[-1]["step"] == "8"
+        assert any(row.get("grad_norm") for row in read_table(tmp_path / "a"))
 
 
 def test_an_unreadable_value_does_not_hide_the_exception(tmp_path):
