@@ -50,6 +50,7 @@ _DTYPES: Final = {
     "U16": np.uint16,
     "U8": np.uint8,
     "BOOL": np.bool_,
+    "C64": np.complex64,
 }
 
 _STATE: Final = "model_state: "
@@ -101,7 +102,7 @@ def load_model(
             taken (the last, if their `ModelCheckpoint` had no `monitor`); or a file
             that `save_model` wrote.
         like: a model of the same structure. Only structure, shapes and dtypes matter,
-            so `eqx.filter_eval_shape(Model, ...)` is enough. Its floats may be wider
+            so `eqx.filter_eval_shape(Model, ...)` is enough. Its numbers may be wider
             than those that were saved, under `precision="bf16-true"`, say.
         state: an `eqx.nn.State` to fill as well, with BatchNorm's running statistics,
             say. Only checkpoints contain one; one that is not asked for is warned of.
@@ -112,7 +113,8 @@ def load_model(
             evaluated.
 
     Returns:
-        A new model, on the default device; with `state`, `(model, state)`.
+        A new model, on the default device (NumPy arrays of `like` stay NumPy's); with
+        `state`, `(model, state)`.
 
     Raises:
         FileNotFoundError, CheckpointCorrupt: as `Trainer.load`.
@@ -238,6 +240,9 @@ def _fill(tree: PyTree, values: dict[str, Any], prefix: str) -> PyTree:
         value = values.get(prefix + (leaf_path(path) or "value"))
         if value is None:
             return leaf
+        if isinstance(leaf, np.ndarray | np.generic):  # of a dtype that JAX may lack
+            array = np.asarray(value).astype(leaf.dtype)
+            return array[()] if isinstance(leaf, np.generic) else array
         value = jnp.asarray(value)
         return data_to_key(value if is_key(leaf) else value.astype(leaf.dtype), leaf)
 
@@ -251,13 +256,27 @@ def _list_shapes(tree: PyTree) -> dict[str, str]:
     }
 
 
+_KINDS: Final = (
+    jnp.floating,
+    jnp.complexfloating,
+    jnp.signedinteger,
+    jnp.unsignedinteger,
+)
+
+
 def _widen(stored: str, wanted: str | None) -> str:
-    """Returns `wanted` if it is a wider float than `stored`, which loses nothing."""
+    """Returns `wanted` if it is wider than `stored` and of its kind: nothing is lost.
+
+    Without `jax_enable_x64`, a checkpoint has 32 bits of a model's NumPy array of 64.
+    """
     if wanted is None or parse_shape(stored) != parse_shape(wanted):
         return stored
     narrow, wide = parse_dtype(stored), parse_dtype(wanted)
-    fits = all(jnp.issubdtype(dtype, jnp.floating) for dtype in (narrow, wide))
-    return wanted if fits and jnp.promote_types(narrow, wide) == wide else stored
+    is_wider = jnp.promote_types(narrow, wide) == wide
+    is_of_kind = any(
+        jnp.issubdtype(narrow, kind) and jnp.issubdtype(wide, kind) for kind in _KINDS
+    )
+    return wanted if is_wider and is_of_kind else stored
 
 
 def _is_of_state(name: str) -> bool:

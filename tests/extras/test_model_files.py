@@ -2,10 +2,12 @@
 
 import functools
 import json
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from toys import Mlp, NormNet, batches, linear, quiet
@@ -71,6 +73,60 @@ def test_a_model_comes_back_as_it_was(kind, file, by_shape, tmp_path):
     elif by_shape:
         like = eqx.filter_eval_shape(lambda: make(kind, 1))
     assert same(jaxdp.load_model(path, like), model)
+
+
+class WithLeaf(eqx.Module):
+    linear: eqx.nn.Linear
+    leaf: Any
+
+    def __call__(self, x):
+        return self.linear(x)
+
+
+LEAVES = [
+    np.arange(3), np.arange(3, dtype=np.uint64), np.arange(3.0), np.arange(3) * 1j,
+    np.ones(3, np.complex64), np.ones(3, np.float32), np.array([True, False]),
+    np.array(2), np.int64(2), np.float64(2), np.bool_(True), 2, 2.5, True, 1j,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("leaf", LEAVES, ids=lambda x: f"{type(x).__name__} {x!r}")
+@pytest.mark.parametrize("file", ["saved", "model.safetensors", "model.eqx"])
+def test_leaves_of_numpy_and_python_come_back_as_they_were(leaf, file, tmp_path):
+    is_complex128 = getattr(leaf, "dtype", None) == np.complex128
+    if file == "model.safetensors" and is_complex128:
+        pytest.skip("the format has no complex128")
+    like = WithLeaf(linear(4, 3), leaf)
+    trainer = quiet(like, loss="mse", filter_spec="linear.**")
+    if file == "saved":
+        trainer.fit([(np.ones((8, 4), "f4"), np.ones((8, 3), "f4"))])
+        path = trainer.save(tmp_path / file)
+    else:
+        pytest.importorskip("safetensors")
+        path = jaxdp.save_model(tmp_path / file, like)
+    found = jaxdp.load_model(path, like).leaf
+    assert type(found) is type(leaf)
+    assert getattr(found, "dtype", None) == getattr(leaf, "dtype", None)
+    np.testing.assert_array_equal(found, leaf)
+    if file == "saved":
+        trained = trainer.model
+        assert same(jaxdp.load_model(path, trained), trained)
+        other = quiet(like, loss="mse", filter_spec="linear.**")
+        other.load(path)
+        assert same(other.model, trained)
+        more = [(np.ones((8, 4), "f4"), np.ones((8, 3), "f4"))] * 2
+        again = quiet(like, loss="mse", filter_spec="linear.**")
+        again.fit(more, max_epochs=2, ckpt_path=path)
+        np.testing.assert_array_equal(again.model.leaf, leaf)
+
+
+def test_integers_beyond_32_bits_come_back_from_a_file(tmp_path):
+    pytest.importorskip("safetensors")
+    model = {"seed": np.array([2**40])}
+    path = jaxdp.save_model(tmp_path / "model.safetensors", model)
+    assert jaxdp.load_model(path, like=model)["seed"] == 2**40
+    with pytest.raises(ValueError, match="seed: the checkpoint has int64.*int32"):
+        jaxdp.load_model(path, like={"seed": jnp.zeros(1, int)})
 
 
 def test_wider_floats_take_narrower_ones_and_not_the_other_way(tmp_path):
