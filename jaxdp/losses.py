@@ -68,9 +68,13 @@ def binary_cross_entropy(prediction: Array, target: Array) -> Array:
 
 
 def mse(prediction: Array, target: Array) -> Array:
-    """Squared error, averaged over everything but the row."""
+    """Squared error, averaged over everything but the row; `|p - t|**2` if complex."""
     prediction, target = _match_shapes("mse", prediction, target)
-    return per_row(optax.squared_error(prediction, _numbers(target, prediction)))
+    target = _numbers(target, prediction)
+    if jnp.iscomplexobj(prediction) or jnp.iscomplexobj(target):  # an error in optax
+        error = prediction - target
+        return per_row(error.real**2 + error.imag**2)
+    return per_row(optax.squared_error(prediction, target))
 
 
 def mae(prediction: Array, target: Array) -> Array:

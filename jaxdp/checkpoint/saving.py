@@ -26,6 +26,7 @@ from typing import Any, Final
 from ..basics.arguments import check_is_local
 from ..basics.environment import get_versions
 from ..basics.files import expand_path, sync_to_disk
+from ..basics.units import format_bytes
 from ..distributed import ProcessGroup, format_error_line, get_process_group
 from ..step import TrainState
 from .leaves import (
@@ -250,6 +251,9 @@ def _seal(path: str) -> None:
 
 def _save_failed(path: str, error: BaseException) -> SaveFailed:
     """Removes the files of a failed save, and returns the error to raise."""
+    free = ""
+    with contextlib.suppress(OSError):  # the folder may be gone
+        free = f" ({format_bytes(shutil.disk_usage(os.path.dirname(path)).free)} free)"
     for _ in range(20):
         left_over = find_unfinished(path)
         if not left_over:
@@ -258,6 +262,6 @@ def _save_failed(path: str, error: BaseException) -> SaveFailed:
             shutil.rmtree(folder, ignore_errors=True)
         time.sleep(0.05)  # Orbax's other threads may still be writing
     return SaveFailed(
-        f"the checkpoint {path} could not be written: {format_error_line(error)}."
+        f"the checkpoint {path} could not be written: {format_error_line(error)}{free}."
         " Earlier checkpoints are unchanged."
     )

@@ -211,6 +211,7 @@ def predict(
         for number, rows in enumerate(_run_pass(*arguments, gather=gather)):
             if returns:
                 predictions.append(rows)
+                _check_rows_join(predictions[0], rows, number)
             hooks.on_predict_batch_end(trainer, rows, number)
         joined = _join_rows(predictions)
         hooks.on_predict_end(trainer)
@@ -314,9 +315,21 @@ def _delay(items: Iterable[Item], count: int) -> Iterator[Item]:
     yield from waiting
 
 
+def _check_rows_join(first: PyTree, rows: PyTree, number: int) -> None:
+    """Raises if the rows of a batch have other shapes than those of the first one."""
+    shapes = [[leaf.shape[1:] for leaf in jax.tree.leaves(t)] for t in (first, rows)]
+    if shapes[0] != shapes[1]:
+        listed, others = (", ".join(map(str, each)) for each in shapes)
+        raise ValueError(
+            f"`loader`: a prediction has the shape {others} in batch {number} and"
+            f" {listed} in batch 0, so the rows can't be joined. Pad the inputs to one"
+            " length, or write each batch in a callback's `on_predict_batch_end` and"
+            " pass `return_predictions=False`."
+        )
+
+
 def _join_rows(batches: list[PyTree]) -> PyTree:
     """Returns one array of the rows of all batches, or a tree of arrays; None if there
     are no batches.
     """
-    with NoteOnError("where the rows of all batches are joined, whose shapes differ"):
-        return jax.tree.map(lambda *rows: np.concatenate(rows), *batches or [None])
+    return jax.tree.map(lambda *rows: np.concatenate(rows), *batches or [None])

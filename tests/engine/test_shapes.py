@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from toys import (
+    On,
     Recorder,
     assert_close,
     bits,
@@ -149,8 +150,14 @@ def test_validation_and_prediction_accept_other_shapes():
     expected = [jax.vmap(trainer.model)(tokens) for tokens, _ in other]
     predicted = trainer.predict(other)
     np.testing.assert_allclose(predicted, np.concatenate(expected), rtol=1e-5)
-    with pytest.raises(ValueError, match="whose shapes differ"):
-        make(model=Text(per_token=True)).predict(other[:2])
+    seen = []
+    hook = On(on_predict_batch_end=lambda trainer, rows, idx: seen.append(rows.shape))
+    per_token = make(hook, model=Text(per_token=True))
+    with pytest.raises(ValueError, match=r"\(6, .*batch 1 and \(9, .*batch 0.*Pad"):
+        per_token.predict(other)
+    assert len(seen) == 1  # and not after the last batch
+    per_token.predict(other, return_predictions=False)
+    assert [shape[:2] for shape in seen[1:]] == [(5, 9), (7, 6), (2, 9)]
 
 
 def test_structure_and_dtypes_may_not_vary():

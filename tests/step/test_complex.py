@@ -126,3 +126,16 @@ def test_parts_and_hooks_get_conjugates():
 
     losses = losses_of([Part("weight", squares, SGD)], callbacks=[See()])
     np.testing.assert_allclose(losses, by_hand(SGD), rtol=1e-4)
+
+
+@pytest.mark.parametrize("x, y", [(X, Y), (X.real, Y), (X, Y.real)])
+def test_mse_and_mae_of_complex_numbers_are_of_their_absolute_values(x, y):
+    weight = START if np.iscomplexobj(x) else START.real
+    trainer = quiet(Linear(jnp.asarray(weight)), SGD, loss="mse", metrics=["mae"])
+    error = abs(x @ weight - y)
+    found = trainer.validate([(x, y)])
+    assert found["val_loss"] == pytest.approx((error**2).mean(), 1e-5)
+    assert found["val_mae"] == pytest.approx(error.mean(), 1e-5)
+    before = found["val_loss"]
+    trainer.fit([(x, y)])
+    assert trainer.validate([(x, y)])["val_loss"] < before
