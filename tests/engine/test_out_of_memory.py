@@ -67,6 +67,15 @@ def test_a_step_without_enough_memory_is_refused_before_it_runs():
     assert trainer.run.engine.compiled_steps["train"].packer.size == 4
 
 
+@pytest.mark.parametrize("name", USES)
+def test_a_step_without_enough_memory_is_refused_each_time(name):
+    trainer = make_small()
+    trainer.run.engine.memory = 100
+    for _ in range(2):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=f"the {name} step needs"):
+            USES[name][1](trainer)
+
+
 def test_a_state_that_a_failed_step_has_overwritten_is_lost():
     trainer = make_small()
     trainer.fit(DATA)
