@@ -11,7 +11,7 @@ from .batches import (
     take_until_error,
 )
 from .conversion import check_targets
-from .loader_state import Position
+from .loader_state import Pass, Position, add_passes
 from .open_loader import NO_LOADER, open_loader
 from .padding import Dispatch, Packer, Window, have_equal_shapes
 from .partition import GlobalPartition, LocalPartition, RowPartition
