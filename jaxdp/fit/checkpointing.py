@@ -94,11 +94,14 @@ def make_metadata(trainer: "Trainer") -> dict[str, Any]:
     run, config, states = trainer.run, trainer.run.config, dict[str, Any]()
     for name, callback in name_callbacks(trainer.callbacks):
         states[name] = callback.state_dict()
-        with NoteOnError(
-            f"`state_dict` of the callback {name} must return JSON: dicts, lists,"
-            " texts, numbers, bools and None"
-        ):
+        try:
             json.dumps(states[name])
+        except (TypeError, ValueError) as error:
+            raise type(error)(
+                f"`state_dict` of the callback {name} must return JSON (dicts with"
+                " texts as keys, lists, texts, numbers, bools and None), or no"
+                f" checkpoint can hold it: {error}. Write array.tolist() for an array."
+            ) from error
     return {
         "run_id": run.record.run_id,
         **run.progress.state_dict(run.make_partition("train")),

@@ -38,6 +38,36 @@ def test_a_folder_that_exists_is_not_overwritten(tmp_path):
         make().save(tmp_path)
 
 
+class Keeps(jaxdp.Callback):
+    """Has any state."""
+
+    def __init__(self, state):
+        self.state = state
+
+    def state_dict(self):
+        return {"kept": self.state}
+
+
+LOOP = []
+LOOP.append(LOOP)
+
+
+@pytest.mark.parametrize("state, error, cause", [
+    (np.ones(2), TypeError, "Object of type ndarray"),
+    ({1, 2}, TypeError, "Object of type set"),
+    ({(1, 2): 3}, TypeError, "keys must be str"),
+    (LOOP, ValueError, "Circular reference"),
+])  # fmt: skip
+def test_a_state_that_is_not_json_names_its_callback(tmp_path, state, error, cause):
+    trainer = make(Keeps(1), Keeps(state))
+    with pytest.raises(error) as caught:
+        trainer.save(tmp_path / "saved")
+    message = str(caught.value)  # without its notes
+    assert "`state_dict` of the callback Keeps:1 must return JSON" in message
+    assert cause in message and "array.tolist()" in message
+    assert not (tmp_path / "saved").exists()
+
+
 def test_another_model_is_shown_leaf_by_leaf(tmp_path):
     path = make().save(tmp_path / "saved")
     other = make(model=mlp())
