@@ -61,7 +61,7 @@ class Arrays:
         tree = use_auto_axes(tree)
         self.batch_size, self.seed = int(batch_size), int(seed)
         self.shuffle, self.drop_last = shuffle, drop_last
-        self._columns, self.num_rows = _columns(tree)
+        self._columns, self.num_rows = _collect_columns(tree)
         # Converting one row is enough to learn the structure of each batch, and the
         # leaves without rows.
         columns = iter(self._columns)
@@ -138,7 +138,7 @@ class ArraysSource(Source):
         return add_counts(self.loader.fetch(lists))
 
 
-def _columns(tree: Any) -> tuple[list[Any], int]:
+def _collect_columns(tree: Any) -> tuple[list[Any], int]:
     """Returns the arrays and tensors that have rows, and their row count."""
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
     columns, shapes = [], []

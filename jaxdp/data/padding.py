@@ -48,15 +48,17 @@ _Counts = tuple[int, ...]
 
 
 class Dispatch(NamedTuple):
-    """The batches of one call of a compiled step."""
+    """The batches of one call of a compiled step, which takes one or more optimizer
+    steps."""
 
     windows: list[Window]
     """The batches of each optimizer step, as the loader gave them."""
     groups: list[Group]
+    """Stacks of micro-batches of one spec: those of all steps together."""
     split: bool
     """Whether rows are split over the devices, or each device has all of them."""
     rows: list[int]
-    """The real rows of each optimizer step. Several steps are one group."""
+    """The real rows of each optimizer step."""
     shape: Hashable
     """The key of a program: the split, the steps, each group's sizes and spec."""
     has_device_arrays: bool = False
@@ -89,8 +91,9 @@ class BatchSpec:
 
 
 @dataclasses.dataclass(slots=True)
-class _Micro:
-    """A micro-batch: its leaves with rows, those in a `Whole`, and its spec."""
+class _HostMicroBatch:
+    """A micro-batch before it is stacked: its leaves with rows, those in a `Whole`, and
+    its spec."""
 
     leaves: Leaves
     unbatched: Leaves
@@ -130,24 +133,25 @@ class Packer:
         self.pads = pads
         self._in_order = in_order
         self._collect = collect
-        self._known: dict[SpecKey, BatchSpec] = {}
-        self._spec: BatchSpec  # of the last batch
+        self._specs: dict[SpecKey, BatchSpec] = {}
+        self._last_spec: BatchSpec
         self.reset()
 
     def reset(self) -> None:
         """Treats the next batch as the first."""
-        self._first: SpecKey | None = None
+        self._first_key: SpecKey | None = None
         self.load_sizes({})
 
     def load_sizes(self, sizes: Mapping[str, int]) -> None:
         """Pads from now on as if these were the sizes so far."""
         # Other devices may have saved them.
         self.sizes = {spec: self.round_up(size) for spec, size in sizes.items()}
-        self._key: SpecKey | None = None  # of the last batch, if all leaves have rows
+        # The key of the last batch, if all of its leaves have rows.
+        self._last_key: SpecKey | None = None
         # Facts of the last batch of NumPy arrays that needed no padding: shapes,
         # dtypes, counts, and the other fields of its dispatch. A batch of equal shapes
         # needs no further checks. None after a size has changed.
-        self._last: tuple[Any, ...] | None = None
+        self._last_facts: tuple[Any, ...] | None = None
 
     @property
     def size(self) -> int:
@@ -164,7 +168,7 @@ class Packer:
     def describe_change(self, batch: Batch) -> str:
         """Returns how a batch differs from the first one; "" if it does not."""
         key = treedef, shapes = make_spec_key(batch)
-        first, expected = self._first or key
+        first, expected = self._first_key or key
         start = f"a {self.kind} batch differs from the first one"
         if treedef != first:
             old = first.unflatten(range(first.num_leaves))
@@ -185,37 +189,39 @@ class Packer:
         """
         # Most windows are one batch with the shapes of the last, and small steps wait
         # for it.
-        first, last, steps = windows[0][0], self._last, len(windows)
+        first, last, steps = windows[0][0], self._last_facts, len(windows)
         is_plain = type(first) is tuple and _NUMPY.issuperset(map(type, first))
         if last and is_plain and steps == slots == 1:
             if [*map(_SHAPE_AND_DTYPE, first)] == last[0]:
                 group = Group(tuple(map(_ADD_AXIS, first)), last[1], None)
                 return Dispatch(windows, [group], *last[2])
 
-        micros = [*map(self._split_leaves, itertools.chain.from_iterable(windows))]
+        batches = itertools.chain.from_iterable(windows)
+        micro_batches = [*map(self._split_leaves, batches)]
         on_device = not all(
             _NUMPY.issuperset(map(type, [*micro.leaves, *micro.unbatched]))
-            for micro in micros
+            for micro in micro_batches
         )
         # All windows but the last are full.
-        sizes = [micro.size for micro in micros]
+        sizes = [micro.size for micro in micro_batches]
         rows = [sum(sizes[step * slots :][:slots]) for step in range(steps)]
         # Groups are in the order of their specs' texts, which is the same in a resumed
         # process.
-        if len(micros) > 1:
-            micros.sort(key=lambda micro: micro.spec.text)
+        if len(micro_batches) > 1:
+            micro_batches.sort(key=lambda micro: micro.spec.text)
         is_split, was_padded = True, False
         has_rows = not isinstance(get_local(first), SingleRowBatch)
         if self.pads and has_rows:
-            was_padded = self._pad(micros, steps * slots)
-        elif not all(self._needs_no_padding(micro.counts) for micro in micros):
+            was_padded = self._pad(micro_batches, steps * slots)
+        elif not all(self._needs_no_padding(micro.counts) for micro in micro_batches):
             is_split = False
-            for micro in micros:
-                micro.leaves = self._gather(micro.leaves, micro.counts)
+            for micro in micro_batches:
+                micro.leaves = self._gather_rows(micro.leaves, micro.counts)
                 micro.counts = (micro.size,)
 
         groups, shapes = [], []
-        for (spec, size), of_one_shape in itertools.groupby(micros, _SPEC_AND_SIZE):
+        runs = itertools.groupby(micro_batches, _SPEC_AND_SIZE)
+        for (spec, size), of_one_shape in runs:
             run = list(of_one_shape)
             counts = _make_counts(tuple([m.counts for m in run]), self._in_order)
             batch = spec.batched_treedef.unflatten(_stack([m.leaves for m in run]))
@@ -228,52 +234,54 @@ class Packer:
         fields = is_split, rows, (is_split, steps, tuple(shapes))
         if is_plain and steps == slots == 1 and not was_padded:
             shape = [*map(_SHAPE_AND_DTYPE, first)]
-            self._last = shape, groups[0].counts, fields
+            self._last_facts = shape, groups[0].counts, fields
         return Dispatch(windows, groups, *fields, on_device)
 
-    def _split_leaves(self, batch: Batch) -> _Micro:
+    def _split_leaves(self, batch: Batch) -> _HostMicroBatch:
         """Returns the leaves of a batch, with its spec, which may be new."""
         local = get_local(batch)
         leaves, treedef = jax.tree.flatten(local)
         key = treedef, tuple([(leaf.shape[1:], leaf.dtype) for leaf in leaves])
-        if key != self._key:
-            self._select(make_spec_key(local), local)
-        unbatched = [leaves[i] for i in self._spec.unbatched]
+        if key != self._last_key:
+            self._switch_spec(make_spec_key(local), local)
+        unbatched = [leaves[i] for i in self._last_spec.unbatched]
         if unbatched:
             leaves = [
-                leaf for i, leaf in enumerate(leaves) if i not in self._spec.unbatched
+                leaf
+                for i, leaf in enumerate(leaves)
+                if i not in self._last_spec.unbatched
             ]
         is_local = isinstance(batch, LocalBatch)
         counts = batch.counts if is_local else (len(leaves[0]),)
-        return _Micro(leaves, unbatched, self._spec, counts, sum(counts))
+        return _HostMicroBatch(leaves, unbatched, self._last_spec, counts, sum(counts))
 
-    def _select(self, key: SpecKey, batch: Batch) -> None:
+    def _switch_spec(self, key: SpecKey, batch: Batch) -> None:
         """Sets the spec of the last batch; raises if it may not follow the first."""
-        if self._first is None:
-            self._first = key
-        if _get_dtypes(key) != _get_dtypes(self._first):
+        if self._first_key is None:
+            self._first_key = key
+        if _get_dtypes(key) != _get_dtypes(self._first_key):
             raise ValueError(
                 f"{self.describe_change(batch)} Shapes may vary (the step is compiled"
                 " once for each), but structure and dtypes may not: convert in"
                 " the dataset or `collate_fn`."
             )
-        if key not in self._known:
-            self._known[key] = BatchSpec(key)
-        self._spec = self._known[key]
-        self._key = None if self._spec.unbatched else key
+        if key not in self._specs:
+            self._specs[key] = BatchSpec(key)
+        self._last_spec = self._specs[key]
+        self._last_key = None if self._last_spec.unbatched else key
 
-    def _pad(self, micros: list[_Micro], slots: int) -> bool:
+    def _pad(self, micro_batches: list[_HostMicroBatch], slots: int) -> bool:
         """Pads each micro-batch to the size of its spec, and fills all slots.
 
         Returns:
             Whether there is a row of padding.
         """
-        blocks, was_padded = self.blocks.count, len(micros) < slots
-        for micro in micros:
+        blocks, was_padded = self.blocks.count, len(micro_batches) < slots
+        for micro in micro_batches:
             size = self.round_up(max(micro.counts) * blocks)
             if size > self.sizes.get(micro.spec.text, 0):
-                self.sizes[micro.spec.text], self._last = size, None
-        for micro in micros:
+                self.sizes[micro.spec.text], self._last_facts = size, None
+        for micro in micro_batches:
             micro.size = self.sizes[micro.spec.text]
             per_block = micro.size // blocks
             if micro.counts != (per_block,) * blocks:
@@ -281,8 +289,10 @@ class Packer:
                 micro.leaves = self._pad_rows(micro.leaves, micro.counts, per_block)
         # The slots get copies of the last batch of the same step, so that NaN in
         # another step's batch does not spread.
-        if (missing := slots - len(micros)) > 0:
-            micros += [dataclasses.replace(micros[-1], counts=(0,) * blocks)] * missing
+        if (missing := slots - len(micro_batches)) > 0:
+            micro_batches += [
+                dataclasses.replace(micro_batches[-1], counts=(0,) * blocks)
+            ] * missing
         return was_padded
 
     def _pad_rows(self, leaves: Leaves, counts: _Counts, size: int) -> Leaves:
@@ -302,7 +312,7 @@ class Packer:
         shards = self.num_shards // self.blocks.count
         return len(set(counts)) == 1 and counts[0] % shards == 0
 
-    def _gather(self, leaves: Leaves, counts: _Counts) -> Leaves:
+    def _gather_rows(self, leaves: Leaves, counts: _Counts) -> Leaves:
         """Returns the real rows of all processes, for a batch that is not split."""
         if self.blocks.count == 1:
             return leaves
@@ -326,12 +336,12 @@ def _format(shape: tuple[int, ...], dtype: Any, has_rows: bool) -> str:
     return f"{dtype} (rows, {', '.join(map(str, shape)) or '-'})"
 
 
-def _stack(micros: list[Leaves]) -> Leaves:
-    if len(micros) > 1:
-        return [stack_leaves(leaves) for leaves in zip(*micros, strict=True)]
+def _stack(micro_batches: list[Leaves]) -> Leaves:
+    if len(micro_batches) > 1:
+        return [stack_leaves(leaves) for leaves in zip(*micro_batches, strict=True)]
     return [
         leaf[None] if type(leaf) is np.ndarray else stack_leaves([leaf])  # no copy
-        for leaf in micros[0]
+        for leaf in micro_batches[0]
     ]
 
 

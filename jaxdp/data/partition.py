@@ -81,8 +81,8 @@ class GlobalPartition(RowPartition):
 
     def split_lists(self, lists: Iterator[Any]) -> _ListsAndBatches:
         splitter = _RowSplitter(self._get_packer())
-        first, *_ = own = splitter.blocks.local
-        self.augmentation_seed = own[:1] if first else ()
+        local_blocks = splitter.blocks.local
+        self.augmentation_seed = local_blocks[:1] if local_blocks[0] else ()
         waiting: collections.deque[tuple[int, ...]] = collections.deque()
 
         def split() -> Iterator[Any]:
@@ -240,9 +240,8 @@ def _copy_first_row(batch: Batch) -> Batch:
 
 def _select_ranges(leaf: Any, ranges: list[range]) -> Any:
     if isinstance(leaf, jax.Array):
-        return select_rows(
-            leaf, np.concatenate([*map(np.asarray, ranges)])
-        )  # on the host
+        index = np.concatenate([*map(np.asarray, ranges)])  # on the host
+        return select_rows(leaf, index)
     if len(ranges) == 1:
         return leaf[ranges[0].start : ranges[0].stop]
     return np.concatenate([leaf[part.start : part.stop] for part in ranges])
