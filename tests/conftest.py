@@ -27,6 +27,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 INSIDE = [
     "data.conversion",
     "data.padding",
+    "data.targets",
     "engine.engine",
     "engine.flat_functions",
     "engine.compile_log",

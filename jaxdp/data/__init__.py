@@ -10,9 +10,9 @@ from .batches import (
     make_read_only,
     take_until_error,
 )
-from .conversion import check_targets
 from .loader_state import Pass, Position, add_passes
 from .open_loader import NO_LOADER, open_loader
 from .padding import Dispatch, Packer, Window, have_equal_shapes
 from .partition import GlobalPartition, LocalPartition, RowPartition
 from .source import ALL_ROWS, ListSource, Source
+from .targets import check_targets

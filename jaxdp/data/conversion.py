@@ -29,11 +29,6 @@ _NO_ROWS: Final = {(), (0,)}
 _get_dtype, _get_shape = operator.attrgetter("dtype"), operator.attrgetter("shape")
 _get_num_rows = operator.itemgetter(slice(1))
 
-_UNSIGNED = {
-    np.dtype(f"int{bits}"): np.dtype(f"uint{bits}") for bits in (8, 16, 32, 64)
-}
-"""Viewed so, negative labels are the greatest: one maximum finds both faults."""
-
 _FETCH_BYTES: Final = 2**18
 """Bytes of small batches that are fetched in one operation."""
 
@@ -81,6 +76,24 @@ def normalize_batch(batch: Any, *, copy: bool = False) -> Batch:
             " array that is the same for every row into a jaxdp.Whole(array)."
         )
     return treedef.unflatten(arrays)
+
+
+def wrap_keys(tree: Any) -> Any:
+    """Returns the tree with typed PRNG keys as `KeyData`."""
+
+    paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    leaves = []
+    for (path, leaf), has_rows in zip(paths, find_batched_leaves(treedef), strict=True):
+        if isinstance(leaf, jax.Array) and is_key(leaf):
+            if has_rows and leaf.ndim == 0:
+                raise ValueError(
+                    f"batch{jax.tree_util.keystr(path)} is a single PRNG key, which has"
+                    " no rows. Give each row a key, jax.random.split(key, rows), or"
+                    " put one that is for all rows into a jaxdp.Whole(key)."
+                )
+            leaf = KeyData(jax.random.key_data(leaf), jax.random.key_impl(leaf))
+        leaves.append(leaf)
+    return treedef.unflatten(leaves)
 
 
 def _convert(leaf: Any, batch: Any, index: int, copy: bool) -> Any:
@@ -141,6 +154,27 @@ def _convert(leaf: Any, batch: Any, index: int, copy: bool) -> Any:
     return narrowed
 
 
+def as_numpy(leaf: Any) -> np.ndarray | None:
+    """Returns the leaf as an array over the same memory; None if it is no array."""
+    if isinstance(leaf, np.ndarray | np.generic):
+        is_masked = np.ma.is_masked(leaf)  # the masked numbers would count again
+        return None if is_masked else np.asarray(leaf)
+    torch = sys.modules.get("torch")
+    try:
+        if torch is not None and isinstance(leaf, torch.Tensor):
+            if leaf.dtype == torch.bfloat16:
+                import ml_dtypes
+
+                bits = leaf.detach().view(torch.int16)
+                return bits.numpy(force=True).view(ml_dtypes.bfloat16)
+            return leaf.numpy(force=True)
+    except TypeError:  # sparse and float8 tensors are not supported by NumPy
+        return None
+    if isinstance(leaf, bool | int | float | complex):
+        return np.asarray(leaf)
+    return None
+
+
 def fetch_rows(
     columns: Sequence[Any],
     subsets: list[np.ndarray],
@@ -191,87 +225,3 @@ def take_rows(column: Any, indices: np.ndarray) -> np.ndarray:
         # sends them to workers; an older view would then point to freed memory.
         column = as_numpy(column)
     return column.take(indices, axis=0)
-
-
-def check_targets(batch: Batch, num_classes: int | None) -> None:
-    """Raises for a negative weight, and for a label that is no class of the model,
-    which JAX would clamp or wrap silently.
-
-    The batch is stacked `(x, y)` or `(x, y, weight)`. Arrays on a device are not
-    checked: that would wait for the device.
-    """
-    labels: Any = batch[1]
-    weight = batch[2] if len(batch) > 2 else None
-    if isinstance(weight, jax.Array):
-        return
-    if weight is not None and not weight.min() >= 0:  # NaN, too
-        raise ValueError(
-            "weights must be 0 or more, since the mean is divided by their sum; this"
-            f" batch (x, y, weight) has {weight.min()}. For factors with a sign, as"
-            " advantages are, multiply the losses by them in a"
-            " `loss_fn(model, x, y, factor)`."
-        )
-    if num_classes is None or isinstance(labels, jax.Array):
-        return
-    if weight is not None:
-        counts = (weight != 0).reshape(*weight.shape[:2], -1).any(axis=2)
-        mask = counts.reshape(*counts.shape, *[1] * (labels.ndim - 2))
-        labels = np.where(mask, labels, 0)
-    if labels.dtype.kind not in "iub":
-        # The limits allow for rounding of mixed targets. NaN passes here, but shows in
-        # the loss.
-        if ((labels < -0.01) | (labels > 1.01)).any():
-            raise ValueError(
-                "targets of a binary cross-entropy are probabilities, 0 to 1; this"
-                f" batch has them from {labels.min()} to {labels.max()}. Labels of -1"
-                " and 1 become those by (y + 1) / 2; for other numbers use loss='mse'."
-            )
-        return
-    unsigned = labels.view(_UNSIGNED.get(labels.dtype, labels.dtype))
-    if np.maximum.reduce(unsigned, axis=None) >= num_classes:
-        raise ValueError(
-            f"labels must be 0 to {num_classes - 1}, of {num_classes} classes; this"
-            f" batch has labels from {labels.min()} to {labels.max()}. (Rows to be"
-            " ignored have the weight 0: (x, y, weight). To ignore some labels of a"
-            " row, return (values, weights) from a `loss_fn`. For yes/no targets use"
-            " loss='binary_cross_entropy'.)"
-        )
-
-
-def as_numpy(leaf: Any) -> np.ndarray | None:
-    """Returns the leaf as an array over the same memory; None if it is no array."""
-    if isinstance(leaf, np.ndarray | np.generic):
-        is_masked = np.ma.is_masked(leaf)  # the masked numbers would count again
-        return None if is_masked else np.asarray(leaf)
-    torch = sys.modules.get("torch")
-    try:
-        if torch is not None and isinstance(leaf, torch.Tensor):
-            if leaf.dtype == torch.bfloat16:
-                import ml_dtypes
-
-                bits = leaf.detach().view(torch.int16)
-                return bits.numpy(force=True).view(ml_dtypes.bfloat16)
-            return leaf.numpy(force=True)
-    except TypeError:  # sparse and float8 tensors are not supported by NumPy
-        return None
-    if isinstance(leaf, bool | int | float | complex):
-        return np.asarray(leaf)
-    return None
-
-
-def wrap_keys(tree: Any) -> Any:
-    """Returns the tree with typed PRNG keys as `KeyData`."""
-
-    paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    leaves = []
-    for (path, leaf), has_rows in zip(paths, find_batched_leaves(treedef), strict=True):
-        if isinstance(leaf, jax.Array) and is_key(leaf):
-            if has_rows and leaf.ndim == 0:
-                raise ValueError(
-                    f"batch{jax.tree_util.keystr(path)} is a single PRNG key, which has"
-                    " no rows. Give each row a key, jax.random.split(key, rows), or"
-                    " put one that is for all rows into a jaxdp.Whole(key)."
-                )
-            leaf = KeyData(jax.random.key_data(leaf), jax.random.key_impl(leaf))
-        leaves.append(leaf)
-    return treedef.unflatten(leaves)
