@@ -149,8 +149,8 @@ class CheckpointDir:
     def close(self) -> None:
         """Lets other runs write here. May be called again."""
         if self._lock is not None:
-            with contextlib.suppress(OSError):
-                self.remove_temporary()
+            # Temporary folders stay until the next run: if Ctrl-C interrupted the start
+            # of a save, Orbax's threads still write to one, and would wait for ever.
             os.close(self._lock)
             _locked_folders.discard(os.path.realpath(self.path))
         self._lock = None

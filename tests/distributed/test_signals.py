@@ -4,19 +4,21 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 
 import pytest
 from toys import At, On, assert_equal_leaves, batches, fail_with, run_python
 from toys import on_one_device as make
 
+from jaxdp.callbacks import ModelCheckpoint
 from jaxdp.distributed import Preempted, ProcessGroup, SignalHandler
 
 
 class Press:
-    """Raises a signal at a call of some function, by its number."""
+    """Raises a signal, or several, at a call of some function, by its number."""
 
-    def __init__(self, number, at=None):
-        self.number, self.at, self.calls = number, at, 0
+    def __init__(self, number, at=None, times=1):
+        self.number, self.at, self.times, self.calls = number, at, times, 0
 
     def __enter__(self):
         sys.setprofile(self.count)
@@ -29,7 +31,8 @@ class Press:
         if event == "call":
             self.calls += 1
             if self.calls == self.at:
-                signal.raise_signal(self.number)
+                for _ in range(self.times):
+                    signal.raise_signal(self.number)
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +70,39 @@ def test_a_signal_while_saving_is_raised_once_that_is_whole(
         again.load(path)
         assert_same(again, trainer)
         assert sorted(os.listdir(tmp_path)) == [*map(str, range(index + 1)), "whole"]
+
+
+class PressedAgain(ModelCheckpoint):
+    """Gets a second Ctrl-C, or more, while it saves what the first has ended."""
+
+    press = Press(signal.SIGINT)
+
+    def on_train_batch_end(self, trainer, metrics, batch_idx):
+        signal.raise_signal(signal.SIGINT)
+
+    def on_exception(self, trainer, exception):
+        with self.press:
+            super().on_exception(trainer, exception)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_while_another_one_is_answered_leaves_no_save_half_done(tmp_path, times):
+    saver = PressedAgain(tmp_path / "0")
+    with pytest.raises(KeyboardInterrupt):
+        make(saver).fit(batches(8, 8, 8))
+    threads = {*threading.enumerate()}
+    for index, moment in enumerate(MOMENTS, 1):
+        again = PressedAgain(tmp_path / str(index))
+        at = int(saver.press.calls * moment)
+        again.press = Press(signal.SIGINT, at, times)
+        with pytest.raises(KeyboardInterrupt):
+            make(again).fit(batches(8, 8, 8))
+        for thread in {*threading.enumerate()} - threads:
+            thread.join(20)
+            assert not thread.is_alive()
+        for path in (tmp_path / str(index)).glob("[0-9]"):  # that of step 1, or none
+            make().load(path)
 
 
 def test_ctrl_c_while_restoring_is_raised_once_that_is_whole(trained):
