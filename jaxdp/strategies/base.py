@@ -239,17 +239,18 @@ class DataParallel:
         )
 
     def _report_if_replicated(self, shardings: TrainState) -> None:
-        """Logs that a `param_spec`, whose paths may be misspelt, splits no array."""
-        is_overridden = type(self).param_spec is not DataParallel.param_spec
+        """Logs that a custom `param_spec`, whose paths may be misspelt, splits no
+        array."""
+        is_custom = not type(self).param_spec.__module__.startswith("jaxdp.")
         layouts = jax.tree.leaves((shardings.params, shardings.buffers))
-        if is_overridden and all(layout.is_fully_replicated for layout in layouts):
-            if self.mesh.size > 1:
-                log_info_once(
-                    f"`strategy`: `param_spec` of {self!r} splits no array of the"
-                    f" model, so each of {self.mesh.size} devices holds all of them;"
-                    " jaxdp.strategies.find_layouts(trainer.strategy, trainer.state)"
-                    " lists them by path"
-                )
+        is_replicated = all(layout.is_fully_replicated for layout in layouts)
+        if is_custom and is_replicated and self.mesh.size > 1:
+            log_info_once(
+                f"`strategy`: `param_spec` of {self!r} splits no array of the model, so"
+                f" each of {self.mesh.size} devices holds all of them;"
+                " jaxdp.strategies.find_layouts(trainer.strategy, trainer.state) lists"
+                " them by path"
+            )
 
     def _spec_without_parameter(self, leaf: Any) -> PartitionSpec:
         """Returns the split of optimizer state that belongs to no parameter."""
