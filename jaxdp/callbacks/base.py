@@ -287,6 +287,9 @@ def _chain(name: str, bound: tuple[Callable[..., None], ...]) -> Callable[..., N
                 note_callback(exception, hook, name)
                 if name in _FINAL_HOOKS:
                     _chain(name, bound[number:])(*arguments)
+                if isinstance(exception, StopIteration):  # which generators lose
+                    wrong = RuntimeError(f"{name} raised StopIteration: catch it there")
+                    raise wrong.with_traceback(exception.__traceback__) from exception
                 raise
 
     return run

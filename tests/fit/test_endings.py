@@ -148,6 +148,32 @@ def test_python_ends_quietly_with_a_loop_that_was_left():
     assert done.stderr == "" and done.stdout.startswith("Trainer(")
 
 
+@pytest.mark.parametrize("method, hooks", [
+    ("fit", "setup on_fit_start on_train_epoch_start on_train_batch_start"
+     " on_train_batch_end on_boundary on_train_epoch_end on_validation_start"
+     " on_validation_batch_end on_validation_end on_fit_end teardown"),
+    ("steps", "setup on_train_batch_start on_train_batch_end on_boundary teardown"),
+    ("validate", "setup on_validation_start on_validation_batch_end on_validation_end"
+     " teardown"),
+    ("test", "setup on_test_start on_test_end teardown"),
+    ("predict", "setup on_predict_start on_predict_batch_end on_predict_end teardown"),
+])  # fmt: skip
+def test_a_stop_iteration_of_a_hook_is_an_error_at_its_line(method, hooks):
+    def read_nothing(*_):
+        next(iter(()))
+
+    trainer, options = make(), {}
+    for hook in hooks.split():
+        if method == "fit":
+            options = {"val_loader": batches(8), "val_check_interval": 1}
+            options["max_epochs"] = trainer.current_epoch + 2
+        trainer.callbacks = [On(**{hook: read_nothing})]
+        with pytest.raises(RuntimeError, match=f"{hook} raised Stop") as caught:
+            [*getattr(trainer, method)(batches(8, 8), **options)]
+        assert caught.traceback[-1].name == "read_nothing"
+        assert "raised by the callback" in caught.value.__cause__.__notes__[0]
+
+
 @pytest.mark.parametrize("limits, steps", [
     ({"max_epochs": -1}, 4),
     ({"max_epochs": -1, "max_steps": -1}, 4),
