@@ -150,7 +150,7 @@ class Record:
     @property
     def batch_idx(self) -> int:
         """Optimizer steps done in the present epoch: the index of the next one."""
-        return -(-self._progress.done // self._accumulate)
+        return -(-self._progress.batches_done // self._accumulate)
 
     @property
     def examples(self) -> int:
@@ -179,12 +179,14 @@ class Record:
         progress, total = self._progress, self.steps_of_epoch
         # A loader may have more batches than its length says.
         is_over = total is not None and 0 < total == self.batch_idx
-        return (is_over or progress.done == progress.end) and not progress.epoch_ended
+        return (
+            is_over or progress.batches_done == progress.num_batches
+        ) and not progress.has_epoch_ended
 
     @property
     def epochs_done(self) -> int:
         """Epochs whose steps are all done."""
-        is_over = self.is_at_epoch_end or self._progress.is_finished
+        is_over = self.is_at_epoch_end or self._progress.is_epoch_complete
         return self._progress.epoch + is_over
 
     def find_last_step(self) -> int | None:
@@ -230,7 +232,7 @@ class Record:
                 self._pending = None  # in this row
             elif pending is not None:
                 self._write_pending()
-            is_current = validation and progress.validated_at == progress.done
+            is_current = validation and progress.validated_at == progress.batches_done
             if is_current and self._written_at != row.step:
                 row = row._replace(validation=validation)
             self._send(row)
@@ -420,7 +422,7 @@ class Record:
         """Writes the pending rows and the row of the last hooks; closes all sinks."""
         row = self._make_row("fit", values)
         # At the end of an epoch, the progress counts the next one as the present one.
-        is_new = self._progress.done == 0
+        is_new = self._progress.batches_done == 0
         row = row._replace(epoch=max(0, row.epoch - is_new))
         # Other readers have read all rows, unless the fit has failed.
         self._readers = [reader for reader in self._readers if reader.sink]

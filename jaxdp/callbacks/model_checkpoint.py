@@ -170,7 +170,7 @@ class ModelCheckpoint(MonitorCallback):
         """Locks the folder, so that an unwritable one is an error before training."""
         super().setup(trainer)
         saves_by_step = self.every_n_train_steps or self.train_time_interval
-        if trainer.run.doing == "a loop of steps" and saves_by_step is None:
+        if not trainer.run.is_fitting and saves_by_step is None:
             warn(
                 "`ModelCheckpoint`: a loop of `steps` ends no epoch, so this saves"
                 " nothing. Pass `every_n_train_steps`, or call `trainer.save(path)`."

@@ -142,11 +142,6 @@ def announce(trainer: Trainer, callback_name: str, text: str) -> None:
         log_info(f"{callback_name}: {text}")
 
 
-def is_fitting(trainer: Trainer) -> bool:
-    """Returns True if hooks are called by a fit, and not by `validate`, say."""
-    return trainer.run.doing == "a fit"
-
-
 def is_in_notebook() -> bool:
     """Returns True if a notebook runs this process, and so can show pictures."""
     ipython = sys.modules.get("IPython")

@@ -13,7 +13,7 @@ from ..basics.console import SafeStream
 from ..basics.units import format_number, format_seconds
 from ..record import LogRow
 from .base import Callback, Trainer
-from .monitor import is_fitting, is_in_notebook
+from .monitor import is_in_notebook
 
 
 class ProgressBar(Callback):
@@ -77,7 +77,7 @@ class ProgressBar(Callback):
             self._show(trainer, self._train, batch_idx + 1)
 
     def on_validation_start(self, trainer: Trainer) -> None:
-        total = trainer.record.limits.val_batches if is_fitting(trainer) else None
+        total = trainer.record.limits.val_batches if trainer.run.is_fitting else None
         self._validation = self._begin("validating", total)
 
     def on_validation_batch_end(self, trainer: Trainer, batch_idx: int) -> None:

@@ -26,6 +26,7 @@ from ..callbacks.state_matching import (
     name_callbacks,
 )
 from ..step import mark_trained_alone
+from .lifecycle import check_between_dispatches
 
 if TYPE_CHECKING:
     from jaxdp import Trainer
@@ -51,7 +52,7 @@ def start_saving(
     run = trainer.run
     with run.interrupts.defer_signals():
         run.renew_hooks(trainer.callbacks, to_train=True)
-        run.check_between_dispatches("`save`")
+        check_between_dispatches(run, "`save`")
         held = run.engine.device_state
         state = held.tree
         run.record.flush()
@@ -136,7 +137,7 @@ def load_weights_at(
 def load(trainer: "Trainer", path: str | os.PathLike[str]) -> None:
     """Restores a checkpoint that `start_saving` wrote; on failure, the state stays."""
     run = trainer.run
-    run.check_between_dispatches("`load`")
+    check_between_dispatches(run, "`load`")
     with run.interrupts.defer_signals():
         state, meta = read_state(run, path)
         # Only callbacks may fail to restore their state, so they come first.

@@ -72,15 +72,15 @@ class Feed:
                 add_batch_note(run, wrong)
                 raise
             self._begun = itertools.chain(compiled, dispatches)
-        elif not progress.done:
+        elif not progress.batches_done:
             raise ValueError(self._source.explain_no_batches())
-        elif not progress.epoch_ended and self._compile_for_end():
+        elif not progress.has_epoch_ended and self._compile_for_end():
             self._begun = iter(())
         else:
             # An earlier fit stopped at the end of an epoch of unknown length, or this
             # fit has a smaller loader or limit.
             log_info(
-                f"epoch {progress.epoch} is over: {progress.done} batches of"
+                f"epoch {progress.epoch} is over: {progress.batches_done} batches of"
                 " `train_loader` are done, and no other comes"
             )
             progress.next_epoch()
@@ -98,12 +98,12 @@ class Feed:
         return self._read_one_ahead(dispatches) if self._may_read_ahead else dispatches
 
     def _read_one_ahead(self, dispatches: Iterator[Dispatch]) -> Iterator[Dispatch]:
-        """Yields each dispatch after the next one was read; sets `progress.end`.
+        """Yields each dispatch after the next one was read.
 
-        So the next batches are on their way to the device while a step runs, and
-        callbacks know the last step of an epoch of unknown length. Nothing is read
-        after the last step of the fit. An error of the loader is raised after the
-        dispatches before it.
+        So the next batches are on their way to the device while a step runs. At the
+        last one it sets `progress.num_batches`, and callbacks know the last step of an
+        epoch of unknown length. Nothing is read after the last step of the fit. An
+        error of the loader is raised after the dispatches before it.
         """
         limits, progress = self._limits, self._run.progress
         following, error = take_until_error(dispatches, 1)
@@ -116,7 +116,8 @@ class Feed:
                 following, error = take_until_error(dispatches, 1)
                 self._waiting = []
                 if not following and error is None:
-                    progress.end = progress.done + sum(map(len, current.windows))
+                    count = sum(map(len, current.windows))
+                    progress.num_batches = progress.batches_done + count
             yield current
         if error is not None:
             raise error
@@ -155,7 +156,7 @@ class Feed:
         run, engine, progress = self._run, self._engine, self._run.progress
         slots = engine.num_micro_batches
         limit = None if self._limits is None else self._limits.train_batches
-        remaining = None if limit is None else max(0, limit - progress.done)
+        remaining = None if limit is None else max(0, limit - progress.batches_done)
         batches = self._source.read_epoch(progress.position())
         windows = make_windows(itertools.islice(batches, remaining), slots)
         read = run.record.stopwatch.time_function("data", windows.__next__)
@@ -182,7 +183,7 @@ class Feed:
         engine, progress, remaining = self._engine, self._run.progress, None
         if self._limits is not None:
             step = progress.global_step + len(self._waiting)
-            done = progress.done + sum(map(len, self._waiting))
+            done = progress.batches_done + sum(map(len, self._waiting))
             remaining = self._limits.steps_until_stop(step, done)
         count = self._run.config.steps_per_execution
         if remaining is not None and remaining < count:
@@ -207,7 +208,7 @@ def add_batch_note(
     """Adds to an error the batch numbers of the next `steps`, counted after the
     `waiting` windows.
     """
-    first = run.progress.done + sum(map(len, waiting))
+    first = run.progress.batches_done + sum(map(len, waiting))
     size = steps * run.config.accumulate_grad_batches
     where = f"in batch {first}"
     if size > 1:

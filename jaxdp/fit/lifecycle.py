@@ -1,4 +1,11 @@
-"""The checks before a fit, and the teardown of callbacks after it."""
+"""Decides who may use the state of a trainer now: what is running, and how it ends.
+
+`run_activity` sets `run.doing`, and `check_may_train` refuses to train within a fit.
+Within a call of several steps the state is ahead of the counters, and
+`check_between_dispatches` refuses to save or load it. `DeviceState` (`engine/state.py`)
+refuses arrays that a failed step has overwritten. `SignalHandler`
+(`distributed/signals.py`) holds signals back until a boundary.
+"""
 
 import contextlib
 from collections import Counter
@@ -17,8 +24,11 @@ from ..distributed import Preempted, log_stop
 if TYPE_CHECKING:
     from jaxdp import Trainer
 
-    from .run import TrainerConfig
+    from .run import Run, TrainerConfig
 
+FIT: Final = "a fit"
+STEPS: Final = "a loop of steps"
+"""Values of `run.doing`, beside the names of the methods that run a pass."""
 
 Replacement = Callable[[Any, Any], NoReturn]
 """Called with the trainer and its `train_loader`; it raises."""
@@ -46,15 +56,26 @@ def check_may_train(trainer: "Trainer", method: str, train_loader: Any) -> None:
     refuse_to_train_in_a_worker()  # before the worker can open the files of the run
     if (function := _REPLACEMENT.get()) is not None:
         function(trainer, train_loader)
-    if trainer.run.doing == "a fit":
+    if trainer.run.is_fitting:
         raise RuntimeError(
             f"`{method}` was called while a fit of the same trainer is running, from a"
             " callback perhaps; use a Trainer of its own."
         )
-    trainer.run.check_between_dispatches(f"`{method}`")
+    check_between_dispatches(trainer.run, f"`{method}`")
     if trainer.run.progress.global_step == 0:
         _log_inference_layers(trainer.run.config.model)
         _log_trained_share(trainer.run.config)
+
+
+def check_between_dispatches(run: "Run", what: str) -> None:
+    """Raises within a dispatch of several steps: the state is ahead of counters."""
+    step, ahead = run.progress.global_step, run.progress.ahead
+    if ahead:
+        raise RuntimeError(
+            f"{what} was called after step {step}, but the state is that of step"
+            f" {step + ahead}, with which the call of several steps ends"
+            f" (`steps_per_execution`): do it there, as `on_boundary` does."
+        )
 
 
 def _log_trained_share(config: "TrainerConfig") -> None:
@@ -96,21 +117,21 @@ def _log_inference_layers(model: Any) -> None:
 @contextlib.contextmanager
 def run_activity(
     trainer: "Trainer",
-    what: str,
+    activity: str,
     hooks: Hooks,
     end: Callable[[], object] = lambda: None,
 ) -> Iterator[None]:
-    """Sets `run.doing` to `what`; calls `end` and `teardown` after the block.
+    """Sets `run.doing` to `activity`; calls `end` and `teardown` after the block.
 
     If the block raises, `on_exception` is called first, but not of a loop of the
-    caller.
+    caller. An error of these hooks is raised, or is a note of the error before it.
     """
-    outer, trainer.run.doing = trainer.run.doing, what
+    outer, trainer.run.doing = trainer.run.doing, activity
     try:
         try:
             yield
         except BaseException as exception:
-            if what != "a loop of steps":
+            if activity != STEPS:
                 with attach_second_error(exception):
                     hooks.on_exception(trainer, exception)
             with attach_second_error(exception):

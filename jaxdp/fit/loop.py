@@ -7,7 +7,6 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from ..basics.arguments import check_count
@@ -19,7 +18,7 @@ from ..distributed import PeriodicVote, Preempted, is_graceful_stop
 from ..step import Metrics
 from . import evaluation, resume
 from .feed import Feed, add_batch_note
-from .lifecycle import attach_second_error, check_may_train, run_activity
+from .lifecycle import FIT, STEPS, attach_second_error, check_may_train, run_activity
 from .progress import FitArguments, Limits, resolve_limit
 
 if TYPE_CHECKING:
@@ -89,7 +88,7 @@ class FitLoop:
         # Debug options reduce the epochs, or the batches of an epoch.
         check_count("fast_dev_run", int(arguments.fast_dev_run), minimum=0)
         if arguments.fast_dev_run:
-            if self.progress.done:
+            if self.progress.batches_done:
                 self.progress.next_epoch()
             arguments = arguments.limit_to_fast_dev_run(self.progress.epoch)
         if arguments.overfit_batches:
@@ -108,22 +107,24 @@ class FitLoop:
             if not (arguments.fast_dev_run and callback.skip_in_fast_dev_run)
         )
         self.feed: Feed
-        self._evaluate: Callable[[], dict[str, float]]
         self._fetch_means: Callable[[], dict[str, float]]
 
     def run(self) -> None:
         """Trains until a limit is reached, or a callback stops the fit."""
         limits, progress = self.limits, self.progress
         self._publish_limits()
-        with self._run_end_hooks():
+        self._continue_epoch()
+        with self._open_fit():
             self._prepare()
 
             # A killed run may have taken all steps of an epoch, but not ended it.
-            while not self._is_done(between_epochs=True) or self._lacks_epoch_end():
+            while (
+                not self._vote_to_stop(between_epochs=True) or self._lacks_epoch_end()
+            ):
                 self.hooks.on_train_epoch_start(self.trainer)
 
                 self._train_epoch()
-                if not progress.done:
+                if not progress.batches_done:
                     if not self.trainer.should_stop and not limits.is_time_over():
                         warn(
                             f"`train_loader` gave no batches in epoch {progress.epoch}:"
@@ -168,7 +169,7 @@ class FitLoop:
         A run that was killed in these hooks may not have saved its last step, removed
         old files, or restored its best weights.
         """
-        with self._run_end_hooks():
+        with self._open_fit():
             self.hooks.setup(self.trainer)
 
     # Start.
@@ -182,8 +183,6 @@ class FitLoop:
         self.feed = Feed(trainer, self.train, self.hooks, self.limits)
         self.feed.compile_first()
         evaluation.compile_ahead(trainer, self.vals)
-        arguments = trainer, self.vals, self.limits.val_limits, self.hooks
-        self._evaluate = partial(evaluation.evaluate, *arguments)
         run.interrupts.check()
 
         # Once a fit, since a short epoch takes as long as some hundred Python calls.
@@ -201,19 +200,22 @@ class FitLoop:
 
     def _publish_limits(self) -> None:
         """Sets the attributes of trainer and record that describe this fit."""
-        trainer, run, limits = self.trainer, self._run, self.limits
-        if self.progress.done:
-            log_info(
-                f"continuing epoch {self.progress.epoch} after batch"
-                f" {self.progress.done}, where the last fit stopped"
-            )
-
-        vars(trainer).update(
+        limits = self.limits
+        vars(self.trainer).update(
             max_epochs=limits.max_epochs,
             max_steps=limits.max_steps,
             num_training_batches=limits.batches_per_epoch,
         )
         self._record.limits = limits
+
+    def _continue_epoch(self) -> None:
+        """Logs where an epoch continues, and pads its batches as a checkpoint did."""
+        run, limits, progress = self._run, self.limits, self.progress
+        if progress.batches_done:
+            log_info(
+                f"continuing epoch {progress.epoch} after batch"
+                f" {progress.batches_done}, where the last fit stopped"
+            )
 
         # The padded sizes of a checkpoint fit the batches of the same loader.
         if run.loaded_padding is None:
@@ -222,10 +224,10 @@ class FitLoop:
         now = limits.count_steps(*saved or [limits.accumulate])
         if steps == now:
             run.engine.load_padding(sizes)
-        elif steps and self.progress.done:
+        elif steps and progress.batches_done:
             warn(
                 f"an epoch of `train_loader` had {steps} steps when this run was"
-                f" saved, and has {now} now. The {self.progress.done} batches that"
+                f" saved, and has {now} now. The {progress.batches_done} batches that"
                 " were already trained on are skipped in this epoch; with another"
                 " batch size, these contain other rows."
             )
@@ -243,10 +245,10 @@ class FitLoop:
             self.trainer, self.feed.read_epoch(), self.hooks, after_dispatch
         )
         with contextlib.closing(steps):  # nothing in this block waits for the device
-            while not (self._is_loader_exhausted or self._is_done()):
+            while not (self._is_loader_exhausted or self._vote_to_stop()):
                 self._is_loader_exhausted = next(steps, None) is None
         if self._is_loader_exhausted:
-            self.progress.end = self.progress.done
+            self.progress.num_batches = self.progress.batches_done
 
     def _validate_if_due(self) -> bool:
         """Validates if `val_check_interval` requires it now; returns True if it did."""
@@ -262,22 +264,22 @@ class FitLoop:
         if cut short. It does not if its current weights were validated already.
         """
         progress, limits = self.progress, self.limits
-        if not self.vals or progress.validated_at == progress.done:
+        if not self.vals or progress.validated_at == progress.batches_done:
             return False
         return (
             not self._is_loader_exhausted
             or limits.is_epoch_due(progress.epoch)
             or limits.is_reached(progress.global_step, progress.epoch + 1)
-            or self._is_done(between_epochs=True)
+            or self._vote_to_stop(between_epochs=True)
         )
 
     def _validate(self, *, ends_epoch: bool = False) -> None:
         """Runs a validation; the epoch's metrics include the values of the last one."""
+        arguments = self.trainer, self.vals, self.limits.val_limits, self.hooks
         with self._record.stopwatch.measure("validation"):
-            self.progress.val_metrics = self._evaluate()
-            metrics = self.progress.val_metrics
+            metrics = self.progress.val_metrics = evaluation.evaluate(*arguments)
             self._record.put("val", metrics, ends_epoch=ends_epoch)
-        self.progress.validated_at = self.progress.done
+        self.progress.validated_at = self.progress.batches_done
 
     def _end_epoch(self) -> None:
         """Logs the means of the epoch and calls its hooks.
@@ -293,9 +295,9 @@ class FitLoop:
         record.read_queue()  # the device has completed these steps
         record.history.append(progress.epoch, means)  # hooks may read it
 
-        is_finished = self.limits.is_finished(progress.done)
-        progress.is_finished = self._is_loader_exhausted or is_finished
-        progress.epoch_ended = True
+        is_complete = self.limits.completes_epoch(progress.batches_done)
+        progress.is_epoch_complete = self._is_loader_exhausted or is_complete
+        progress.has_epoch_ended = True
         logged: dict[str, float] = {}
 
         def log_row() -> None:
@@ -312,18 +314,18 @@ class FitLoop:
                 log_row()
             raise
         log_row()
-        if progress.is_finished:
+        if progress.is_epoch_complete:
             progress.next_epoch()
-        progress.is_finished = False
+        progress.is_epoch_complete = False
         self.hooks.on_boundary(self.trainer)
 
     # End.
 
-    def _is_done(self, between_epochs: bool = False) -> bool:
-        """Returns True if the fit has reached a limit, or should stop.
+    def _vote_to_stop(self, between_epochs: bool = False) -> bool:
+        """Returns True if the fit has reached a limit, or any process should stop.
 
-        All processes stop if one of them should: between epochs at once, within an
-        epoch a fraction of a second later.
+        With several processes it sets `trainer.should_stop` of all if one of them
+        should: between epochs at once, within an epoch a fraction of a second later.
         """
         trainer, limits, progress = self.trainer, self.limits, self.progress
         if progress.ahead:
@@ -332,8 +334,8 @@ class FitLoop:
         is_late = limits.deadline is not None and limits.is_time_over()
         should_stop = trainer.should_stop or is_late
         if should_stop:
-            ends_epoch = limits.is_finished(progress.done)
-            should_stop = limits.may_stop(step, epoch + ends_epoch)
+            completes_epoch = limits.completes_epoch(progress.batches_done)
+            should_stop = limits.may_stop(step, epoch + completes_epoch)
         if self._run.processes.count > 1:
             vote = self._stop_vote.poll(should_stop or None, force=between_epochs)
             should_stop = bool(vote)
@@ -344,7 +346,7 @@ class FitLoop:
         """Returns True if a killed run took steps of an epoch, but did not end it."""
         max_epochs, progress = self.limits.max_epochs, self.progress
         is_within = max_epochs is None or progress.epoch < max_epochs
-        return is_within and progress.done > 0 and not progress.epoch_ended
+        return is_within and progress.batches_done > 0 and not progress.has_epoch_ended
 
     def _warn_of_nan(self, name: str, loss: float) -> None:
         """Warns of a loss that is not finite, once in a fit."""
@@ -357,11 +359,12 @@ class FitLoop:
         )
 
     @contextlib.contextmanager
-    def _run_end_hooks(self) -> Iterator[None]:
-        """Calls `on_fit_end` and `teardown` after the block, and `on_exception` first
-        if it raised.
+    def _open_fit(self) -> Iterator[None]:
+        """Opens the record and holds signals back, and ends the fit after the block.
 
-        Ends the passes over the loaders, too.
+        Its end calls `on_exception` if the block raised, then `on_fit_end` and
+        `teardown`, and closes the loaders. It raises a signal, unless `Preemption` has
+        `fit` return.
         """
         trainer, run, hooks = self.trainer, self._run, self.hooks
 
@@ -372,7 +375,7 @@ class FitLoop:
         try:
             with (
                 self._record.open(),
-                run_activity(trainer, "a fit", hooks, end),
+                run_activity(trainer, FIT, hooks, end),
                 run.interrupts,
             ):
                 trainer.should_stop = False
@@ -388,7 +391,7 @@ class FitLoop:
             if stop.later_error is not None:
                 raise stop.later_error  # noqa: B904  # it keeps its own cause
         finally:
-            self.progress.is_finished = False
+            self.progress.is_epoch_complete = False
             for source in (self.train, *self.vals.values()):
                 source.close()
 
@@ -437,7 +440,7 @@ def _iterate_steps(trainer: "Trainer", train_loader: Iterable[Any] | None) -> _S
         TracebackFilter(),
         contextlib.closing(source),
         run.record.open(),
-        run_activity(trainer, "a loop of steps", run.hooks),
+        run_activity(trainer, STEPS, run.hooks),
     ):
         run.progress.start_loader(source)
         vars(trainer)["num_training_batches"] = run.record.limits = None
@@ -474,7 +477,7 @@ def run_steps(
     """
     run, record = trainer.run, trainer.record
     engine, progress = run.engine, run.progress
-    engine.starts_epoch = progress.done == 0
+    engine.starts_epoch = progress.batches_done == 0
     if engine.starts_epoch:
         progress.examples = 0
 
@@ -486,7 +489,8 @@ def run_steps(
     has_boundary = "on_boundary" in hooks.overridden
     for dispatch in dispatches:
         last, results = len(dispatch.windows) - 1, iter(())
-        first_idx = -(-progress.done // num_micro_batches)  # inlines `record.batch_idx`
+        # Inlines `record.batch_idx`.
+        first_idx = -(-progress.batches_done // num_micro_batches)
         try:
             for number, window in enumerate(dispatch.windows):
                 batch_idx = first_idx + number

@@ -30,23 +30,24 @@ class Progress:
         ahead: the number of steps that the state is beyond `global_step`, within a
             dispatch of several steps.
         epoch: the current epoch, counted from 0.
-        done: the completed batches of the current epoch.
-        seen: the completed batches of all epochs.
+        batches_done: the completed batches of the current epoch.
+        batches_seen: the completed batches of all epochs.
         examples: the real rows of the current epoch so far.
-        epoch_ended: whether the current epoch is in the history. An epoch that was cut
-            short continues.
-        is_finished: whether the epoch has no more batches, while its end runs.
-        end: the number of the epoch's batches once its last one is known, else None.
+        num_batches: the number of the epoch's batches, once its last one was read.
+        is_epoch_complete: whether the epoch has no more batches, while its end runs:
+            its row in the history, and its hooks.
+        has_epoch_ended: whether the end of the current epoch has run. An epoch that was
+            cut short stays the current one.
         val_metrics: the values of the epoch's last validation.
         logged: the last values that callbacks have logged in the epoch.
         validated_at: the number of the epoch's batches before its last validation.
     """
 
     def __init__(self) -> None:
-        self.global_step = self.epoch = self.done = self.seen = self.examples = 0
-        self.ahead = 0
-        self.epoch_ended = self.is_finished = False
-        self.end: int | None = None
+        self.global_step = self.ahead = self.epoch = 0
+        self.batches_done = self.batches_seen = self.examples = 0
+        self.has_epoch_ended = self.is_epoch_complete = False
+        self.num_batches: int | None = None
         self.val_metrics: dict[str, float] = {}
         self.logged: dict[str, float] = {}
         self.validated_at = 0
@@ -59,8 +60,8 @@ class Progress:
         """Continues with `source`, after the completed batches of the epoch."""
         last = self._source
         if last is not None and last.epoch_start is not None:
-            is_same = last.loader is source.loader or self.done
-            marked = last.make_position(self.epoch, self.done)
+            is_same = last.loader is source.loader or self.batches_done
+            marked = last.make_position(self.epoch, self.batches_done)
             self._position = marked if is_same else Position()
         _keep_passes(last, source)
         self._source = source
@@ -74,18 +75,18 @@ class Progress:
     def start_loader(self, source: Source) -> None:
         """Starts an epoch over, at the first batch of `source`."""
         _keep_passes(self._source, source)
-        self.done = self.validated_at = 0
+        self.batches_done = self.validated_at = 0
         self.val_metrics, self._position, self._source = {}, Position(), source
         source.start_training()
 
     def position(self) -> Position:
         """Returns the start of the next pass over the training data, and resets it."""
-        position, self._position, self.end = self._position, Position(), None
-        return position._replace(epoch=self.epoch, batches=self.done)
+        position, self._position, self.num_batches = self._position, Position(), None
+        return position._replace(epoch=self.epoch, batches=self.batches_done)
 
     def next_epoch(self) -> None:
         """Moves to the first batch of the next epoch, whatever is left of this one."""
-        self.epoch, self.done = self.epoch + 1, 0
+        self.epoch, self.batches_done = self.epoch + 1, 0
         self.validated_at, self.val_metrics, self.logged = 0, {}, {}
         self._position = Position(passes=self._position.passes)
 
@@ -93,24 +94,24 @@ class Progress:
         """Counts a step over the batches of `window`, which have `rows` real rows."""
         self.global_step += 1
         self.examples += rows
-        self.epoch_ended = False
-        self.done += len(window)
-        self.seen += len(window)
+        self.has_epoch_ended = False
+        self.batches_done += len(window)
+        self.batches_seen += len(window)
         if self._source is not None and self._source.is_iterator:
             self._source.last_batch = window[-1]
 
     def state_dict(self, partition: RowPartition) -> dict[str, Any]:
         """Returns JSON for `load_state_dict`."""
         # A finished epoch is saved as the start of the next one.
-        current = Progress() if self.is_finished else self
-        epoch, position = self.epoch + self.is_finished, self._position
+        current = Progress() if self.is_epoch_complete else self
+        epoch, position = self.epoch + self.is_epoch_complete, self._position
         source = self._source
         if source is not None and source.epoch_start is not None:
-            position = source.make_position(epoch, current.done)
+            position = source.make_position(epoch, current.batches_done)
             if position.state is None:
                 position = position._replace(state=source.state.read())
         if source is not None:
-            passes = source.list_passes(epoch, current.done)
+            passes = source.list_passes(epoch, current.batches_done)
             position = position._replace(state=add_passes(position.state, passes))
 
         states = dict(self._val_states)
@@ -119,14 +120,14 @@ class Progress:
         return {
             "global_step": self.global_step,
             "current_epoch": epoch,
-            "batches_seen": self.seen,
+            "batches_seen": self.batches_seen,
             "examples_seen": self.examples,
             "source": partition.gather_states(position.state),
             "place": partition.gather_states(position.waypoint),
             "validation": vals.get(_ONLY) if set(vals) <= {_ONLY} else vals,
             "after": None,  # in checkpoints of 0.2 a checksum of the last batch
-            "batches_done": current.done,
-            "epoch_ended": current.epoch_ended,
+            "batches_done": current.batches_done,
+            "epoch_ended": current.has_epoch_ended,
             "val_metrics": current.val_metrics,
             "logged": current.logged,
             "validated_at": current.validated_at,
@@ -134,20 +135,20 @@ class Progress:
 
     def load_state_dict(self, state: dict[str, Any], partition: RowPartition) -> None:
         self.global_step, self.epoch = state["global_step"], state["current_epoch"]
-        self.done, self.examples = state["batches_done"], state["examples_seen"]
-        self.seen = state["batches_seen"]
-        self.epoch_ended, self.is_finished = state["epoch_ended"], False
+        self.batches_done, self.examples = state["batches_done"], state["examples_seen"]
+        self.batches_seen = state["batches_seen"]
+        self.has_epoch_ended, self.is_epoch_complete = state["epoch_ended"], False
         self.val_metrics = state["val_metrics"]
         self.logged = state.get("logged", {})  # checkpoints of 0.2 lack this field
         self.validated_at = state["validated_at"]
-        self._source = self.end = None
+        self._source = self.num_batches = None
         source = partition.select_state(state["source"])
         # Checkpoints of 0.2, and of other numbers of processes, have no passes.
-        passes = (source or {}).get("passes") or [Pass(self.epoch, self.seen)]
+        passes = (source or {}).get("passes") or [Pass(self.epoch, self.batches_seen)]
         self._position = Position(
             state=source,
             waypoint=partition.select_state(state["place"]),
-            passes=passes if self.seen else None,
+            passes=passes if self.batches_seen else None,
         )
         saved = state["validation"]  # of the only loader, or of several by name
         is_named = isinstance(saved, dict) and all(n.startswith("val_") for n in saved)
@@ -291,7 +292,7 @@ class Limits:
         if self.seconds is not None:
             self.deadline = time.monotonic() + self.seconds
 
-    def is_finished(self, batches_done: int) -> bool:
+    def completes_epoch(self, batches_done: int) -> bool:
         """Returns True if `batches_done` batches are known to complete an epoch."""
         batches = self.batches_per_epoch
         return batches is not None and batches_done >= batches
@@ -326,7 +327,7 @@ class Limits:
         every = self.val_interval
         if every is None or not self.is_epoch_due(progress.epoch):
             return False
-        return progress.done // every > progress.validated_at // every
+        return progress.batches_done // every > progress.validated_at // every
 
     def validates_before_end(self) -> bool:
         """Returns True if the fit may validate before its last epoch ends."""

@@ -50,6 +50,7 @@ from ..strategies import DataParallel
 from ..strategies.stack import find_stacks
 from . import checks
 from .checkpointing import describe_arguments, read_state
+from .lifecycle import FIT
 from .pass_metrics import split_metrics
 from .progress import Progress
 
@@ -214,7 +215,8 @@ class Run:
         hooks: the hooks of the callbacks.
         progress: the completed steps and epochs of the run.
         record: the logged values of the run.
-        doing: the activity that callbacks are set up for, such as "a fit"; "" for none.
+        doing: the activity that callbacks are set up for: `FIT`, `STEPS`, or a method
+            such as "validate"; "" for none.
         loaded_padding: the padding of batches in a loaded checkpoint, for the next
             fit: steps per epoch, sizes, micro-batches per step.
     """
@@ -263,15 +265,10 @@ class Run:
                 self._engine = config.make_engine(self.hooks)
         return self._engine
 
-    def check_between_dispatches(self, what: str) -> None:
-        """Raises within a dispatch of several steps: the state is ahead of counters."""
-        step, ahead = self.progress.global_step, self.progress.ahead
-        if ahead:
-            raise RuntimeError(
-                f"{what} was called after step {step}, but the state is that of step"
-                f" {step + ahead}, with which the call of several steps ends"
-                f" (`steps_per_execution`): do it there, as `on_boundary` does."
-            )
+    @property
+    def is_fitting(self) -> bool:
+        """Whether a fit is running, and not a loop of steps or `validate`, say."""
+        return self.doing == FIT
 
     def open_source(
         self, loader: Any, argument: str, kind: StepKind, *, in_order: bool = False
@@ -281,7 +278,7 @@ class Run:
         None trains a `loss_fn` that takes no batch. Only for training, and unless it
         is `in_order`, `Arrays` are shuffled.
         """
-        if self._engine is not None and self.doing != "a fit":
+        if self._engine is not None and not self.is_fitting:
             self._engine.discard_outdated_programs()
         has_own_loss = (
             self.arguments["loss_fn"] is not None or self.config.optimizer_parts

@@ -170,7 +170,7 @@ def test_resuming_far_into_an_epoch_reads_nothing_that_was_read(tmp_path):
     loader = torch.utils.data.DataLoader(big, 4, shuffle=True)
     trainer = make()
     trainer.fit(loader, max_steps=1)
-    trainer.run.progress.done = trainer.run.progress.global_step = 10_000
+    trainer.run.progress.batches_done = trainer.run.progress.global_step = 10_000
     path = trainer.save(tmp_path / "saved")
     Counting.reads = 0
     again = make()
