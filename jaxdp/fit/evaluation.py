@@ -35,7 +35,7 @@ Loaders = Mapping[str, Source]
 `"val_shifted"`."""
 
 _PREFIXES: Final = {"validation": "val", "test": "test"}
-"""The prefix of metric names, by the word in the names of hooks."""
+"""The prefix of metric names, by stage."""
 
 
 def open_loaders(
@@ -66,13 +66,13 @@ def compile_ahead(trainer: "Trainer", sources: Loaders) -> None:
 
 
 def evaluate_loaders(
-    trainer: "Trainer", kind: str, loader: Any, ckpt_path: Any, limit: Any
+    trainer: "Trainer", stage: str, loader: Any, ckpt_path: Any, limit: Any
 ) -> dict[str, float]:
     """Implements `Trainer.validate` and `Trainer.test`: means over loaders."""
-    method = "validate" if kind == "validation" else kind
+    method = "validate" if stage == "validation" else stage
     with TracebackFilter(), contextlib.ExitStack() as stack:
         hooks = stack.enter_context(_run_user_pass(trainer, method))
-        sources = open_loaders(trainer, loader, "loader", _PREFIXES[kind])
+        sources = open_loaders(trainer, loader, "loader", _PREFIXES[stage])
         for source in sources.values():
             stack.callback(source.close)
         limits = {
@@ -81,7 +81,7 @@ def evaluate_loaders(
         }
         weights = _load_weights(trainer, method, ckpt_path)
         stack.enter_context(trainer.run.interrupts)
-        return evaluate(trainer, sources, limits, hooks, weights, kind)
+        return evaluate(trainer, sources, limits, hooks, weights, stage)
 
 
 def evaluate(
@@ -90,7 +90,7 @@ def evaluate(
     limits: Mapping[str, int | None],
     hooks: Hooks,
     weights: list[Any] | None = None,
-    kind: str = "validation",
+    stage: str = "validation",
 ) -> dict[str, float]:
     """Returns exact means over the rows, as `{"val_loss": ..., ...}`.
 
@@ -100,16 +100,16 @@ def evaluate(
         limits: the maximum number of batches per source; None for all.
         hooks: called once for all loaders.
         weights: the weights to evaluate; None for the trainer's.
-        kind: the word in the names of hooks: "validation" or "test".
+        stage: "validation" or "test", as in the names of hooks.
     """
     run, engine, numbers = trainer.run, trainer.run.engine, itertools.count()
 
     def end_batch() -> None:
-        if kind == "validation":
+        if stage == "validation":
             hooks.on_validation_batch_end(trainer, next(numbers))
 
     with run.record.redirect_logs({}) as logged:
-        getattr(hooks, f"on_{kind}_start")(trainer)
+        getattr(hooks, f"on_{stage}_start")(trainer)
         if weights is None:
             weights = engine.device_state.get_weights()
         passes = {
@@ -135,13 +135,13 @@ def evaluate(
             metrics[name] = value
     metrics |= logged
     with run.record.redirect_logs(metrics):
-        getattr(hooks, f"on_{kind}_end")(trainer, metrics)
+        getattr(hooks, f"on_{stage}_end")(trainer, metrics)
     return metrics
 
 
 def _sum_pass(
     trainer: "Trainer",
-    activity: str,
+    name: str,
     source: Source,
     limit: int | None,
     weights: list[Any],
@@ -161,7 +161,7 @@ def _sum_pass(
         return outputs[0] if outputs else None
 
     try:
-        rows = [*_run_pass(trainer, "evaluate", source, activity, limit, run_step)]
+        rows = [*_run_pass(trainer, "evaluate", source, name, limit, run_step)]
     finally:
         source.end_epoch()
     return totals, rows
@@ -224,7 +224,7 @@ def _run_user_pass(trainer: "Trainer", method: str) -> Iterator[Hooks]:
     run = trainer.run
     run.renew_hooks(trainer.callbacks)
     if run.doing:  # the fit has set callbacks up already, and reports errors to them
-        yield Hooks(()) if run.doing == "a fit" else run.hooks
+        yield Hooks(()) if run.is_fitting else run.hooks
         return
     hooks = Hooks(
         callback for callback in trainer.callbacks if not callback.only_in_training
@@ -249,7 +249,7 @@ def _run_pass(
     trainer: "Trainer",
     kind: StepKind,
     source: Source,
-    activity: str,
+    name: str,
     limit: int | None,
     run_step: Callable[[int, Dispatch, Program], PyTree],
     *,
@@ -257,52 +257,59 @@ def _run_pass(
 ) -> Iterator[PyTree]:
     """Runs a step for each batch; yields its output of real rows as NumPy arrays.
 
-    An output is yielded `IN_FLIGHT` batches late, so that nothing waits for a step that
-    was just launched. On accelerators, the transfer of the next batch starts before the
-    step of a batch. All processes take the same batches. A pending signal is raised
-    after each batch.
-
     Args:
-        activity: names the pass for other processes.
+        kind: the kind of step, "evaluate" or "predict".
+        name: names the pass for other processes.
         limit: the maximum number of batches; None for all.
         run_step: called with the number of a batch, the packed batch and its program.
             Returns arrays of all rows, padding included, on the device; or None.
         gather: whether each process gets all rows, instead of its local rows.
     """
-    run, engine = trainer.run, trainer.run.engine
-    step = engine.compiled_steps[kind]
-    is_empty = True
-
-    def prepare() -> Iterator[tuple[Any, ...]]:
-        for number, batch in enumerate(itertools.islice(source.read_epoch(), limit)):
-            run.processes.sync_step(f"batch {number} of {activity}")
-            with NoteOnError(f"in batch {number}"):
-                inputs = get_inputs(batch) if kind == "predict" else batch
-                if kind == "evaluate":
-                    run.config.decide_loss(engine, batch)
-                dispatch, program = engine.prepare_evaluation(kind, inputs)
-            if engine.prefetches:
-                dispatch = step.prefetch(dispatch)
-            yield number, batch, dispatch, program
-            run.interrupts.check()
+    run, engine, is_empty = trainer.run, trainer.run.engine, True
+    run.processes.all_gather(f"the start of {name}", None)
+    batches = itertools.islice(source.read_epoch(), limit)
+    prepared = _prepare_batches(trainer, kind, batches, name)
+    # On accelerators, the transfer of the next batch starts before the step of a batch.
+    prepared = _delay(prepared, int(engine.prefetches))
 
     def run_steps() -> Iterator[tuple[Any, PyTree]]:
         nonlocal is_empty
-        for number, batch, *prepared in _delay(prepare(), int(engine.prefetches)):
+        for number, batch, *arguments in prepared:
             with NoteOnError(f"in batch {number}"):
-                outputs = run_step(number, *prepared)
+                outputs = run_step(number, *arguments)
             is_empty = False
             if outputs is not None:
                 yield batch, replicate(outputs) if gather else outputs
 
-    run.processes.all_gather(f"the start of {activity}", None)
+    # Outputs are fetched late, so that nothing waits for a step that was just launched.
     for batch, outputs in _delay(run_steps(), IN_FLIGHT):
-        blocks, local = step.packer.blocks, not gather
+        blocks, local = engine.compiled_steps[kind].packer.blocks, not gather
         fetch = partial(fetch_real_rows, batch=batch, blocks=blocks, local=local)
         yield jax.tree.map(fetch, outputs)  # waits for the device
-    run.processes.all_gather(f"the end of {activity}", None)
+    run.processes.all_gather(f"the end of {name}", None)
     if is_empty:
         raise ValueError(source.explain_no_batches())
+
+
+def _prepare_batches(
+    trainer: "Trainer", kind: StepKind, batches: Iterable[Any], name: str
+) -> Iterator[tuple[Any, ...]]:
+    """Yields the number of each batch, the batch, its dispatch and its program.
+
+    All processes take the same batches. A pending signal is raised after each batch.
+    """
+    run, engine = trainer.run, trainer.run.engine
+    for number, batch in enumerate(batches):
+        run.processes.sync_step(f"batch {number} of {name}")
+        with NoteOnError(f"in batch {number}"):
+            inputs = get_inputs(batch) if kind == "predict" else batch
+            if kind == "evaluate":
+                run.config.decide_loss(engine, batch)
+            dispatch, program = engine.prepare_evaluation(kind, inputs)
+        if engine.prefetches:
+            dispatch = engine.compiled_steps[kind].prefetch(dispatch)
+        yield number, batch, dispatch, program
+        run.interrupts.check()
 
 
 def _delay(items: Iterable[Item], count: int) -> Iterator[Item]:
