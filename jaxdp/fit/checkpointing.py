@@ -49,25 +49,31 @@ def start_saving(
     trainer: "Trainer", path: str | os.PathLike[str]
 ) -> checkpoint.PendingSave:
     """Starts to write the current state, which the next step may then overwrite."""
-    run = trainer.run
-    with run.interrupts.defer_signals():
-        run.renew_hooks(trainer.callbacks, to_train=True)
-        check_between_dispatches(run, "`save`")
-        held = run.engine.device_state
-        state = held.tree
-        run.record.flush()
-        meta = make_metadata(trainer)
-        time_save = partial(run.record.stopwatch.measure, "checkpoints")
-        with time_save():
-            return checkpoint.start_saving(
-                path,
-                state,
-                meta,
-                partial(run.hooks.on_save_checkpoint, trainer),
-                time_save,
-                held.evaluated,
-                _fingerprint_frozen(run, state),
-            )
+    run, saving = trainer.run, None
+    try:
+        with run.interrupts.defer_signals():
+            run.renew_hooks(trainer.callbacks, to_train=True)
+            check_between_dispatches(run, "`save`")
+            held = run.engine.device_state
+            state = held.tree
+            run.record.flush()
+            meta = make_metadata(trainer)
+            time_save = partial(run.record.stopwatch.measure, "checkpoints")
+            with time_save():
+                saving = checkpoint.start_saving(
+                    path,
+                    state,
+                    meta,
+                    partial(run.hooks.on_save_checkpoint, trainer),
+                    time_save,
+                    held.evaluated,
+                    _fingerprint_frozen(run, state),
+                )
+    except BaseException:
+        if saving is not None:  # a signal came: nobody else would wait for it
+            saving.thread.join()
+        raise
+    return saving
 
 
 def _fingerprint_frozen(run: "Run", state: Any) -> dict[str, str]:

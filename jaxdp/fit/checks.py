@@ -6,6 +6,7 @@ from typing import Any, Final
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import PyTree
 
@@ -229,14 +230,24 @@ def is_shape(leaf: Any) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
-def check_has_arrays(model: PyTree) -> None:
-    """Raises for a model of shapes, for which only `plan` works."""
+def check_arrays(model: PyTree) -> None:
+    """Raises for a model of shapes, for which only `plan` works, and for NumPy's
+    integers that JAX would silently wrap to 32 bits."""
     if any(map(is_shape, jax.tree.leaves(model))):
         raise ValueError(
             "`model` has shapes instead of arrays, as eqx.filter_eval_shape"
             " returns them, and only `plan` works with shapes; construct the"
             " model itself."
         )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(model):
+        if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "iu":
+            dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+            if np.any(leaf.astype(dtype) != leaf):
+                raise ValueError(
+                    f"`model`: {leaf_path(path)} is {leaf.dtype} and has values that do"
+                    f" not fit into {dtype}, which JAX computes in. Re-index them, or"
+                    ' call jax.config.update("jax_enable_x64", True).'
+                )
 
 
 def split_model(

@@ -253,7 +253,7 @@ class Run:
         """The engine, with its state on the devices."""
         if self._engine is None:
             config = self.config
-            checks.check_has_arrays(config.model)
+            checks.check_arrays(config.model)
             if jax.default_backend() == "cpu":
                 keep_freed_memory()
             # If a function of the user is being traced, compute values anyway. Only

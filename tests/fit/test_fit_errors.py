@@ -193,6 +193,8 @@ def test_constructor_refuses(arguments, error, message):
      "does not depend on any trained parameter"),
     ({"loss_fn": lambda m, x: jnp.ones(8)}, [X], ValueError, "does not depend on "),
     ({"loss_fn": lambda m, x: jax.vmap(m)(x)}, [X], ValueError, r"shape \(8, 3\)"),
+    ({"model": eqx.tree_at(lambda m: m.layers[0].bias, mlp(), np.full(8, 2**31))},
+     [X], ValueError, r"`model`: layers\[0\].bias is int64 .* fit into int32"),
     ({"loss_fn": lambda m, x: "no"}, [X], TypeError, "the loss is a str for a bat"),
     ({"loss_fn": lambda m, state, x: 0}, [X], TypeError, "`state` is the State f"),
     ({"loss_fn": lambda m, x: (0, {}, 1)}, [X], TypeError, "must return the loss "),
