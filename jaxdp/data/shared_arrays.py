@@ -97,7 +97,7 @@ def _unpickle_worker(
 
 
 class WorkerContext(ForkServerContext):
-    """How a loader starts its workers, until it is closed."""
+    """Starts the workers of a loader, by the fork server."""
 
     def __init__(self) -> None:
         self._arrays = SharedArrays()
