@@ -70,7 +70,7 @@ def start_saving(
                     _fingerprint_frozen(run, state),
                 )
     except BaseException:
-        if saving is not None:  # a signal came: nobody else would wait for it
+        if saving is not None:  # a signal has come; the caller can not wait
             saving.thread.join()
         raise
     return saving
