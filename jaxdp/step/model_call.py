@@ -58,7 +58,10 @@ def call_model(
 def note_on_example(what: str, example: PyTree) -> NoteOnError:
     """Returns a context that notes the shapes of an example on errors."""
     shapes = jax.tree.map(jnp.shape, example)
-    return NoteOnError(f"the {what} was called on one example, of shape {shapes}")
+    return NoteOnError(
+        f"the {what} was called on one example, of shape {shapes}; jax.vmap adds the"
+        f" batch, so the {what} must not"
+    )
 
 
 def row_axes(batch: PyTree) -> PyTree:
@@ -151,6 +154,7 @@ class InferenceModel(eqx.Module):
     def __call__(self, x: PyTree, *, key: PRNGKeyArray | None = None) -> PyTree:
         """Returns the prediction for one example; models may draw from `key`."""
         keywords = bind_keywords(self.model, key, training=False)
-        if self.state is None:
-            return self.model(x, **keywords)
-        return self.model(x, copy_state(self.state), **keywords)[0]
+        with NoteOnError("it takes one example; for several: jax.vmap(infer)(xs)"):
+            if self.state is None:
+                return self.model(x, **keywords)
+            return self.model(x, copy_state(self.state), **keywords)[0]

@@ -4,6 +4,7 @@
 `Trainer(loss_fn=...)`; both are called inside the compiled step.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -146,7 +147,9 @@ class LossFnObjective:
         if model_state is not None:
             offered["state"] = copy_state(model_state)
         arguments, keywords = self._arguments.bind(elements, offered)
-        result = self.loss_fn(model, *arguments, **keywords)
+        is_one = self.is_per_example
+        with contextlib.nullcontext() if is_one else _note_on_batch(elements):
+            result = self.loss_fn(model, *arguments, **keywords)
 
         # The state is the last element.
         if self.takes_state and model_state is not None:
@@ -185,6 +188,15 @@ class LossFnObjective:
 
 
 Objective = CriterionObjective | LossFnObjective
+
+
+def _note_on_batch(batch: PyTree) -> NoteOnError:
+    """Returns a context that notes how a `loss_fn` was called on errors."""
+    return NoteOnError(
+        "`loss_fn` was called with (model, *batch) and the whole batch, of shapes"
+        f" {jax.tree.map(jnp.shape, batch)}; pass one that is written for one example"
+        " as jaxdp.per_example(loss_fn)"
+    )
 
 
 def split_batch(batch: PyTree) -> tuple[PyTree, PyTree, PyTree]:
@@ -234,6 +246,12 @@ def _evaluate_criterion(
     """Returns the values of a criterion, weighted if the batch is."""
     argument = "`loss`" if name == "loss" else f"`metrics`: {name!r}"
     is_per_row = losses.is_per_row(criterion)
+    if is_per_row and not all(hasattr(x, "shape") for x in (prediction, target)):
+        raise TypeError(
+            f"{argument} compares one array of predictions with one of targets; got"
+            f" {describe(prediction)} and {describe(target)}. Return one array from the"
+            " model, or pass a callable (prediction, target), or `loss_fn`."
+        )
     prediction, target = losses.match_shapes(criterion, prediction, target)
     if weight is not None and is_per_row:
         # NaN makes gradients NaN, even where `where` does not select its value.

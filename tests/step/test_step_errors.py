@@ -46,6 +46,11 @@ def with_weight(change):
     return changed(lambda m: eqx.tree_at(at, m, change(at(m))))
 
 
+class TwoOutputs(eqx.nn.Linear):
+    def __call__(self, x):
+        return super().__call__(x), x
+
+
 def optimized(optimizer):
     return lambda: make_small(optimizer=optimizer).fit(batches(16))
 
@@ -249,6 +254,8 @@ REFUSED = {
         (in_a_dict, TypeError, r"trainer\.model\['generator'\]"),
         (lambda: make_small(remat=True), ValueError,
          "`remat`=True recomputes each block of every jaxdp.Stack.*has none"),
+        (lambda: make_small().inference_model()(X4), TypeError,
+         r"for several: jax\.vmap\(infer\)\(xs\)"),
         *((lambda name=name: make_small(precision=name), ValueError,
            "`precision` must be one of '32-true', '32-highest', 'bf16-m")
           for name in ("b16", None, 64)),
@@ -261,6 +268,13 @@ REFUSED = {
         (returning(lambda loss, state: loss), TypeError, LAST + "an array of shape ()"),
         (criterion(lambda p, y: -jax.nn.log_softmax(p)[y]), ValueError, IN_VMAP),
         (criterion(lambda p, y: -jnp.take(p, y, axis=0)), ValueError, IN_VMAP),
+        *((lambda loss=loss: make_small(loss_fn=loss).fit(batches(8)), TypeError,
+           r"shapes \(\(8, 4\), \(8,\)\).*as jaxdp.per_example\(loss_fn\)")
+          for loss in (plain, lambda x, model, y: plain(model, x, y))),
+        *((lambda options=options: make_small(TwoOutputs(4, 3, key=KEY), **options).fit(
+            batches(8)), TypeError, r"got a tuple of 2 \(.*or pass a callable \(pred")
+          for options in ({"loss": "mse"}, {"loss": optax.l2_loss},
+                          {"loss": lambda p, y: p[0].sum(1), "metrics": ["accuracy"]})),
         (lambda: make_small(linear(), loss=lambda p, y: (p - y).sum(axis=1)).fit(
             [(X4 * 1j, X4[:, :3])]), TypeError, "`loss` has dtype complex64 and can't"),
     ],
