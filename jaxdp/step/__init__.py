@@ -34,9 +34,9 @@ from .model_call import (
     check_training_flags,
     find_keywords,
 )
-from .multi_part_step_functions import MultiPartStepFunctions, combine_optimizers
 from .objective import CriterionObjective, LossFnObjective, Objective, split_batch
 from .optimizer_call import call_update
+from .part_step_functions import MultiPartStepFunctions, combine_optimizers
 from .parts import (
     Part,
     ResolvedPart,

@@ -1,7 +1,7 @@
 """Several losses for one model, each with its own optimizer and leaves.
 
 Leaves are selected by patterns, by bools, or by declarations of modules.
-`multi_part_step_functions` has the steps.
+`part_step_functions` has the steps.
 """
 
 import dataclasses
