@@ -219,7 +219,7 @@ def test_callbacks_use_what_is_documented_and_reach_through_no_object_of_a_run()
 SYNCS = re.compile(r"\bnp\.(as)?array\(|block_until_ready|\.item\(\)|float\(metrics\[")
 HOT = {
     *("fit", "engine", "callbacks", "record.py", "step", "strategies"),
-    *("bitwise.py", "local_sgd.py", "members.py", "pipeline.py"),
+    *("bitwise.py", "local_sgd.py", "ensembles.py", "pipeline.py"),
     *("comparison.py", "finders.py"),
 }
 

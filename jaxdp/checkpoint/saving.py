@@ -6,10 +6,10 @@ A checkpoint is a folder with two Orbax items:
     meta/metadata    JSON: what the trainer wants kept, shapes and dtypes, versions
     files.json       the SHA-256 of every file in these two
 
-It is complete or absent: everything is written into a temporary folder, which then gets
-the final name. Later damage is found when it is read, before anything else reads the
-files. Reading never runs code from a checkpoint, and uses no name in it as a path.
-Plain Orbax reads the arrays, too:
+It is complete or absent: everything is written into a temporary folder. Orbax then
+renames it; `finish` in `start_saving` runs just before. Later damage is found when it
+is read, before anything else reads the files. Reading never runs code from a
+checkpoint, and uses no name in it as a path. Plain Orbax reads the arrays, too:
 
     orbax.checkpoint.StandardCheckpointer().restore(path + "/state")
 """

@@ -3,6 +3,9 @@
 Loaders are read ahead of the steps, and a state is valid at the moment it is read. So
 waypoints are recorded as batches are read. A resumed run loads the newest one before
 its position, and reads on from there.
+
+`Source.make_position` (`data/source.py`) makes the position of a batch, and
+`Progress.state_dict` (`fit/progress.py`) saves it.
 """
 
 import base64

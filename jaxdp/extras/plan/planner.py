@@ -51,7 +51,7 @@ class Planner:
 
     Args:
         engine_on: `(strategy) -> engine` with shapes for a state, whose
-            `compiled_for("train", packed)` compiles with that strategy.
+            `get_program("train", dispatch)` compiles with that strategy.
         strategy: as it trains.
         window: one step's batches, of which only shapes and dtypes are used.
         topology: as for `make_topology_devices`; a name that ends in a number
