@@ -32,7 +32,7 @@ from ..strategies.placement import fetch, gather_arrays, place_copy
 View = Callable[[TrainState], TrainState] | None
 """Maps a state to the one that is evaluated, if that is another."""
 
-_ModelParts = tuple[PyTree, PyTree, PyTree]
+_ModelArrays = tuple[PyTree, PyTree, PyTree]
 
 
 class StateLayout:
@@ -74,11 +74,11 @@ class StateLayout:
 
     def gather_model(self, state: TrainState) -> tuple[PyTree, PyTree]:
         """Returns the model of `state` and its state, gathered from their shards."""
-        return self.combine(gather_arrays(get_model_parts(state)))
+        return self.combine(gather_arrays(get_model_arrays(state)))
 
-    def combine(self, parts: _ModelParts) -> tuple[PyTree, PyTree]:
-        """Returns the model with these parts of a state, and its `eqx.nn.State`."""
-        params, buffers, model_state = parts
+    def combine(self, arrays: _ModelArrays) -> tuple[PyTree, PyTree]:
+        """Returns the model with these arrays of a state, and its `eqx.nn.State`."""
+        params, buffers, model_state = arrays
         params, buffers = cast_to_original((params, buffers), self._shapes)
         return eqx.combine(params, buffers, self._static), model_state
 
@@ -100,7 +100,7 @@ class DeviceState:
         self.leaves, self.layout = leaves, layout
         self.made_tree: TrainState | None = None
         self._evaluated: TrainState | None = None
-        self._fetched: _ModelParts | None = None
+        self._fetched: _ModelArrays | None = None
 
     def replace_leaves(self, changes: Mapping[int, np.ndarray]) -> "DeviceState":
         """Returns the state with other leaves, by index, of the same spec."""
@@ -169,18 +169,18 @@ class DeviceState:
         """The evaluated model and its `eqx.nn.State`, gathered from their shards."""
         # Values, even while a function of the user is traced.
         with jax.ensure_compile_time_eval():
-            parts = self._fetched or fetch(get_model_parts(self.evaluated))
+            arrays = self._fetched or fetch(get_model_arrays(self.evaluated))
             self._fetched = None
-            return self.layout.combine(jax.tree.map(jnp.asarray, parts))
+            return self.layout.combine(jax.tree.map(jnp.asarray, arrays))
 
     def fetch(self) -> None:
         """Copies a model that is sharded over processes to this host.
 
         All processes must call it; afterwards `model` needs no other process.
         """
-        parts = get_model_parts(self.evaluated)
-        if not all(leaf.is_fully_replicated for leaf in jax.tree.leaves(parts)):
-            self._fetched = fetch(parts)
+        arrays = get_model_arrays(self.evaluated)
+        if not all(leaf.is_fully_replicated for leaf in jax.tree.leaves(arrays)):
+            self._fetched = fetch(arrays)
 
     def get_shapes(self) -> TrainState:
         """Returns shapes and shardings of the state."""
@@ -190,13 +190,13 @@ class DeviceState:
         )
 
 
-def get_model_parts(state: TrainState) -> _ModelParts:
+def get_model_arrays(state: TrainState) -> _ModelArrays:
     """Returns the arrays of the model in a state: trained, others, `eqx.nn.State`."""
     return state.params, state.buffers, state.model_state
 
 
 def make_first_state(
-    parts: _ModelParts,
+    model_parts: tuple[PyTree, PyTree, PyTree],
     model_state: PyTree,
     step_functions: StepFunctions,
     seed: int,
@@ -209,7 +209,7 @@ def make_first_state(
     If the strategy `adds_state` to the optimizer's, no device need hold all of that.
     """
     params, buffers, _ = cast_arrays(
-        use_auto_axes(parts), step_functions.precision.stored
+        use_auto_axes(model_parts), step_functions.precision.stored
     )
     model = params, buffers, use_auto_axes(model_state)
     layout = None
@@ -226,7 +226,7 @@ def make_first_state(
     return step_functions.init_state(params, *model[1:], seed, layout)
 
 
-def make_shapes(model: _ModelParts, step_functions: StepFunctions) -> TrainState:
+def make_shapes(model: _ModelArrays, step_functions: StepFunctions) -> TrainState:
     """Returns the first state of a model as shapes, without any computation."""
 
     def first(params: PyTree, buffers: PyTree, model_state: PyTree) -> TrainState:

@@ -36,7 +36,7 @@ class Engine:
     """Packs batches, compiles a step once per shape, and keeps the train state.
 
     Args:
-        parts: the model as (trained leaves, other arrays, the rest).
+        model_parts: the model as (trained leaves, other arrays, the rest).
         model_state: the model's `eqx.nn.State`, or None.
         step_functions: the pure functions that are compiled.
         strategy: places the state and lays out the steps.
@@ -68,7 +68,7 @@ class Engine:
 
     def __init__(
         self,
-        parts: tuple[PyTree, PyTree, PyTree],
+        model_parts: tuple[PyTree, PyTree, PyTree],
         model_state: PyTree,
         step_functions: StepFunctions,
         strategy: DataParallel,
@@ -103,13 +103,13 @@ class Engine:
             )
             for kind in KIND_NAMES
         }
-        original = jax.eval_shape(lambda *trees: trees, *parts[:2])
-        self._layout_arguments = parts[2], original, view
+        original = jax.eval_shape(lambda *trees: trees, *model_parts[:2])
+        self._layout_arguments = model_parts[2], original, view
         with clear_mesh(), pause_gc():
             if abstract:
-                first = make_shapes((*parts[:2], model_state), step_functions)
+                first = make_shapes((*model_parts[:2], model_state), step_functions)
             else:
-                arguments = parts, model_state, step_functions, seed, strategy
+                arguments = model_parts, model_state, step_functions, seed, strategy
                 first = make_first_state(*arguments, adds_state=adds_state)
             self.state = place_state(strategy, first, offload, abstract=abstract)
         # On CPUs, XLA rewrites convolutions for its library only outside of loops.

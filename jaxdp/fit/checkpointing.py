@@ -214,7 +214,7 @@ def describe_arguments(
 
     The texts are for comparison with those of a checkpoint.
     """
-    _, buffers, rest = config.parts
+    _, buffers, rest = config.model_parts
     texts = {name: _describe(config.arguments[name]) for name in _RECORDED_ARGUMENTS}
     options = {name: str(value) for name, value in config.compiler_options.items()}
     texts["compiler_options"] = str(options or None)

@@ -2,9 +2,9 @@
 
 `run_activity` sets `run.doing`, and `check_may_train` refuses to train within a fit.
 Within a call of several steps the state is ahead of the counters, and
-`check_between_dispatches` refuses to save or load it. `DeviceState` (`engine/state.py`)
-refuses arrays that a failed step has overwritten. `SignalHandler`
-(`distributed/signals.py`) holds signals back until a boundary.
+`check_between_dispatches` refuses to save or load it. `DeviceState`
+(`engine/device_state.py`) refuses arrays that a failed step has overwritten.
+`SignalHandler` (`distributed/signals.py`) holds signals back until a boundary.
 """
 
 import contextlib
@@ -85,7 +85,7 @@ def _log_trained_share(config: "TrainerConfig") -> None:
     """
     if config.arguments["filter_spec"] is eqx.is_inexact_array:
         return
-    trained, frozen, _ = (jax.tree.leaves(part) for part in config.parts)
+    trained, frozen, _ = (jax.tree.leaves(part) for part in config.model_parts)
     leaves = [*trained, *filter(eqx.is_inexact_array, frozen)]
     count, total = (sum(leaf.size for leaf in part) for part in (trained, leaves))
     log_info(

@@ -65,7 +65,7 @@ class TrainerConfig:
         arguments: as passed.
         strategy: the strategy, as its `prepare` returned it.
         adds_state: whether the strategy wraps the optimizer, and so adds to its state.
-        parts: the initial model as (trained leaves, other arrays, the rest).
+        model_parts: the initial model as (trained leaves, other arrays, the rest).
         optimizer_parts: the resolved `Part`s; empty for a single optimizer.
         pass_metrics: the `PassMetric`s, by name.
     """
@@ -94,9 +94,9 @@ class TrainerConfig:
             several = resolve_parts(optimizer, self.model, keeps_outputs=keeps)
         self.optimizer_parts = several
         trained = union_masks(several) if several else arguments["filter_spec"]
-        self.parts = checks.split_model(self.model, trained)
+        self.model_parts = checks.split_model(self.model, trained)
         if self.ensemble is not None:
-            self.ensemble.check_values(self._make_optimizer(), self.parts[0])
+            self.ensemble.check_values(self._make_optimizer(), self.model_parts[0])
         self._after_update = self._make_after_update()
         choose = checks.choose_objective
         self._objective = several[0].objective if several else choose(arguments)
@@ -114,7 +114,7 @@ class TrainerConfig:
         objectives, strategy = self._objectives(), self.strategy
         make = MultiPartStepFunctions if self.optimizer_parts else StepFunctions
         step_functions = make(
-            self.parts[2],
+            self.model_parts[2],
             self._objective,
             self.make_optimizer(hooks),
             hooks.list_methods("inside_step"),
@@ -129,7 +129,7 @@ class TrainerConfig:
         if self.ensemble is not None:
             step_functions, strategy = self.ensemble.wrap(step_functions, strategy)
         return Engine(
-            self.parts,
+            self.model_parts,
             self.model_state,
             step_functions,
             strategy,
@@ -192,7 +192,7 @@ class TrainerConfig:
         """Returns `after_update`; raises if it changes shapes or dtypes."""
         if (function := self._prepared["after_update"]) is None:
             return None
-        *arrays, static = self.parts
+        *arrays, static = self.model_parts
         change = AfterUpdate(function, static)
         if self.ensemble is not None:
             arrays = self.ensemble.drop_member_axis(arrays)

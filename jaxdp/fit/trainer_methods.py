@@ -125,7 +125,7 @@ def get_shapes(run: "Run") -> tuple[Any, Any, Any]:
     if run.has_engine:
         state = run.engine.device_state.get_shapes()
     elif config.strategy.mesh.empty:  # an engine of the user's own
-        return *config.parts[:2], config.model_state
+        return *config.model_parts[:2], config.model_state
     else:
         state = config.make_engine(run.hooks, abstract=True).state
     return state.params, state.buffers, state.model_state
@@ -142,7 +142,7 @@ def set_hyperparams(run: "Run", values: Mapping[str, Any]) -> None:
 def format_repr(trainer: "Trainer") -> str:
     """Formats a trainer as one line, for `repr`."""
     config = trainer.run.config
-    count = sum(leaf.size for leaf in jax.tree.leaves(config.parts[:2]))
+    count = sum(leaf.size for leaf in jax.tree.leaves(config.model_parts[:2]))
     return (
         f"Trainer({plain(config.model)}, {count:,} parameters, {config.strategy!r},"
         f" step {trainer.global_step}, epoch {trainer.current_epoch})"
