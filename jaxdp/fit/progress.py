@@ -225,19 +225,8 @@ class Limits:
         if max_epochs is None and max_steps is None and max_time is None:
             max_epochs = 1
         self.min_epochs, self.min_steps = min_epochs or 0, min_steps or 0
-        for name, minimum, maximum in (
-            ("epochs", self.min_epochs, max_epochs),
-            ("steps", self.min_steps, max_steps),
-        ):
-            check_count(f"min_{name}", minimum, minimum=0)
-            if maximum is not None and maximum != -1:
-                no_limit = ", or -1 for no limit"
-                check_count(f"max_{name}", maximum, minimum=0, suffix=no_limit)
-                if minimum > maximum:
-                    raise ValueError(
-                        f"`min_{name}`={minimum} is more than `max_{name}`={maximum};"
-                        f" pass a larger `max_{name}`."
-                    )
+        _check_range("epochs", self.min_epochs, max_epochs)
+        _check_range("steps", self.min_steps, max_steps)
         self.max_epochs = None if max_epochs == -1 else max_epochs
         self.max_steps = max_steps
         self.seconds = None
@@ -270,17 +259,7 @@ class Limits:
         self.val_batches = sum(known) if len(known) == len(counts) else None
         self.skips_validation = 0 in self.val_limits.values()
         for name, val in vals.items():
-            if val.is_iterator and val.loader is train.loader:
-                raise ValueError(
-                    f"`{val.argument}` is the iterator that `train_loader` is, so that"
-                    " each would take batches from the other; pass two of them."
-                )
-            if val.is_single_use and self.val_limits[name] is None:
-                raise ValueError(
-                    f"`{val.argument}` is a {type(val.loader).__name__}, which can be"
-                    f" iterated once; pass a list of its batches, list({val.argument}),"
-                    " or what it iterates over."
-                )
+            _check_val_source(val, train, self.val_limits[name])
 
     def count_steps(self, accumulate: int) -> int | None:
         """Returns the steps of an epoch with `accumulate` micro-batches each."""
@@ -353,6 +332,35 @@ class Limits:
                 " `check_val_every_n_epoch` for less than one per epoch."
             )
         return every
+
+
+def _check_range(name: str, minimum: int, maximum: int | None) -> None:
+    """Raises for an invalid `min_...` or `max_...`, or if the first is larger."""
+    check_count(f"min_{name}", minimum, minimum=0)
+    if maximum is None or maximum == -1:
+        return
+    no_limit = ", or -1 for no limit"
+    check_count(f"max_{name}", maximum, minimum=0, suffix=no_limit)
+    if minimum > maximum:
+        raise ValueError(
+            f"`min_{name}`={minimum} is more than `max_{name}`={maximum};"
+            f" pass a larger `max_{name}`."
+        )
+
+
+def _check_val_source(val: Source, train: Source, limit: int | None) -> None:
+    """Raises if the batches of `val` run out, or are those of `train`."""
+    if val.is_iterator and val.loader is train.loader:
+        raise ValueError(
+            f"`{val.argument}` is the iterator that `train_loader` is, so that"
+            " each would take batches from the other; pass two of them."
+        )
+    if val.is_single_use and limit is None:
+        raise ValueError(
+            f"`{val.argument}` is a {type(val.loader).__name__}, which can be"
+            f" iterated once; pass a list of its batches, list({val.argument}),"
+            " or what it iterates over."
+        )
 
 
 def _min_known(*counts: int | None) -> int | None:
