@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from ..basics.console import log_info
 from ..callbacks.base import Hooks
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from jaxdp import Trainer
 
     from .run import Run
+
+_NEVER: Final = object()
+"""`iter(read, _NEVER)` calls `read` until it raises StopIteration, since `read` never
+returns this."""
 
 
 class Feed:
@@ -146,7 +150,7 @@ class Feed:
             engine.get_program("train", dispatch)
         except SlowInLoop as reason:
             log_info(f"{reason} This trainer runs one at a time.")
-            config.steps_per_execution = 1
+            config.steps_per_execution = 1  # in later fits too, which try no loop again
             first, *others = [engine.pack([window]) for window in dispatch.windows]
             return [*self._compile(first), *others]
         return [dispatch]
@@ -158,9 +162,9 @@ class Feed:
         limit = None if self._limits is None else self._limits.train_batches
         remaining = None if limit is None else max(0, limit - progress.batches_done)
         batches = self._source.read_epoch(progress.position())
-        windows = make_windows(itertools.islice(batches, remaining), slots)
-        read = run.record.stopwatch.time_function("data", windows.__next__)
-        windows = iter(read, object())  # until it raises StopIteration
+        untimed = make_windows(itertools.islice(batches, remaining), slots)
+        read = run.record.stopwatch.time_function("data", untimed.__next__)
+        windows = iter(read, _NEVER)
         pack = engine.compiled_steps["train"].packer.pack
         for window in windows:
             groups = [[window]]
