@@ -125,10 +125,11 @@ def num_logits(prediction: Array) -> int:
     return prediction.shape[-1] if prediction.ndim > 1 else 1
 
 
-# A loss or a metric becomes one by name when it is added here, and its name needs two
-# more lines: in `infer_mode` of basics/columns.py the direction of its values (a test
-# fails without), and in the table of docs/metrics.md, by which tests/test_losses.py
-# tests it. If its integer targets are labels, add it to `_OF_LABELS` or `_OF_YES_NO`.
+# A loss or a metric becomes one by name when it is added here. Three other places need
+# its name, and a test fails without each: `_IS_AN_ERROR` (less is better) or
+# `_LARGER_IS_BETTER` in basics/columns.py; the table of docs/metrics.md, by which
+# tests/test_losses.py tests it; and docs/reference/models.md. If its integer targets
+# are labels, add it to `_OF_LABELS` or `_OF_YES_NO`.
 LOSSES: dict[str, Criterion] = {
     "cross_entropy": cross_entropy,
     "binary_cross_entropy": binary_cross_entropy,

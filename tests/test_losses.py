@@ -15,6 +15,7 @@ from toys import mlp, quiet
 
 from jaxdp import Ensemble, losses
 
+DOCS = pathlib.Path(__file__).parents[1] / "docs"
 ROWS, K = 12, 7
 RNG = np.random.default_rng(0)
 LOGITS = RNG.normal(size=(ROWS, K)).astype(np.float32)
@@ -64,8 +65,13 @@ EXPECTED = {
 
 def table():
     """Each cell of the page: a name, a prediction, a target and what is computed."""
-    page = pathlib.Path(__file__).parent.parent / "docs" / "metrics.md"
-    lines = page.read_text().split("## By name")[1].split("## ")[0].splitlines()
+    lines = (
+        (DOCS / "metrics.md")
+        .read_text()
+        .split("## By name")[1]
+        .split("## ")[0]
+        .splitlines()
+    )
     head, _, *body = [line for line in lines if line.startswith("|")]
     names = [re.findall(r"`(\w+)`", cell) for cell in head.split("|")[3:-1]]
     for line in body:
@@ -108,6 +114,16 @@ def expected(name, x, y, cell):
     x, y = (a.astype(np.float64) if a.dtype == np.float32 else a for a in squeezed)
     y = y.astype(int) if y.dtype == bool else y
     return EXPECTED[name, cell](x, y).reshape(ROWS, -1).mean(axis=1)
+
+
+def test_every_named_metric_is_on_the_pages_about_them():
+    reference = (DOCS / "reference" / "models.md").read_text()
+    (members,) = re.findall(r"::: jaxdp\.losses\n.*\n *members: \[(.*)\]", reference)
+    named = {"metrics.md": {case.values[0] for case in CASES}}
+    named["reference/models.md"] = {*members.split(", ")}
+    for page, names in named.items():
+        missing = losses.METRICS.keys() - names
+        assert not missing, f"add to docs/{page}: {missing}"
 
 
 @pytest.mark.parametrize("name, x, y, cell", CASES)
