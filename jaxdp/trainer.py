@@ -110,6 +110,8 @@ class Trainer(Generic[Model]):
         default_root_dir: where callbacks write if they have no path of their own.
     """
 
+    _is_constructed = False  # while `__init__` sets attributes
+
     @checks_arguments
     def __init__(
         self,
@@ -160,9 +162,10 @@ class Trainer(Generic[Model]):
         self.max_epochs: int | None = None
         self.max_steps: int | None = None
         self.num_training_batches: int | None = None  # of an epoch, if that is known
+        self._is_constructed = True
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if "num_training_batches" in vars(self):  # the last one that is set above
+        if self._is_constructed:
             trainer_methods.check_may_be_set(self.run.arguments, name)
             trainer_methods.check_attribute(self, name)
         super().__setattr__(name, trainer_methods.convert_settable(name, value))

@@ -1,7 +1,8 @@
-"""Validates the arguments of a trainer before anything is compiled."""
+"""Validates the arguments of a trainer before compilation; logs what it trains."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import equinox as eqx
 import jax
@@ -14,7 +15,7 @@ import jaxdp
 
 from .. import losses
 from ..basics.arguments import check_count, check_is_local, check_number
-from ..basics.console import join_numbers, log_info_once
+from ..basics.console import join_numbers, log_info, log_info_once
 from ..basics.tree import describe_difference, find_nodes, leaf_path
 from ..callbacks import Callback, check_hooks
 from ..distributed import get_process_group
@@ -32,6 +33,9 @@ from ..step import (
 from ..strategies import DataParallel, Sharded
 from ..strategies.base import check_offload, make_row_blocks
 from .pass_metrics import split_metrics
+
+if TYPE_CHECKING:
+    from .run import Run, TrainerConfig
 
 _PRECISIONS: Final = {
     **dict.fromkeys((16, "16"), "16-mixed"),
@@ -368,3 +372,46 @@ def choose_objective(arguments: Mapping[str, Any]) -> Objective | None:
                 " Name `training` in `loss_fn`, and pass it on"
             )
     return objective
+
+
+def log_trained_layers(run: "Run") -> None:
+    """Logs before the first step of a run which layers and parameters it trains."""
+    if run.progress.global_step == 0:
+        _log_inference_layers(run.config.model)
+        _log_trained_share(run.config)
+
+
+def _log_trained_share(config: "TrainerConfig") -> None:
+    """Logs how much of a model the user's `filter_spec` trains.
+
+    A pattern may match fewer leaves than its author expects.
+    """
+    if config.arguments["filter_spec"] is eqx.is_inexact_array:
+        return
+    trained, frozen, _ = (jax.tree.leaves(part) for part in config.model_parts)
+    leaves = [*trained, *filter(eqx.is_inexact_array, frozen)]
+    count, total = (sum(leaf.size for leaf in part) for part in (trained, leaves))
+    log_info(
+        f"`filter_spec` trains {len(trained)} of {len(leaves)} arrays: {count:,} of"
+        f" {total:,} parameters"
+    )
+
+
+def _log_inference_layers(model: Any) -> None:
+    """Logs which layers of a model to be trained are in inference mode."""
+    layers: Counter[str] = Counter()
+
+    def count(node: Any) -> bool:
+        if isinstance(node, eqx.Module) and getattr(node, "inference", None) is True:
+            layers[type(node).__name__] += 1
+        return False
+
+    jax.tree.leaves(model, is_leaf=count)  # calls `count` for every node
+    if layers:
+        listed = ", ".join(f"{n} {name}" for name, n in sorted(layers.items()))
+        log_info(
+            f"layers of the model are in inference mode, and stay so in training:"
+            f" {listed} (no dropout, running statistics that do not move). If that is"
+            " not on purpose, pass `eqx.nn.inference_mode(model, False)`, or instead"
+            " of an `inference_model()` `trainer.model`"
+        )

@@ -8,13 +8,9 @@ Within a call of several steps the state is ahead of the counters, and
 """
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, NoReturn
-
-import equinox as eqx
-import jax
 
 from ..basics.console import log_info
 from ..basics.process import refuse_to_train_in_a_worker
@@ -24,7 +20,7 @@ from ..distributed import Preempted, log_stop
 if TYPE_CHECKING:
     from jaxdp import Trainer
 
-    from .run import Run, TrainerConfig
+    from .run import Run
 
 FIT: Final = "a fit"
 STEPS: Final = "a loop of steps"
@@ -62,9 +58,6 @@ def check_may_train(trainer: "Trainer", method: str, train_loader: Any) -> None:
             " callback perhaps; use a Trainer of its own."
         )
     check_between_dispatches(trainer.run, f"`{method}`")
-    if trainer.run.progress.global_step == 0:
-        _log_inference_layers(trainer.run.config.model)
-        _log_trained_share(trainer.run.config)
 
 
 def check_between_dispatches(run: "Run", what: str) -> None:
@@ -75,42 +68,6 @@ def check_between_dispatches(run: "Run", what: str) -> None:
             f"{what} was called after step {step}, but the state is that of step"
             f" {step + ahead}, with which the call of several steps ends"
             f" (`steps_per_execution`): do it there, as `on_boundary` does."
-        )
-
-
-def _log_trained_share(config: "TrainerConfig") -> None:
-    """Logs how much of a model the user's `filter_spec` trains.
-
-    A pattern may match fewer leaves than its author expects.
-    """
-    if config.arguments["filter_spec"] is eqx.is_inexact_array:
-        return
-    trained, frozen, _ = (jax.tree.leaves(part) for part in config.model_parts)
-    leaves = [*trained, *filter(eqx.is_inexact_array, frozen)]
-    count, total = (sum(leaf.size for leaf in part) for part in (trained, leaves))
-    log_info(
-        f"`filter_spec` trains {len(trained)} of {len(leaves)} arrays: {count:,} of"
-        f" {total:,} parameters"
-    )
-
-
-def _log_inference_layers(model: Any) -> None:
-    """Logs which layers of a model to be trained are in inference mode."""
-    layers: Counter[str] = Counter()
-
-    def count(node: Any) -> bool:
-        if isinstance(node, eqx.Module) and getattr(node, "inference", None) is True:
-            layers[type(node).__name__] += 1
-        return False
-
-    jax.tree.leaves(model, is_leaf=count)  # calls `count` for every node
-    if layers:
-        listed = ", ".join(f"{n} {name}" for name, n in sorted(layers.items()))
-        log_info(
-            f"layers of the model are in inference mode, and stay so in training:"
-            f" {listed} (no dropout, running statistics that do not move). If that is"
-            " not on purpose, pass `eqx.nn.inference_mode(model, False)`, or instead"
-            " of an `inference_model()` `trainer.model`"
         )
 
 

@@ -17,6 +17,7 @@ from ..data import Dispatch, ListSource, Source, get_local, make_read_only
 from ..distributed import PeriodicVote, Preempted, is_graceful_stop
 from ..step import Metrics
 from . import evaluation, resume
+from .checks import log_trained_layers
 from .feed import Feed, add_batch_note
 from .lifecycle import FIT, STEPS, attach_second_error, check_may_train, run_activity
 from .progress import FitArguments, Limits, resolve_limit
@@ -39,6 +40,7 @@ def fit(
 ) -> None:
     """Implements `Trainer.fit`: resumes from `ckpt_path` if given, then trains."""
     check_may_train(trainer, "fit", train_loader)
+    log_trained_layers(trainer.run)
     with TracebackFilter():
         trainer.run.renew_hooks(trainer.callbacks, to_train=True)
         if ckpt_path is not None:
@@ -419,6 +421,7 @@ def run_setup_hooks(trainer: "Trainer", hooks: Hooks) -> Hooks:
 def iterate_steps(trainer: "Trainer", train_loader: Iterable[Any] | None) -> _Steps:
     """Implements `Trainer.steps`: an iterator over the steps of one epoch."""
     check_may_train(trainer, "steps", train_loader)  # now, not when iterated
+    log_trained_layers(trainer.run)
     steps = _iterate_steps(trainer, train_loader)
     _OPEN_LOOPS.add(steps)
     return steps

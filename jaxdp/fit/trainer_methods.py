@@ -67,8 +67,8 @@ def check_attribute(trainer: "Trainer", name: str) -> None:
         return
     instead = INSTEAD["trainer"].get(name)
     if instead is None:
-        ours = [each for each in dir(type(trainer)) if not each.startswith("_")]
-        ours += [*vars(trainer), *trainer.run.arguments]
+        ours = [each for each in dir(trainer) if not each.startswith("_")]
+        ours += trainer.run.arguments
         near = find_near(name, ours, cutoff=0.9)
         if near is None:  # a long first word alone, such as "acumulate"
             first = {each.partition("_")[0]: each for each in ours}
