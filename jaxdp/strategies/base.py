@@ -231,9 +231,10 @@ class DataParallel:
 
         # Parameters come first: the optimizer state follows them.
         with_path = jax.tree_util.tree_map_with_path
+        specs = with_path(find_spec, state.params)
         with_path(record_spec, state.params)
         return jax.tree.map(lambda _: PartitionSpec(), state)._replace(
-            params=with_path(find_spec, state.params),
+            params=specs,
             buffers=with_path(find_spec, state.buffers),
             opt_state=with_path(inherit_spec, state.opt_state),
         )

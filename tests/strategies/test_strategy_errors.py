@@ -84,7 +84,8 @@ REFUSED = {
     "layouts": [
         (fit(Splitting("data"), linear()),
          r"weight of shape \(3, 4\): axis 0 of size 3"),
-        (fit(Splitting("model")), "has the axes .'data',. only"),
+        (fit(Splitting("model")),
+         "`param_spec` gave P.'model',. .*has the axes .'data',. only"),
         (fit(Unnamed()), "Unnamed has `row_axes` .'data'.*axes .'all'"),
         (lambda: make_small(offload="parameters"),
          "`offload` must be one of 'optimizer', None"),
