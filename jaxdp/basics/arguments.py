@@ -200,6 +200,39 @@ def check_call(
             ) from None
 
 
+def bind_method(where: str, method: Any, base: Callable[..., Any]) -> dict[str, str]:
+    """Returns the arguments of a method by name, each with its name in `base`, which
+    the method overrides.
+
+    Empty for some callables that are written in C, which have no signature.
+
+    Raises:
+        TypeError: if the method can't be called with the arguments of `base`.
+    """
+    _, *ours = inspect.signature(base).parameters.values()
+    bare = [p.replace(annotation=p.empty) for p in ours]
+    called = f"called with {inspect.Signature(bare)}; write `def {format_method(base)}`"
+    if not callable(method):
+        raise TypeError(f"{where} is {method!r}, but it must be a method, {called}.")
+    try:
+        signature = inspect.signature(method, follow_wrapped=False)
+    except ValueError:
+        return {}
+    by_name = {p.name: p.name for p in ours if p.kind is p.KEYWORD_ONLY}
+    in_order = [p.name for p in ours if p.name not in by_name]
+    try:
+        return signature.bind(*in_order, **by_name).arguments
+    except TypeError:
+        raise TypeError(f"{where} takes {signature}, but it is {called}.") from None
+
+
+def format_method(method: Callable[..., Any]) -> str:
+    """Returns the name and the arguments of a method, as in its `def`."""
+    parameters = inspect.signature(method).parameters.values()
+    bare = [p.replace(annotation=p.empty) for p in parameters]
+    return f"{method.__name__}{inspect.Signature(bare)}"
+
+
 def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
     if value not in choices:
         listed = ", ".join(map(repr, choices))

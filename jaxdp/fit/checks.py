@@ -32,6 +32,7 @@ from ..step import (
 )
 from ..strategies import DataParallel, Sharded
 from ..strategies.base import check_offload, make_row_blocks
+from ..strategies.method_checks import check_methods
 from .pass_metrics import split_metrics
 
 if TYPE_CHECKING:
@@ -181,6 +182,7 @@ def check_strategy_argument(strategy: Any) -> None:
             " Sharded(), FSDP(), ZeRO(), TensorParallel(...), Pmap() or SingleDevice();"
             f" got {strategy!r}."
         )
+    check_methods(strategy)
 
 
 def check_callbacks(

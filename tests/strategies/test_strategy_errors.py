@@ -36,6 +36,14 @@ class Unnamed(Own):
         self.mesh = mesh("all")
 
 
+def subclass(base, **members):
+    return type("Mine", (base,), members)
+
+
+def without_init(base):
+    return lambda: fit(subclass(base, __init__=lambda self: None)())()
+
+
 class Splitting(Sharded):
     def __init__(self, axis):
         super().__init__()
@@ -86,11 +94,29 @@ REFUSED = {
          r"weight of shape \(3, 4\): axis 0 of size 3"),
         (fit(Splitting("model")),
          "`param_spec` gave P.'model',. .*has the axes .'data',. only"),
+        (fit(subclass(Sharded, update_spec=lambda self, path, leaf: P("model"))()),
+         "`update_spec` gave P.'model',. .*has the axes .'data',. only"),
         (fit(Unnamed()), "Unnamed has `row_axes` .'data'.*axes .'all'"),
         (lambda: make_small(offload="parameters"),
          "`offload` must be one of 'optimizer', None"),
         (lambda: make_small(offload="optimizer", strategy=Own()),
          "`offload`='optimizer' needs a strategy with a mesh"),
+    ],
+    "methods": [
+        *[(without_init(base), "`Mine` has no `mesh`: call `super.*or set `mesh`")
+          for base in (DataParallel, Sharded, FSDP, TensorParallel, LocalSGD)],
+        *[(fit(subclass(base, **{name: method})()), rf"`Mine.{name}` .*`def {write}")
+          for base, name, method, write in [
+            (Sharded, "param_spec", lambda self, path: P(),
+             r"param_spec\(self, path, leaf\)`"),
+            (FSDP, "update_spec", lambda self, leaf: P(),
+             r"update_spec\(self, path, leaf\)`"),
+            (Sharded, "batch_spec", lambda self, path, leaf: P(),
+             r"batch_spec\(self, leaf\)`"),
+            (Sharded, "param_spec", P("data"), r"param_spec\(self, path, leaf\)`"),
+            (SingleDevice, "compile", lambda self, step, arguments, roles, results: 0,
+             r"compile\(self, step, arguments, roles, results, \*, donate="),
+        ]],
     ],
     "FSDP and ZeRO": [
         (lambda: ZeRO(stage=4), r"`stage` must be 1; got 4.*use FSDP\(\)"),
@@ -153,6 +179,28 @@ REFUSED = {
 def test_what_can_not_be_is_refused(provoke, words):
     with pytest.raises((ValueError, TypeError), match=words):
         provoke()
+
+
+@pytest.mark.parametrize("base, name, meant", [
+    (Sharded, "param_specs", "param_spec"),
+    (FSDP, "params_spec", "param_spec"),
+    (SingleDevice, "parma_spec", "param_spec"),
+    (Sharded, "batchSpec", "batch_spec"),
+    (FSDP, "upadte_spec", "update_spec"),
+    (Sharded, "colectives", "collectives"),
+])  # fmt: skip
+def test_a_misspelt_method_warns(base, name, meant):
+    text = rf"`Mine.{name}` is no method of a strategy.*`{meant}\(self"
+    with pytest.warns(UserWarning, match=text):
+        make_small(strategy=subclass(base, **{name: lambda self, *_: P()})())
+
+
+def test_other_methods_and_names_of_arguments_are_left_alone():
+    names = "placed compiled prepared row_spec batch_size find_spec spec_of collect"
+    members = {name: lambda self: 0 for name in names.split()}
+    members["param_spec"] = members["param_specs"] = lambda self, name, array: P()
+    members["batch_spec"] = lambda self, *leaf: P("data")
+    make_small(strategy=subclass(Sharded, **members)())
 
 
 @pytest.mark.parametrize("text", [

@@ -91,6 +91,9 @@ def test_parts_and_members_and_state_are_told():
 class Own(DataParallel):
     """A strategy that has no mesh."""
 
+    def place(self, state):
+        return state
+
 
 def test_models_and_strategies_of_other_kinds_are_shown():
     def loss_fn(model, x):
