@@ -10,7 +10,7 @@ from .batches import (
     make_read_only,
     take_until_error,
 )
-from .loader_state import Pass, Position, add_passes
+from .loader_state import Position
 from .open_loader import NO_LOADER, open_loader
 from .padding import Dispatch, Packer, Window, have_equal_shapes
 from .partition import GlobalPartition, LocalPartition, RowPartition

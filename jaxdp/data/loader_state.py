@@ -16,15 +16,6 @@ from typing import Any, Final, NamedTuple
 from ..basics.console import log_info_once
 
 
-class Pass(NamedTuple):
-    """The batches that were read in one pass over an iterator; JSON."""
-
-    epoch: int
-    num_batches: int = 0
-    has_ended: bool = False
-    """Whether the iterator was found to have no more."""
-
-
 class Position(NamedTuple):
     """The number of the next batch of an epoch, and how a loader gets there."""
 
@@ -35,17 +26,12 @@ class Position(NamedTuple):
     """The loader's state at the start of the epoch; JSON. None: its present one."""
     waypoint: Any = None
     """`{"batches": n, "state": ...}`: the loader's own state before batch `n`."""
-    passes: Any = None
-    """The passes over an iterator in another process, which are read again. `Source`
-    sets None where the loader starts the epoch again."""
+    num_yielded: int = 0
+    """The number of batches that an iterator yielded in another process, which are
+    skipped."""
 
 
 EPOCH_START: Final = Position()
-
-
-def add_passes(state: Any, passes: list[Pass]) -> Any:
-    """Returns a loader's state with the passes over it, if there are any."""
-    return {**(state or {}), "passes": passes} if passes else state
 
 
 class LoaderState:

@@ -16,11 +16,10 @@ from typing import Any, Final
 from ..basics.console import SafeStream
 from ..step import Batch
 from .conversion import normalize_batch
-from .loader_state import EPOCH_START, LoaderState, Pass, Position, add_passes
+from .loader_state import EPOCH_START, LoaderState, Position
 from .partition import RowPartition
 from .random_states import seed_globally
 
-_UNSEEDED: Final = contextlib.nullcontext()
 _EXHAUSTED: Final = object()
 """Marks the end of an iterator, where None would be a batch."""
 
@@ -60,7 +59,6 @@ class Source:
         shuffles: whether rows are known to come in another order than the dataset's,
             also outside of training.
         last_batch: the last one that an iterator was trained on.
-        passes: the passes over an iterator so far.
     """
 
     loader: Any
@@ -79,8 +77,6 @@ class Source:
         module = type(self.loader).__module__  # other iterators may start again
         self.is_single_use = self.is_iterator and module in ("builtins", "itertools")
         self.last_batch: Batch | None = None
-        self.passes: list[Pass] = []
-        self._num_read = 0  # batches of the last pass before `epoch_start`
         self._epoch: Any = None  # a generator
         self._waypoints: collections.deque[Any] = collections.deque(
             maxlen=_NUM_WAYPOINTS
@@ -106,18 +102,15 @@ class Source:
         return self.partition.split(batches, None if self.is_iterator else self._peek)
 
     def _resolve_position(self, position: Position) -> Position:
-        """Restores the state at the start of the epoch, or reads the present one.
-
-        Returns the position with this state. Its `passes` are None if the loader starts
-        the epoch again, so that batches are skipped up to the position. Else it is an
-        iterator that continues after these passes.
+        """Restores the loader's state at the start of the epoch, if the position has
+        it; otherwise the epoch starts from the present state. Returns the position with
+        this state.
         """
-        is_rewound = not self.is_iterator
         if position.state is None:
-            position = position._replace(state=self.state.read())
-        elif self.state.restore(position.state):
-            is_rewound = True
-        return position._replace(passes=None if is_rewound else position.passes or [])
+            return position._replace(state=self.state.read())
+        if self.state.restore(position.state):  # an iterator skips as others do
+            return position._replace(num_yielded=position.batches)
+        return position
 
     def end_epoch(self) -> None:
         """Ends the current epoch, even if it has more batches."""
@@ -141,12 +134,8 @@ class Source:
         """Returns the state at the start of the present pass, or the present one."""
         is_inside = self._epoch is not None and self._epoch.gi_frame
         if self.epoch_start and is_inside:
-            return add_passes(self.epoch_start.state, self.passes[:-1])
-        return add_passes(self.state.read(), self.passes)
-
-    def restore_pass_state(self, state: Any) -> None:
-        """Restores a result of `read_pass_state`; None changes nothing."""
-        self.state.restore(state)
+            return self.epoch_start.state
+        return self.state.read()
 
     def make_position(self, epoch: int, done: int) -> Position:
         """Returns the position of batch number `done`, also for another process.
@@ -162,14 +151,6 @@ class Source:
             each for each in reversed(self._waypoints) if each["batches"] < done
         )
         return Position(state=self.epoch_start.state, waypoint=next(waypoints, None))
-
-    def list_passes(self, epoch: int, done: int) -> list[Pass]:
-        """Returns the passes over an iterator before batch number `done`."""
-        passes, start = [*self.passes], self.epoch_start
-        if passes and start is not None and start.epoch == epoch:
-            # A batch that was read, but not trained on, comes again.
-            passes[-1] = Pass(epoch, self._num_read + done - start.batches)
-        return passes
 
     @property
     def can_peek(self) -> bool:
@@ -255,9 +236,6 @@ class IterableSource(Source):
     It gets to a position inside an epoch by the state that the loader publishes, or by
     reading all batches before it. With `seeds_draws`, the seed, the epoch and the batch
     decide the draws of global generators; without, they are as the user seeded them.
-
-    Iterators may start again, at their end, in `__iter__` or in `set_epoch`. So a new
-    process reads all earlier passes again, by the same calls in the same order.
     """
 
     seeds_draws: bool = True
@@ -266,102 +244,42 @@ class IterableSource(Source):
     _copies = True  # the loader may write the next batch into the same memory
 
     def _read(self, position: Position) -> Iterator[Batch]:
-        if self.is_training:
-            self._waypoints.clear()
-        if position.passes is None:
-            batches = self._seek(position)
-        else:
-            self._repeat_passes(position.passes)
-            batches = self._continue(position)
-        if self.is_training and self.state.has_own:
-            batches = self._record_waypoints(batches, position.batches)
-        return map(partial(normalize_batch, copy=self._copies), batches)
-
-    def _seek(self, position: Position) -> Iterator[Any]:
-        """Starts the epoch again, and skips the batches before a position."""
+        self.state.set_epoch(position.epoch)
         waypoint = position.waypoint if self.state.has_own else None
-        batches = self._start_pass(position.epoch, 0, waypoint)
-        if waypoint is not None and self.is_iterator:
-            if self.state.read_own() != waypoint["state"]:  # its `__iter__` starts over
-                self.state.restore(position.state)
-                waypoint, batches = None, self._start_pass(position.epoch)
-        self._skip(batches, position.batches - (waypoint["batches"] if waypoint else 0))
-        if waypoint is not None:
-            self.state.unload_own()
-            if self.is_training:
-                self._waypoints.append(waypoint)
-        return batches
-
-    def _continue(self, position: Position) -> Iterator[Any]:
-        """Returns the next batches of an iterator, in a new pass if an epoch starts."""
-        epoch, first = position.epoch, position.batches
-        last = self.passes[-1] if self.passes else None
-        if not first or last is None or last.epoch != epoch:
-            batches = self._start_pass(epoch, first)
-        elif last.has_ended:
-            batches = iter(())
-        else:
-            batches = self._pull(self.loader, epoch, first)
-        self._num_read = self.passes[-1].num_batches
-        return batches
-
-    def _repeat_passes(self, passes: list[Any]) -> None:
-        """Reads an iterator as another process did."""
-
-        def repeat() -> Iterator[Any]:
-            for epoch, num_batches, has_ended in passes:
-                batches = self._start_pass(epoch)
-                yield from itertools.islice(batches, num_batches)
-                if has_ended:
-                    next(batches, None)
-
-        batches = repeat()
-        try:
-            self._skip(batches, sum(num_batches for _, num_batches, _ in passes))
-            next(batches, None)
-        except BaseException:  # a checkpoint keeps the passes of the other process
-            self.passes.clear()
-            raise
-
-    def restore_pass_state(self, state: Any) -> None:
-        if state is not None:
-            position = Position(state=state, passes=state.get("passes"))
-            self._repeat_passes(self._resolve_position(position).passes or [])
-
-    def _start_pass(
-        self, epoch: int, first: int = 0, waypoint: Any = None
-    ) -> Iterator[Any]:
-        """Returns the batches of a new pass, from a waypoint on if there is one."""
-        self.state.set_epoch(epoch)
         if waypoint is not None:
             self.state.load_own(waypoint["state"])
-            first = waypoint["batches"]
-        if self.is_iterator:
-            self.passes.append(Pass(epoch))
-        process = self.partition.sampler_seed
-        seeds = self.seeds_draws
-        with seed_globally(self.seed, epoch, *process) if seeds else _UNSEEDED:
-            iterator = self._iterate()
-        return self._pull(iterator, epoch, first)
+            skipped = position.batches - waypoint["batches"]
+        else:
+            skipped = position.num_yielded if self.is_iterator else position.batches
+        first = position.batches - skipped
+        seeded = self.seeds_draws
+        batches = self._seed(position.epoch, first) if seeded else self._iterate()
+        self._skip(batches, skipped)
+        if waypoint is not None:
+            self.state.unload_own()
+        if self.is_training:
+            self._waypoints.clear()
+            self._waypoints.extend([waypoint] if waypoint is not None else [])
+            if self.state.has_own:
+                batches = self._record_waypoints(batches, position.batches)
+        return map(partial(normalize_batch, copy=self._copies), batches)
 
     def _iterate(self) -> Iterator[Any]:
         return iter(self.loader)
 
-    def _pull(self, iterator: Iterator[Any], epoch: int, first: int) -> Iterator[Any]:
-        """Yields the batches of `iterator`, the first of which has number `first`."""
-        process = self.partition.sampler_seed or (0,)
+    def _seed(self, epoch: int, first: int) -> Iterator[Any]:
+        """Yields the loader's batches, the first of which has number `first`, with the
+        global generators seeded before each one.
+        """
+        process = self.partition.sampler_seed
+        with seed_globally(self.seed, epoch, *process):
+            batches = self._iterate()
         for number in itertools.count(first):
-            if self.seeds_draws:
-                # The number 0 would repeat the seed of the iterator.
-                with seed_globally(self.seed, epoch, *process, number + 1):
-                    batch = next(iterator, _EXHAUSTED)
-            else:
-                batch = next(iterator, _EXHAUSTED)
-            has_ended = batch is _EXHAUSTED
-            if self.is_iterator:
-                count = self.passes[-1].num_batches + (not has_ended)
-                self.passes[-1] = Pass(epoch, count, has_ended)
-            if has_ended:
+            # The number 0 would repeat the seed of the iterator.
+            numbers = *(process or (0,)), max(0, number) + 1
+            with seed_globally(self.seed, epoch, *numbers):
+                batch = next(batches, _EXHAUSTED)
+            if batch is _EXHAUSTED:
                 return
             yield batch
 

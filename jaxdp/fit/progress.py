@@ -6,15 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 from ..basics.arguments import check_count, is_int, parse_duration
-from ..data import (
-    NO_LOADER,
-    Pass,
-    Position,
-    RowPartition,
-    Source,
-    Window,
-    add_passes,
-)
+from ..data import NO_LOADER, Position, RowPartition, Source, Window
 
 _ONLY: Final = "val"
 """The name of the validation loader, if there is only one."""
@@ -63,18 +55,15 @@ class Progress:
             is_same = last.loader is source.loader or self.batches_done
             marked = last.make_position(self.epoch, self.batches_done)
             self._position = marked if is_same else Position()
-        _keep_passes(last, source)
         self._source = source
         source.start_training()
         for name, val in vals.items():
-            _keep_passes(self._vals.get(name), val)
-            val.restore_pass_state(self._val_states.get(name))
+            val.state.restore(self._val_states.get(name))
         self._vals = {**vals}
         self._val_states = {} if vals else self._val_states
 
     def start_loader(self, source: Source) -> None:
         """Starts an epoch over, at the first batch of `source`."""
-        _keep_passes(self._source, source)
         self.batches_done = self.validated_at = 0
         self.val_metrics, self._position, self._source = {}, Position(), source
         source.start_training()
@@ -88,7 +77,7 @@ class Progress:
         """Moves to the first batch of the next epoch, whatever is left of this one."""
         self.epoch, self.batches_done = self.epoch + 1, 0
         self.validated_at, self.val_metrics, self.logged = 0, {}, {}
-        self._position = Position(passes=self._position.passes)
+        self._position = Position(num_yielded=self._position.num_yielded)
 
     def count_step(self, window: Window, rows: int) -> None:
         """Counts a step over the batches of `window`, which have `rows` real rows."""
@@ -110,9 +99,6 @@ class Progress:
             position = source.make_position(epoch, current.batches_done)
             if position.state is None:
                 position = position._replace(state=source.state.read())
-        if source is not None:
-            passes = source.list_passes(epoch, current.batches_done)
-            position = position._replace(state=add_passes(position.state, passes))
 
         states = dict(self._val_states)
         states |= {name: val.read_pass_state() for name, val in self._vals.items()}
@@ -142,25 +128,16 @@ class Progress:
         self.logged = state.get("logged", {})  # checkpoints of 0.2 lack this field
         self.validated_at = state["validated_at"]
         self._source = self.num_batches = None
-        source = partition.select_state(state["source"])
-        # Checkpoints of 0.2, and of other numbers of processes, have no passes.
-        passes = (source or {}).get("passes") or [Pass(self.epoch, self.batches_seen)]
         self._position = Position(
-            state=source,
+            state=partition.select_state(state["source"]),
             waypoint=partition.select_state(state["place"]),
-            passes=passes if self.batches_seen else None,
+            num_yielded=self.batches_seen,
         )
         saved = state["validation"]  # of the only loader, or of several by name
         is_named = isinstance(saved, dict) and all(n.startswith("val_") for n in saved)
         saved = saved if is_named else {_ONLY: saved}
         self._vals = {}
         self._val_states = {n: partition.select_state(s) for n, s in saved.items()}
-
-
-def _keep_passes(last: Source | None, source: Source) -> None:
-    """Lets a new source of the same iterator know of the passes over it."""
-    if last is not None and last.loader is source.loader:
-        source.passes = last.passes
 
 
 class FitArguments(NamedTuple):
