@@ -26,9 +26,9 @@ class Position(NamedTuple):
     """The loader's state at the start of the epoch; JSON. None: its present one."""
     waypoint: Any = None
     """`{"batches": n, "state": ...}`: the loader's own state before batch `n`."""
-    num_yielded: int = 0
+    num_yielded: int | None = 0
     """The number of batches that an iterator yielded in another process, which are
-    skipped."""
+    skipped. None: it continues its pass in this process."""
 
 
 EPOCH_START: Final = Position()

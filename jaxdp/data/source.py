@@ -13,13 +13,14 @@ from collections.abc import Generator, Iterator, Sized
 from functools import partial
 from typing import Any, Final
 
-from ..basics.console import SafeStream
+from ..basics.console import SafeStream, log_info_once
 from ..step import Batch
 from .conversion import normalize_batch
 from .loader_state import EPOCH_START, LoaderState, Position
 from .partition import RowPartition
 from .random_states import seed_globally
 
+_UNSEEDED: Final = contextlib.nullcontext()
 _EXHAUSTED: Final = object()
 """Marks the end of an iterator, where None would be a batch."""
 
@@ -244,16 +245,27 @@ class IterableSource(Source):
     _copies = True  # the loader may write the next batch into the same memory
 
     def _read(self, position: Position) -> Iterator[Batch]:
-        self.state.set_epoch(position.epoch)
+        if position.num_yielded is not None:
+            self.state.set_epoch(position.epoch)
         waypoint = position.waypoint if self.state.has_own else None
+        skipped = (position.num_yielded or 0) if self.is_iterator else position.batches
         if waypoint is not None:
             self.state.load_own(waypoint["state"])
             skipped = position.batches - waypoint["batches"]
-        else:
-            skipped = position.num_yielded if self.is_iterator else position.batches
-        first = position.batches - skipped
-        seeded = self.seeds_draws
-        batches = self._seed(position.epoch, first) if seeded else self._iterate()
+        is_lost = skipped > position.batches or not (position.state or {}).get("own")
+        may_restart = self.is_iterator and not self.is_single_use
+        if self.is_training and may_restart and is_lost:
+            text = (
+                f"`{self.argument}`: no checkpoint contains when the iterator"
+                f" {type(self.loader).__name__} starts again, so none is resumed after"
+                " its first pass. Give it `state_dict` and `load_state_dict` with JSON,"
+                " or pass an iterable whose `__iter__` starts an epoch, or a generator"
+                " if it never starts again."
+            )
+            if skipped > position.batches:
+                raise ValueError(text)
+            log_info_once(text)
+        batches = self._pull(position, position.batches - skipped, waypoint)
         self._skip(batches, skipped)
         if waypoint is not None:
             self.state.unload_own()
@@ -267,17 +279,19 @@ class IterableSource(Source):
     def _iterate(self) -> Iterator[Any]:
         return iter(self.loader)
 
-    def _seed(self, epoch: int, first: int) -> Iterator[Any]:
-        """Yields the loader's batches, the first of which has number `first`, with the
-        global generators seeded before each one.
+    def _pull(self, position: Position, first: int, waypoint: Any) -> Iterator[Any]:
+        """Yields the loader's batches, the first of which has number `first`. It calls
+        `__iter__` at most once, because an iterator may start again there.
         """
-        process = self.partition.sampler_seed
-        with seed_globally(self.seed, epoch, *process):
-            batches = self._iterate()
+        process, seeds = self.partition.sampler_seed, self.seeds_draws
+        with seed_globally(self.seed, position.epoch, *process) if seeds else _UNSEEDED:
+            batches = self.loader if position.num_yielded is None else self._iterate()
+        if waypoint is not None and self.is_iterator:
+            self.state.load_own(waypoint["state"])
         for number in itertools.count(first):
             # The number 0 would repeat the seed of the iterator.
-            numbers = *(process or (0,)), max(0, number) + 1
-            with seed_globally(self.seed, epoch, *numbers):
+            numbers = position.epoch, *(process or (0,)), number + 1
+            with seed_globally(self.seed, *numbers) if seeds else _UNSEEDED:
                 batch = next(batches, _EXHAUSTED)
             if batch is _EXHAUSTED:
                 return

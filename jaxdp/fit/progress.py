@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 from ..basics.arguments import check_count, is_int, parse_duration
+from ..basics.console import log_info
 from ..data import NO_LOADER, Position, RowPartition, Source, Window
 
 _ONLY: Final = "val"
@@ -23,7 +24,7 @@ class Progress:
             dispatch of several steps.
         epoch: the current epoch, counted from 0.
         batches_done: the completed batches of the current epoch.
-        batches_seen: the completed batches of all epochs.
+        batches_seen: the completed batches of the present loader, of all epochs.
         examples: the real rows of the current epoch so far.
         num_batches: the number of the epoch's batches, once its last one was read.
         is_epoch_complete: whether the epoch has no more batches, while its end runs:
@@ -52,13 +53,18 @@ class Progress:
         """Continues with `source`, after the completed batches of the epoch."""
         last = self._source
         if last is not None and last.epoch_start is not None:
-            is_same = last.loader is source.loader or self.batches_done
-            marked = last.make_position(self.epoch, self.batches_done)
-            self._position = marked if is_same else Position()
+            is_same, done = last.loader is source.loader, self.batches_done
+            marked = last.make_position(self.epoch, done)
+            is_inside = is_same and done and source.is_iterator
+            marked = marked._replace(num_yielded=None if is_inside else 0)
+            self._position = marked if is_same or done else Position()
+            self.batches_seen = self.batches_seen if is_same else 0
         self._source = source
         source.start_training()
         for name, val in vals.items():
-            val.state.restore(self._val_states.get(name))
+            is_restored = val.state.restore(self._val_states.get(name))
+            if val.is_iterator and name in self._val_states and not is_restored:
+                log_info(f"`{val.argument}` starts again: it has no JSON `state_dict`")
         self._vals = {**vals}
         self._val_states = {} if vals else self._val_states
 
