@@ -440,7 +440,8 @@ trainer.model <- lightning_module network net learn unwrapped_model weights para
     model_wrapped
 trainer.state.params <- params
 trainer.state.opt_state <- optimizers optimizer opt opt_state
-trainer.hyperparams, of optax.inject_hyperparams <- lr learning_rate lr_scheduler
+trainer.hyperparams, of optax.inject_hyperparams, and to set one
+    trainer.set_hyperparams(learning_rate=...) <- lr learning_rate lr_scheduler
     lr_schedulers lr_scheduler_configs scheduler get_last_lr
 trainer.callback_metrics <- logged_metrics progress_bar_metrics metrics loss get_metrics
 trainer.log(name, value) <- log_metrics log_dict save_metrics

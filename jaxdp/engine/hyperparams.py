@@ -86,6 +86,9 @@ def convert_hyperparams(
     for name, value in values.items():
         if name not in current:
             names = ", ".join(map(repr, current)) or "none"
+            rates = [n for n in LEARNING_RATES if n in current]
+            if name in LEARNING_RATES and rates:
+                names += f"; for {name!r} write {rates[0]!r}"
             raise ValueError(
                 f"`set_hyperparams`: the optimizer's state has no {name!r}; there are"
                 f" {names}. Only numbers and arrays that optax.inject_hyperparams was"

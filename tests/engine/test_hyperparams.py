@@ -144,6 +144,7 @@ COUNTED = optax.inject_hyperparams(lambda k: optax.trace(0.1 * k))(k=1)
 RATE = "learning_rate"
 REFUSED = {
     "unknown": (injected(), {"rate": 1.0}, "no 'rate'; there are 'lea"),
+    "another word": (injected(), {"lr": 1.0}, "for 'lr' write 'learning_rate'"),
     "ambiguous": (SEVERAL["partition"][0], {RATE: 0.1},
         "no 'learning_rate'; there are 'thin/learning_rate', 'wide/learning_rate'"),
     "plain": (optax.sgd(0.1), {RATE: 1.0}, "inject_hyperparams"),

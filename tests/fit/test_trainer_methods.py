@@ -200,6 +200,7 @@ def test_all_unknown_arguments_are_told_of_at_once():
     ("shoud_stop", "trainer.should_stop"),
     ("global_steps", "trainer.global_step"),
     ("callback_metric", "trainer.callback_metrics"),
+    ("learning_rate", r".* to set one trainer.set_hyperparams\(learning_rate=...\)"),
 ])  # fmt: skip
 def test_attributes_by_other_names_are_refused(name, instead):
     trainer = make_small()
