@@ -156,8 +156,13 @@ def _check_is_checkpoint(path: str) -> None:
     check_name("path", path)
     inside = sorted(os.listdir(path)) if os.path.isdir(path) else []
     if not {"state", "meta"} <= set(inside):
-        steps = [name for name in inside if name.isdecimal()]
-        hint = f" It has checkpoints in it: {', '.join(steps[:20])}." if steps else ""
+        steps, hint = sorted(filter(str.isdecimal, inside), key=int), ""
+        if steps:
+            hint = (
+                f" It has checkpoints in it: {', '.join(steps[-20:])}. Pass"
+                f" {os.path.join(path, steps[-1])}; or, to resume from the newest,"
+                f" fit(..., ckpt_path='auto') with a ModelCheckpoint({path!r})."
+            )
         raise FileNotFoundError(
             f"`path`: there is no checkpoint at {path} (a folder with `state` and"
             f" `meta` in it).{hint}"

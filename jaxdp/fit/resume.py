@@ -8,6 +8,7 @@ from .. import checkpoint
 from ..basics.arguments import check_is_local
 from ..basics.console import log_info, warn
 from ..basics.files import expand_path
+from ..basics.tracebacks import NoteOnError
 from ..callbacks import ModelCheckpoint
 from ..callbacks.state_matching import match_state
 from ..checkpoint import CheckpointCorrupt
@@ -64,7 +65,8 @@ def load_by_name(
                 f"`ckpt_path`={os.fspath(where)!r} is none of {words}, and there is"
                 f" nothing at {path}."
             )
-        return path, load(path)
+        with NoteOnError(f"`path` is the argument `ckpt_path`={os.fspath(where)!r}"):
+            return path, load(path)
 
     # A word names one of the checkpoints that the callbacks have saved.
     savers, kind = find_savers(trainer), "a ModelCheckpoint"

@@ -217,3 +217,8 @@ def test_load_model_takes_the_last_where_nothing_says_which_is_best(tmp_path, ca
     empty.mkdir()
     with pytest.raises(FileNotFoundError, match=f"no checkpoint at {empty}"):
         jaxdp.load_model(empty, like=Mlp(jax.random.key(1)))
+
+    (tmp_path / "by hand" / "10").mkdir()
+    match = r"(?s)in it: 9, 10\. Pass .*/10; .*'auto'\) with .*argument `ckpt_path`='"
+    with pytest.raises(FileNotFoundError, match=match):
+        trainer.fit(TRAIN, max_epochs=4, ckpt_path=tmp_path / "by hand")
