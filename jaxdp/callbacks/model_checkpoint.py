@@ -109,6 +109,7 @@ class ModelCheckpoint(MonitorCallback):
             every_n_epochs = 1
 
         self._follows_trainer = dirpath is None
+        self._word = dirpath  # may be meant for `monitor`
         self.dirpath = None
         if dirpath is not None:
             check_is_local("dirpath", dirpath)
@@ -190,6 +191,12 @@ class ModelCheckpoint(MonitorCallback):
     def on_fit_start(self, trainer: Trainer) -> None:
         super().on_fit_start(trainer)
         self._saved_at = time.monotonic()
+        if self.monitor is None and (name := self._word) in trainer.record.names:
+            raise ValueError(
+                f"`ModelCheckpoint({name!r})`: the first argument is the folder, and"
+                f" {name!r} is a logged value. To keep the best by this value, pass"
+                f" monitor={name!r}; for a folder of this name, './{name}'."
+            )
 
     def on_train_batch_end(
         self, trainer: Trainer, metrics: Any, batch_idx: int

@@ -80,6 +80,7 @@ NO_RATE = r"keeps no learning rate.*\(%s.*inject_hyperp.*Monitor\(schedule="
       for kind in (CSVLogger, TensorBoardLogger)),
     ([WeightAveraging(), WeightAveraging()], None,
      "each choose the weights for evaluation"),
+    (lambda: [ModelCheckpoint("val_loss")], None, "folder.*monitor='val_loss'"),
     ([ReduceLROnPlateau()], optax.sgd(0.1), "ReduceLROnPlateau.*inject_hyperparams"),
     ([ReduceLROnPlateau()], injected(SCHEDULE),
      "set by a schedule"),
@@ -90,6 +91,7 @@ def test_what_can_not_be_in_a_fit_is_refused(
     tmp_path, monkeypatch, callbacks, optimizer, match
 ):
     monkeypatch.chdir(tmp_path)
+    callbacks = callbacks() if callable(callbacks) else callbacks
     trainer = linear_on_one_device(*callbacks, optimizer=optimizer)
     with pytest.raises(ValueError, match=match):
         trainer.fit(batches(8), batches(8))
