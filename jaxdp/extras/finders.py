@@ -140,6 +140,8 @@ def lr_find(
             many times the best one; None never stops. A loss that is not finite is the
             last one in any case.
     """
+    if not isinstance(trainer, Trainer):
+        raise TypeError(f"`trainer` must be a jaxdp.Trainer; got {trainer!r}.")
     if not 0 < min_lr < max_lr:
         raise ValueError(
             f"`min_lr`={min_lr} and `max_lr`={max_lr} must be positive, and the first"

@@ -143,6 +143,8 @@ REFUSED = {
          "iterator without a length.*max_steps"),
     ],
     "lr_find": [
+        (lambda: lr_find("x", batches(8), optimizer=optax.adam), TypeError,
+         "`trainer` must be a jaxdp.Trainer; got 'x'"),
         (lambda: find_rate(min_lr=1.0, max_lr=0.1), ValueError,
          "the first less than the second"),
         (lambda: find_rate(num_training=1), ValueError, "must be 2 or more"),
