@@ -92,6 +92,11 @@ def join_numbers(noun: str, numbers: Iterable[int]) -> str:
     return f"{plural} {', '.join(first)} and {last}" if first else f"{noun} {last}"
 
 
+def add_article(noun: str) -> str:
+    """Returns "an int", "an ndarray" or "a str"."""
+    return f"{'an' if noun.lower().startswith((*'aeio', 'nd')) else 'a'} {noun}"
+
+
 def join_some(names: Iterable[str], between: str = ", ") -> str:
     """Returns "a, b, c, d, e and 4 more"."""
     names = list(names)

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from ..basics.arguments import check_count, checks_arguments
+from ..basics.console import add_article
 from ..basics.host_memory import use_auto_axes
 from ..step import Batch, find_batched_leaves, map_row_leaves, to_user_batch
 from .batches import select_on_device
@@ -152,9 +153,9 @@ def _collect_columns(tree: Any) -> tuple[list[Any], int]:
             array = np.asarray(leaf) if is_on_host else leaf  # on the host
         if array is None or (has_rows and not array.ndim):
             raise TypeError(
-                f"`Arrays`: {name} is a {type(leaf).__name__}, and must be an array"
-                " with rows: np.asarray(...) of a list or a column of a table,"
-                " x.filled(0) of a masked array."
+                f"`Arrays`: {name} is {add_article(type(leaf).__name__)}, and must be"
+                " an array with rows: np.asarray(...) of a list or a column of a table,"
+                " df.to_numpy() of a DataFrame, x.filled(0) of a masked array."
             )
         if has_rows:
             is_array = isinstance(leaf, np.ndarray | jax.Array)

@@ -9,7 +9,7 @@ from typing import Any, Final
 import jax
 import numpy as np
 
-from ..basics.console import join_some
+from ..basics.console import add_article, join_some
 from ..basics.tree import is_key
 from ..step import NOTHING, Batch, KeyData, SingleRowBatch, find_batched_leaves
 from .batches import leaf_name, take_until_error
@@ -127,10 +127,10 @@ def _convert(leaf: Any, batch: Any, index: int, copy: bool) -> Any:
         if hasattr(leaf, "layout"):  # a sparse tensor's
             kind += f", {leaf.layout}"
         raise TypeError(
-            f"{leaf_name(batch, index)} is a {kind}, and a batch can only have arrays"
-            " of numbers. Drop or convert it in the dataset or in the loader's"
-            " `collate_fn`: dict(x) of a mapping, x.filled(0) of a masked array, and"
-            " jax.tree_util.register_dataclass for a dataclass."
+            f"{leaf_name(batch, index)} is {add_article(kind)}, and a batch can only"
+            " have arrays of numbers. Drop or convert it in the dataset or in the"
+            " loader's `collate_fn`: dict(x) of a mapping, x.filled(0) of a masked"
+            " array, and jax.tree_util.register_dataclass for a dataclass."
         )
     if not array.dtype.isnative:  # big-endian, as some files are
         array = array.astype(array.dtype.newbyteorder("="))

@@ -7,6 +7,8 @@ from typing import Any, Final
 
 import jax
 
+from ..basics.arguments import is_int
+from ..basics.console import add_article
 from ..step import NOTHING, Batch
 from .arrays import Arrays, ArraysSource
 from .partition import RowPartition
@@ -55,13 +57,15 @@ def open_loader(
         kinds = {hasattr(x, "dtype") for x in loader if not isinstance(x, Mapping)}
         is_batch = kinds == {True}
     if is_dataset or is_batch or not _is_iterable(loader):
-        kind = f"a {type(loader).__name__}" + " of arrays" * is_batch
+        kind = add_article(type(loader).__name__) + " of arrays" * is_batch
+        is_epochs = argument == "val_loader" and is_int(loader)
+        hint = f" (For {loader} epochs: max_epochs={loader}.)" if is_epochs else ""
         raise TypeError(
             f"`{argument}` is {kind}, not an iterable of batches; pass a list or a"
             " generator of (x, y) batches; of arrays x and y one loader of both,"
             " jaxdp.Arrays(x, y, batch_size=32), and of x alone jaxdp.Arrays(x); of a"
             " dataset of examples torch.utils.data.DataLoader(dataset, batch_size)."
-            " (The trainer has its model: Trainer(model).fit(loader).)"
+            f" (The trainer has its model: Trainer(model).fit(loader).){hint}"
         )
     if not isinstance(loader, list | tuple):
         # It draws from global generators as the user has seeded them.

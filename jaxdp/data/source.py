@@ -189,9 +189,10 @@ class Source:
 
     def explain_no_batches(self) -> str:
         """Returns the message for an epoch without batches."""
+        limit = f"limit_{self.argument.partition('loader')[0]}batches"
         return (
             f"`{self.argument}` gave no batches. Is the dataset empty, shorter than one"
-            " batch with drop_last=True, a generator exhausted, or a limit 0?"
+            f" batch with drop_last=True, a generator exhausted, or `{limit}` 0?"
         )
 
     def _track(

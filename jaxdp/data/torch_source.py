@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils import data
 
-from ..basics.console import log_info_once, warn
+from ..basics.console import add_article, log_info_once, warn
 from ..step import Batch
 from .conversion import as_numpy, fetch_rows, normalize_batch
 from .loader_state import Position, has_state_dict, is_torchdatas
@@ -105,9 +105,9 @@ class TorchMapSource(_TorchSource):
             for name, kind in _find_copied_generators(node):
                 warn(
                     f"`{self.argument}`: each of its workers has a copy of the {part}'s"
-                    f" `{name}`, a {kind}, and all draw the same from it. Draw from"
-                    " np.random, random or torch instead, which are seeded for each"
-                    " batch."
+                    f" `{name}`, {add_article(kind)}, and all draw the same from it."
+                    " Draw from np.random, random or torch instead, which are seeded"
+                    " for each batch."
                 )
         for sampler in self.state.custom_samplers:
             is_saved = has_state_dict(sampler) or hasattr(sampler, "set_epoch")

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..basics.arguments import check_count, checks_arguments
+from ..basics.console import add_article
 
 
 @checks_arguments
@@ -33,8 +34,8 @@ def steps_of(
         batches = len(loader)  # type: ignore[arg-type]
     except TypeError:
         raise TypeError(
-            f"`loader` is a {type(loader).__name__} without a length, so its steps are"
-            " not known before the first epoch. Give the schedule a number of steps,"
-            " and `fit` the same `max_steps`."
+            f"`loader` is {add_article(type(loader).__name__)} without a length, so its"
+            " steps are not known before the first epoch. Give the schedule a number of"
+            " steps, and `fit` the same `max_steps`."
         ) from None
     return max_epochs * -(-batches // accumulate_grad_batches)

@@ -1,5 +1,6 @@
 """Validates the arguments of a trainer before compilation; logs what it trains."""
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -14,8 +15,8 @@ from jaxtyping import PyTree
 import jaxdp
 
 from .. import losses
-from ..basics.arguments import check_count, check_is_local, check_number
-from ..basics.console import join_numbers, log_info, log_info_once
+from ..basics.arguments import check_count, check_is_local, check_number, is_number
+from ..basics.console import add_article, join_numbers, log_info, log_info_once
 from ..basics.tree import describe_difference, find_nodes, leaf_path
 from ..callbacks import Callback, check_hooks
 from ..distributed import get_process_group
@@ -100,9 +101,10 @@ def check_parts(arguments: Mapping[str, Any]) -> None:
     for part in parts:
         if not isinstance(part, Part):
             raise TypeError(
-                f"`optimizer` is a list with a {type(part).__name__}; every element"
-                " must be a jaxdp.Part(params, loss_fn, optimizer). For one loss and"
-                " several optimizers use optax.partition, or optax.chain for stages."
+                f"`optimizer` is a list with {add_article(type(part).__name__)}; every"
+                " element must be a jaxdp.Part(params, loss_fn, optimizer). For one"
+                " loss and several optimizers use optax.partition, or optax.chain for"
+                " stages."
             )
         check_optimizer(part.optimizer)
         check_count("every", part.every)
@@ -156,22 +158,28 @@ def check_model(model: Any, *, must_be_callable: bool) -> None:
         return
     if not callable(model):
         raise TypeError(
-            f"`model` is a {kind}, which can't be called; it must be an Equinox model,"
-            " called on one example. For other pytrees, as a list of models, pass"
-            " `loss_fn(model, *batch)`, or a list of jaxdp.Part(...) as `optimizer`."
-            " Equal models train side by side as an ensemble: see docs/ensembles.md."
+            f"`model` is {add_article(kind)}, which can't be called; it must be an"
+            " Equinox model, called on one example. For other pytrees, as a list of"
+            " models, pass `loss_fn(model, *batch)`, or a list of jaxdp.Part(...) as"
+            " `optimizer`. Equal models train side by side as an ensemble: see"
+            " docs/ensembles.md. A loader goes to `fit`."
         )
     check_training_flags(model)
 
 
 def check_optimizer(optimizer: Any) -> None:
     if not isinstance(optimizer, optax.GradientTransformation):
-        is_short = isinstance(optimizer, str) or callable(optimizer)
+        is_rate, hint = is_number(optimizer), "."
+        is_short = isinstance(optimizer, str) or callable(optimizer) or is_rate
         came = optimizer if is_short else type(optimizer)
+        if is_rate:
+            hint = f". For this rate, pass optax.adam({optimizer})."
+        elif inspect.isfunction(optimizer):
+            hint = ". For a schedule, pass optax.adam(schedule)."
         raise TypeError(
             "`optimizer` must be an optax.GradientTransformation, as optax.adam(1e-3)"
             " returns (and `gradient_transformation()` of optax.MultiSteps), or a list"
-            f" of jaxdp.Part; got {'' if is_short else 'an instance of '}{came!r}."
+            f" of jaxdp.Part; got {'' if is_short else 'an instance of '}{came!r}{hint}"
         )
 
 
@@ -287,10 +295,15 @@ def split_model(
 
     if not jax.tree.leaves(params):
         count = len(jax.tree.leaves(arrays))
+        hint = ""
+        if not count:
+            hint = (
+                " A function as jax.vmap(model) has no arrays: pass the model itself."
+            )
         raise ValueError(
             f"`model` has no trainable parameters: {count} arrays,"
             f" {len(jax.tree.leaves(inexact))} of them floating point, and 0 selected"
-            " by `filter_spec`."
+            f" by `filter_spec`.{hint}"
         )
     paths: dict[int, str] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:

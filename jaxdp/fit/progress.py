@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 from ..basics.arguments import check_count, is_int, parse_duration
-from ..basics.console import log_info
+from ..basics.console import add_article, log_info
 from ..data import NO_LOADER, Position, RowPartition, Source, Window
 
 _ONLY: Final = "val"
@@ -340,9 +340,9 @@ def _check_val_source(val: Source, train: Source, limit: int | None) -> None:
         )
     if val.is_single_use and limit is None:
         raise ValueError(
-            f"`{val.argument}` is a {type(val.loader).__name__}, which can be"
-            f" iterated once; pass a list of its batches, list({val.argument}),"
-            " or what it iterates over."
+            f"`{val.argument}` is {add_article(type(val.loader).__name__)}, which can"
+            f" be iterated once; pass a list of its batches, list({val.argument}), or"
+            " what it iterates over."
         )
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from .. import losses
+from ..basics.console import add_article
 
 
 class LossOutput(NamedTuple):
@@ -165,9 +166,10 @@ def describe(value: Any) -> str:
     """Returns the kind of a value in words, and its shape or parts."""
     if eqx.is_array(value):
         return f"an array of shape {value.shape}"
+    kind = add_article(type(value).__name__)
     if isinstance(value, tuple | list):
         kinds = ("array" if eqx.is_array(x) else type(x).__name__ for x in value[:5])
-        return f"a {type(value).__name__} of {len(value)} ({', '.join(kinds)})"
+        return f"{kind} of {len(value)} ({', '.join(kinds)})"
     if isinstance(value, Mapping):
-        return f"a {type(value).__name__} with keys {list(value)}"
-    return f"a {type(value).__name__}"
+        return f"{kind} with keys {list(value)}"
+    return kind

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
+from ..basics.console import add_article
 from .micro_batch import Group
 from .objective import ObjectiveOutput
 
@@ -222,8 +223,8 @@ def run_step_hooks(
         if not isinstance(values, dict):
             owner = type(getattr(hook, "__self__", hook)).__name__
             raise TypeError(
-                f"{owner}.inside_step returned a {type(values).__name__}; it must"
-                " return a dict of named arrays."
+                f"{owner}.inside_step returned {add_article(type(values).__name__)}; it"
+                " must return a dict of named arrays."
             )
         inside = add_values(inside, values, facts)
     return inside

@@ -52,5 +52,5 @@ def test_arrays_become_native_and_of_32_bits(given, dtype):
 
 def test_long_doubles_are_refused_with_their_place():
     batch = (np.ones(2, np.float32), np.ones(2, np.longdouble))
-    with pytest.raises(TypeError, match=r"batch\[1\] is a ndarray of dtype"):
+    with pytest.raises(TypeError, match=r"batch\[1\] is an ndarray of dtype"):
         normalize_batch(batch)

@@ -11,6 +11,7 @@ from toys import NormNet, batches, linear, mlp, mlp_trainer
 from toys import make_small as make
 
 from jaxdp import (
+    Arrays,
     Callback,
     Ensemble,
     LocalSGD,
@@ -81,7 +82,12 @@ INJECTED = optax.inject_hyperparams(optax.adam)(1e-3)
 @pytest.mark.parametrize("arguments, error, message", [
     ({"model": eqx.nn.MLP}, TypeError, "`model` is the class MLP, not an instance"),
     ({"model": {"w": jnp.ones(3)}}, TypeError, "`model` is a dict, which can't be"),
+    ({"model": Arrays(X)}, TypeError, "`model` is an Arrays, .*A loader goes to `fit`"),
     ({"model": lambda x: x}, ValueError, "`model` has no trainable parameters: 0 "),
+    ({"model": jax.vmap(mlp())}, ValueError, r"has no arrays: pass the model itself"),
+    ({"optimizer": 0.001}, TypeError, r"got 0\.001\. .* pass optax\.adam\(0\.001\)"),
+    ({"optimizer": optax.linear_schedule(0.1, 0.0, 10)}, TypeError,
+     r"For a schedule, pass optax\.adam\(schedule\)"),
     ({"model": Trains(4, 3, key=jax.random.key(0))}, TypeError,
      "`train`, which is not passed, so that its default.* Call it `training`"),
     ({"model": Needs(4, 3, key=jax.random.key(0))}, TypeError,
@@ -241,7 +247,8 @@ WRONG = ValueError, TypeError
     ({"val_check_interval": 0.4}, WRONG, "of 2 batches is less than one batch"),
     ({"val_check_interval": 9}, WRONG, "more than the 2 batches"),
     ({"check_val_every_n_epoch": 0}, WRONG, "must be 1 or more"),
-    ({"limit_train_batches": 0}, WRONG, "gave no batches"),
+    ({"limit_train_batches": 0}, WRONG, "no batches.*or `limit_train_batches` 0"),
+    ({"val_loader": 10}, TypeError, r"an int, .*\(For 10 epochs: max_epochs=10"),
     ({"min_epochs": 3}, ValueError, "`min_epochs`=3 is more than `max_epochs`=1"),
     ({"min_steps": 3, "max_steps": 2}, ValueError,
      "`min_steps`=3 is more than `max_steps`=2"),
@@ -294,7 +301,7 @@ def test_what_can_not_be_made_or_asked_for_is_refused(provoke, error, match):
 @pytest.mark.parametrize("loader, limit, match", [
     (batches(8), -1, "`limit_batches` must be 0 or more"),
     (iter(batches(8)), 0.5, "share of an epoch"),
-    (batches(8), 0, "gave no batches.*a limit 0"),
+    (batches(8), 0, "gave no batches.*or `limit_batches` 0"),
 ])  # fmt: skip
 def test_limits_that_can_not_be_are_errors(method, loader, limit, match):
     with pytest.raises(ValueError, match=match):

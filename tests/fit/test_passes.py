@@ -208,7 +208,7 @@ def test_mistakes_in_loaders_are_told():
     with pytest.raises(TypeError, match="`val_loader` is a list of 2 loaders.*'clean'"):
         trainer.fit(DATA, [map(tuple, CLEAN), map(tuple, SHIFTED)])
     with pytest.raises(
-        TypeError, match=r"`val_loader\['x'\]` is a ndarray, not an iter"
+        TypeError, match=r"`val_loader\['x'\]` is an ndarray, not an iter"
     ):
         trainer.fit(DATA, {"x": np.ones((4, 4)), "y": np.ones(4)})
     for wrong in {}, {0: CLEAN}, {"": CLEAN}, {1: CLEAN, "1": SHIFTED}:
