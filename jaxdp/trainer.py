@@ -72,7 +72,8 @@ class Trainer(Generic[Model]):
             how many are completed) and `training` (a bool). It returns the loss or
             `(loss, metrics)`, followed by the new state if it takes one. A loss is
             `(batch,)`, a scalar that is the mean of the batch, or a pair `(values,
-            weights)`, both `(batch, ...)`, for a weighted mean over the set.
+            weights)`, both `(batch, ...)`, for a weighted mean over the set. A scalar
+            is taken as it is: with `mask`, divide by `mask.sum()`.
         metrics: names from `jaxdp.losses.METRICS`, or `{name: criterion}`, for training
             and validation. One value per row, or `(values, weights)`, is averaged
             exactly over all rows; a scalar is averaged over batches, weighted by their
