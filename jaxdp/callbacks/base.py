@@ -152,6 +152,7 @@ class Callback:
         self, grads: PyTree, updates: PyTree, state: Any
     ) -> dict[str, Array]:
         """Traced into the compiled step; returns values for the step's `metrics`.
+        Scalars reach every logger; other arrays only `on_train_batch_end`.
 
         Args:
             grads: the gradients of the trained leaves, each in the shape of its leaf;

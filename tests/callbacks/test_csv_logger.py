@@ -3,10 +3,11 @@
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toys import At, Recorder, batches, linear_trainer, read_table
+from toys import At, On, Recorder, batches, linear_trainer, read_table
 
 from jaxdp.callbacks import CSVLogger, LearningRateMonitor
 
@@ -45,6 +46,24 @@ def test_the_table_has_a_row_per_logged_step_and_per_epoch(tmp_path):
             assert float(row["epoch_loss"]) == history["loss"][epoch]
             assert float(row["val_accuracy"]) == history["val_accuracy"][epoch]
             assert row["lr"] == ""
+
+
+@pytest.mark.parametrize("value, in_table", [
+    (jnp.float32(2), True),
+    (jnp.ones(3), False),
+    (jnp.ones((1, 2)), False),
+])  # fmt: skip
+def test_scalars_of_a_step_reach_the_table_and_other_arrays_hooks_alone(
+    value, in_table, tmp_path
+):
+    seen = []
+    values = On(
+        inside_step=lambda grads, updates, state: {"mine": value},
+        on_train_batch_end=lambda trainer, metrics, _: seen.append(metrics["mine"]),
+    )
+    linear_trainer(values, CSVLogger(tmp_path)).fit(batches(8, 8))
+    np.testing.assert_array_equal(seen, [value] * 2)
+    assert any(row.get("mine") for row in read_table(tmp_path)) == in_table
 
 
 def test_a_second_fit_continues_the_table_and_may_add_columns(tmp_path):
