@@ -290,6 +290,7 @@ def _chain(name: str, bound: tuple[Callable[..., None], ...]) -> Callable[..., N
                     _chain(name, bound[number:])(*arguments)
                 if isinstance(exception, StopIteration):  # which generators lose
                     wrong = RuntimeError(f"{name} raised StopIteration: catch it there")
+                    note_callback(wrong, hook, name)
                     raise wrong.with_traceback(exception.__traceback__) from exception
                 raise
 

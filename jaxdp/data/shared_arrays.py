@@ -10,7 +10,6 @@ import io
 import mmap
 import os
 import pickle
-from collections.abc import Sequence
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from multiprocessing.reduction import DupFd, ForkingPickler
 from typing import Any, Final
@@ -27,31 +26,77 @@ class SharedArrays:
     """A file in memory with copies of arrays."""
 
     def __init__(self) -> None:
-        self.file = -1
-        self.size = 0
-        self._places: dict[tuple[int, int], slice] = {}
-        # They stay alive, so that no other array gets the same address.
-        self._arrays: list[np.ndarray] = []
+        self._file = -1
+        self._size = 0
+        # The arrays stay alive until `close`, so that no other gets the same id.
+        self._places: dict[int, tuple[np.ndarray, int]] = {}
 
-    def add(self, buffer: pickle.PickleBuffer) -> slice:
-        """Returns the place of a buffer's bytes, which are copied at the first call."""
-        array = np.frombuffer(buffer.raw(), np.uint8)
-        key = array.ctypes.data, array.nbytes
-        if self.file < 0:
-            self.file = os.memfd_create("arrays")
-        if key not in self._places:
-            start = -(-self.size // _ALIGNMENT) * _ALIGNMENT
-            self.size = start + array.nbytes
-            self._places[key] = slice(start, self.size)
-            self._arrays.append(array)
-            while start < self.size:  # a call writes 2 GiB at most
-                start += os.pwrite(self.file, array[start - self.size :].data, start)
-        return self._places[key]
+    def add(self, array: np.ndarray) -> int:
+        """Returns where in the file a contiguous array is; the first call copies it.
+
+        Raises:
+            OSError: if the file can't be made or written.
+        """
+        if id(array) not in self._places:
+            if self._file < 0:
+                self._file = os.memfd_create("arrays")
+            data = array.ravel("K").view(np.uint8)
+            start = -(-self._size // _ALIGNMENT) * _ALIGNMENT
+            done = 0
+            while done < data.size:  # a call writes 2 GiB at most
+                done += os.pwrite(self._file, data[done:].data, start + done)
+            self._size = start + done
+            self._places[id(array)] = array, start
+        return self._places[id(array)][1]
 
     def close(self) -> None:
         """Closes the file, whose memory is freed as soon as no worker maps it."""
-        if self.file >= 0:
-            os.close(self.file)
+        if self._file >= 0:
+            os.close(self._file)
+        self._file, self._size = -1, 0
+        self._places.clear()
+
+    def __reduce__(self) -> Any:
+        return _map_file, (DupFd(self._file),)
+
+
+def _map_file(file: Any) -> mmap.mmap:
+    """Maps the file in a worker. What a worker writes there, only it can see."""
+    fd = file.detach()
+    memory = mmap.mmap(fd, os.fstat(fd).st_size, access=mmap.ACCESS_COPY)
+    os.close(fd)
+    return memory
+
+
+def _make_array(
+    memory: mmap.mmap, start: int, shape: tuple[int, ...], dtype: np.dtype, order: Any
+) -> np.ndarray:
+    return np.ndarray(shape, dtype, memory, start, order=order)
+
+
+class _Pickler(ForkingPickler):
+    """Pickles as multiprocessing does, but puts large arrays into a file."""
+
+    def __init__(self, file: io.BytesIO, arrays: SharedArrays):
+        super().__init__(file)
+        self._arrays = arrays
+
+    def reducer_override(self, value: Any) -> Any:
+        if (
+            type(value) is not np.ndarray
+            or value.nbytes < _MIN_BYTES
+            or value.dtype.hasobject
+            or not value.flags.forc
+            or not hasattr(os, "memfd_create")
+        ):
+            return NotImplemented
+        try:
+            start = self._arrays.add(value)
+        except OSError:
+            return NotImplemented
+        order = "C" if value.flags.c_contiguous else "F"
+        parts = self._arrays, start, value.shape, value.dtype, order
+        return _make_array, parts
 
 
 class _Worker(ForkServerProcess):
@@ -63,36 +108,17 @@ class _Worker(ForkServerProcess):
     arrays: SharedArrays
 
     def __reduce__(self) -> Any:
-        places = []
-
-        def is_pickled(buffer: pickle.PickleBuffer) -> bool:
-            if buffer.raw().nbytes < _MIN_BYTES or not hasattr(os, "memfd_create"):
-                return True
-            places.append(self.arrays.add(buffer))
-            return False
-
-        pickled = io.BytesIO()
-        ForkingPickler(pickled, 5, True, is_pickled).dump(
-            {name: value for name, value in vars(self).items() if name != "arrays"}
-        )
-        file = DupFd(self.arrays.file) if places else None
-        return _unpickle_worker, (pickled.getvalue(), file, self.arrays.size, places)
+        state, pickled = vars(self).copy(), io.BytesIO()
+        _Pickler(pickled, state.pop("arrays")).dump(state)
+        return _unpickle_worker, (pickled.getvalue(),)
 
 
-def _unpickle_worker(
-    pickled: bytes, file: Any, size: int, places: Sequence[slice]
-) -> _Worker:
+def _unpickle_worker(pickled: bytes) -> _Worker:
     # A garbage collection would write to, and so copy, all pages with objects that the
     # fork server has imported: half a second.
     gc.freeze()
-    buffers = []
-    if file is not None:
-        fd = file.detach()
-        memory = memoryview(mmap.mmap(fd, size, access=mmap.ACCESS_COPY))
-        os.close(fd)
-        buffers = [memory[place] for place in places]
     worker = _Worker.__new__(_Worker)
-    vars(worker).update(pickle.loads(pickled, buffers=buffers))
+    vars(worker).update(pickle.loads(pickled))
     return worker
 
 
@@ -111,4 +137,3 @@ class WorkerContext(ForkServerContext):
     def close(self) -> None:
         """Frees what the workers do not map."""
         self._arrays.close()
-        self._arrays = SharedArrays()

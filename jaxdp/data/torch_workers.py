@@ -119,9 +119,7 @@ def start_iterator(loader: Any, argument: str) -> Iterator[Any]:
     finally:
         if context is not None:
             context.close()
-        loader.worker_init_fn = users[1]
-        if not loader.persistent_workers:
-            loader.multiprocessing_context = users[0]
+        loader.multiprocessing_context, loader.worker_init_fn = users
 
 
 def _init_worker(users: Any, worker_id: int) -> None:

@@ -3,8 +3,10 @@
 import atexit
 import contextlib
 import copy
+import inspect
 import itertools
 import math
+import traceback
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final
@@ -431,7 +433,11 @@ def iterate_steps(trainer: "Trainer", train_loader: Iterable[Any] | None) -> _St
 def _close_loops() -> None:
     """Ends loops that were left, while Python still has the modules that they need."""
     for steps in [*_OPEN_LOOPS]:
-        steps.close()
+        if inspect.getgeneratorstate(steps) != inspect.GEN_RUNNING:  # in a thread
+            try:
+                steps.close()
+            except Exception:
+                traceback.print_exc()
 
 
 def _iterate_steps(trainer: "Trainer", train_loader: Iterable[Any] | None) -> _Steps:

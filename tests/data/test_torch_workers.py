@@ -139,7 +139,7 @@ class Pictures(Squares):
     def __getitem__(self, row):
         self.big[row] = -1
         arrays = self.others.values()
-        described = repr([(type(a), a.dtype, a.shape, a.tolist()) for a in arrays])
+        described = repr([(type(a), a.flags, a.dtype, a.tolist()) for a in arrays])
         return self.count_overwritten(), zlib.crc32(described.encode()) // 2
 
     def count_overwritten(self):

@@ -99,8 +99,10 @@ def test_ctrl_c_while_another_one_is_answered_leaves_no_save_half_done(tmp_path,
         with pytest.raises(KeyboardInterrupt):
             make(again).fit(batches(8, 8, 8))
         for thread in {*threading.enumerate()} - threads:
-            thread.join(20)
-            assert not thread.is_alive()
+            is_idle = type(thread) is threading.Thread  # of a pool, which has no end
+            if not is_idle or thread.name == "jaxdp checkpoint":
+                thread.join(20)
+                assert not thread.is_alive()
         for path in (tmp_path / str(index)).glob("[0-9]"):  # that of step 1, or none
             make().load(path)
 
