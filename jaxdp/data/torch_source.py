@@ -7,6 +7,7 @@ epoch, random augmentations do not depend on the number of workers, and the glob
 generators of torch, NumPy and Python are restored after the epoch.
 """
 
+import collections
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -125,7 +126,9 @@ class TorchMapSource(_TorchSource):
     def _read(self, position: Position) -> Iterator[Batch]:
         epoch, first = position.epoch, position.batches
         self.state.set_epoch(epoch)
-        lists = itertools.islice(self._draw_lists(epoch), first, None)
+        lists = self._draw_lists(epoch)
+        # Now, since a generator must move even if no batch is then taken.
+        collections.deque(itertools.islice(lists, first), maxlen=0)
         add_counts: Callable[[Iterator[Any]], Iterator[Any]] = iter
         if self._has_torchs_collation:  # so that each process fetches only its rows
             lists, add_counts = self.partition.split_lists(lists)

@@ -71,6 +71,26 @@ def test_a_new_iterator_continues_after_the_batches_that_were_trained_on(tmp_pat
     assert first.losses + second.losses == whole.losses
 
 
+@pytest.mark.parametrize("step", [1, 2, 3, 4])
+def test_a_generator_of_the_users_moves_on_where_an_epoch_is_limited(tmp_path, step):
+    torch = pytest.importorskip("torch")
+    data = list(zip(np.eye(8, 4, dtype=np.float32), np.arange(8) % 3, strict=True))
+
+    def fit(*callbacks, **arguments):
+        loader = torch.utils.data.DataLoader(
+            data, 2, shuffle=True, generator=torch.Generator().manual_seed(1)
+        )
+        trainer = make(*callbacks)
+        trainer.fit(loader, max_epochs=3, limit_train_batches=2, **arguments)
+        return trainer
+
+    path = tmp_path / "saved"
+    whole = fit(
+        At(step, lambda trainer: path.exists() or trainer.save(path), "on_boundary")
+    )
+    assert_same(fit(ckpt_path=path), whole)
+
+
 @pytest.mark.parametrize("rule", [
     {"stopping_threshold": 100.0}, {"divergence_threshold": 0.01}, {"patience": 1},
 ])  # fmt: skip
