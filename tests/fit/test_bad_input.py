@@ -23,7 +23,7 @@ def test_arrays_in_the_place_of_loaders_are_told_how_to_be_batches():
         ((X, Y), "train_loader"),
         (([(X, Y)], x), "val_loader"),
     ):
-        with pytest.raises(TypeError, match=f"`{name}` is a .*{one}"):
+        with pytest.raises(TypeError, match=f"`{name}` is an? .*{one}"):
             trainer.fit(*arguments)
     with pytest.raises(
         TypeError, match=r"shape \(8, 4\).*arrays x and y, pass\s+jaxdp\.Arrays\(x, y"
