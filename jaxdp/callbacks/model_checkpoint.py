@@ -109,7 +109,7 @@ class ModelCheckpoint(MonitorCallback):
             every_n_epochs = 1
 
         self._follows_trainer = dirpath is None
-        self._word = dirpath  # may be meant for `monitor`
+        self._word = dirpath  # perhaps meant as `monitor`
         self.dirpath = None
         if dirpath is not None:
             check_is_local("dirpath", dirpath)

@@ -257,10 +257,11 @@ class IterableSource(Source):
         may_restart = self.is_iterator and not self.is_single_use
         if self.is_training and may_restart and is_lost:
             text = (
-                f"`{self.argument}`: no checkpoint contains when the iterator"
-                f" {type(self.loader).__name__} starts again, so none is resumed after"
-                " its first pass. Give it `state_dict` and `load_state_dict` with JSON,"
-                " or pass an iterable whose `__iter__` starts an epoch, or a generator"
+                f"`{self.argument}`: a checkpoint does not know when the iterator"
+                f" {type(self.loader).__name__} started again, so a run can't be"
+                " resumed after its first pass. Give it `state_dict` and"
+                " `load_state_dict` with JSON, or pass an iterable whose `__iter__`"
+                " starts an epoch, or a generator"
                 " if it never starts again."
             )
             if skipped > position.batches:

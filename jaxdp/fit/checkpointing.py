@@ -70,7 +70,7 @@ def start_saving(
                     _fingerprint_frozen(run, state),
                 )
     except BaseException:
-        if saving is not None:  # a signal has come; the caller can not wait
+        if saving is not None:  # a signal came, and the caller gets no save to wait for
             saving.thread.join()
         raise
     return saving

@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import copy
+import functools
 import inspect
 import itertools
 import math
@@ -426,10 +427,15 @@ def iterate_steps(trainer: "Trainer", train_loader: Iterable[Any] | None) -> _St
     log_trained_layers(trainer.run)
     steps = _iterate_steps(trainer, train_loader)
     _OPEN_LOOPS.add(steps)
+    _close_loops_at_exit()
     return steps
 
 
-@atexit.register
+@functools.cache
+def _close_loops_at_exit() -> None:
+    atexit.register(_close_loops)
+
+
 def _close_loops() -> None:
     """Ends loops that were left, while Python still has the modules that they need."""
     for steps in [*_OPEN_LOOPS]:
