@@ -228,10 +228,10 @@ def test_the_readme_is_read_in_three_minutes():
     assert len((DOCS.parent / "README.md").read_text().split()) <= 600
 
 
-def test_the_picture_of_the_rooms_is_that_of_the_code():
-    draw_rooms = _script("draw_rooms")
-    assert draw_rooms.picture() == draw_rooms.PICTURE.read_text(), (
-        "the rooms have changed: run python docs/draw_rooms.py"
+def test_the_picture_of_the_packages_is_that_of_the_code():
+    draw_packages = _script("draw_packages")
+    assert draw_packages.picture() == draw_packages.PICTURE.read_text(), (
+        "the packages have changed: run python docs/draw_packages.py"
     )
 
 

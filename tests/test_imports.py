@@ -1,4 +1,4 @@
-"""Arrows between rooms go down only, and heavy packages wait until needed."""
+"""Arrows between packages go down only, and heavy packages wait until needed."""
 
 import ast
 import inspect
@@ -18,7 +18,7 @@ from jaxdp.record import Record
 
 PACKAGE = pathlib.Path(jaxdp.__file__).parent
 
-ROOMS = """
+LAYERS = """
 __main__ __init__
 testing extras
 trainer
@@ -32,7 +32,7 @@ step distributed
 losses
 basics
 """
-"""Each room imports from the lines below its own, and from nothing beside it."""
+"""Each package imports from the lines below its own, and from nothing beside it."""
 
 
 def imports(path):
@@ -51,13 +51,13 @@ def arrows():
             yield relative, relative.with_suffix("").parts[0], target[0]
 
 
-def test_rooms_import_only_what_is_below_them():
-    lines = enumerate(ROOMS.strip().splitlines())
+def test_packages_import_only_what_is_below_them():
+    lines = enumerate(LAYERS.strip().splitlines())
     level = {name: number for number, line in lines for name in line.split()}
     assert not [
-        f"{path}: {room} -> {other}"
-        for path, room, other in arrows()
-        if room != other and level[room] >= level[other]
+        f"{path}: {package} -> {other}"
+        for path, package, other in arrows()
+        if package != other and level[package] >= level[other]
     ]
 
 

@@ -117,11 +117,11 @@ def test_docstrings_and_comments_name_their_subjects(path):
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("room", ["jaxdp", "tests", "benchmarks", "examples"])
-def test_docstrings_begin_with_their_nouns_or_verbs(room):
+@pytest.mark.parametrize("package", ["jaxdp", "tests", "benchmarks", "examples"])
+def test_docstrings_begin_with_their_nouns_or_verbs(package):
     kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
     wrong = []
-    for path in sorted((pathlib.Path(__file__).parents[1] / room).rglob("*.py")):
+    for path in sorted((pathlib.Path(__file__).parents[1] / package).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             text = isinstance(node, kinds) and ast.get_docstring(node)
             marks = map(ast.unparse, getattr(node, "decorator_list", []))

@@ -217,7 +217,7 @@ class CompiledStep:
     def _choose_rows(self, step_functions: StepFunctions, dispatch: Dispatch) -> Rows:
         """Returns the division of the rows of a dispatch among devices."""
         if not dispatch.split:
-            return "whole"
+            return "replicated"
         # Without jit, a `jax.shard_map` would run on each device in turn.
         is_eager = get_debug_settings().disables_jit
         is_apart = step_functions.is_per_example(self.kind) and not is_eager

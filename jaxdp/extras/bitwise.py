@@ -156,7 +156,7 @@ class Bitwise(DataParallel):
             )
         by_rows = NamedSharding(self.mesh, PartitionSpec(None, _AXIS))
         group = Group(
-            everywhere if rows == "whole" else by_rows, everywhere, everywhere
+            everywhere if rows == "replicated" else by_rows, everywhere, everywhere
         )
         layouts = dict.fromkeys(get_args(Role), everywhere)
         layouts["state"] = get_shardings(arguments[roles.index("state")])

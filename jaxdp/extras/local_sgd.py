@@ -220,7 +220,7 @@ class _ReplicaCollectives(ShardMapCollectives):
 
     def __init__(self, strategy: "LocalSGD", rows: Rows):
         super().__init__(strategy, NO_UNITS, is_apart=rows == "apart")
-        self._is_split = rows != "whole"
+        self._is_split = rows != "replicated"
 
     def weights(self, state: TrainState) -> Weights:
         local, *_ = find_nodes(LocalSGDState, state.opt_state)

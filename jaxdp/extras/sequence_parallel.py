@@ -102,7 +102,7 @@ class SequenceParallel(FSDP):
         """
         tokens = self._find_num_tokens(jax.tree.map(drop_micro_batch_axis, group.batch))
         spec = PartitionSpec(None, DATA, SEQ)
-        if rows == "whole":
+        if rows == "replicated":
             # If tokens are split over one axis of two, and a loss shifts them, XLA's
             # gradient of an embedding is off by half (CPUs, jax 0.10.2 and 0.12).
             is_even = tokens % self.mesh.size == 0

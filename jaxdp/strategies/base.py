@@ -26,14 +26,14 @@ Role = Literal["state", "groups", "rows", "replicated"]
 split by rows. `"replicated"`: small values that every device holds.
 """
 
-Rows = Literal["apart", "together", "whole"]
+Rows = Literal["apart", "together", "replicated"]
 """The division of a step's rows among devices.
 
 `"apart"`: rows are split over the devices, and all functions are written for one
 example, so each device may work on its own rows. `"together"`: rows are split, and
 something is written for a batch (a `loss_fn`, a model with state), so the step must see
-all rows. `"whole"`: the devices do not divide the rows, so every device gets all of
-them and must not sum over devices.
+all rows. `"replicated"`: the devices do not divide the rows, so every device gets all
+of them and must not sum over devices.
 """
 
 Strategy = TypeVar("Strategy", bound="DataParallel")
@@ -173,10 +173,10 @@ class DataParallel:
         by_rows = NamedSharding(self.mesh, PartitionSpec(self.row_axes))
         layouts = {
             "state": get_shardings(arguments[roles.index("state")]),
-            "rows": self._replicated if rows == "whole" else by_rows,
+            "rows": self._replicated if rows == "replicated" else by_rows,
             "replicated": self._replicated,
         }
-        of_group = functools.partial(self._group_shardings, split=rows != "whole")
+        of_group = functools.partial(self._group_shardings, split=rows != "replicated")
         call = arguments, roles, results
         shardings = make_shardings(*call, layouts.__getitem__, of_group)
         groups = arguments[roles.index("groups")]

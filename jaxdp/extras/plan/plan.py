@@ -10,7 +10,7 @@ import jax
 
 from ...basics.console import format_columns, log_info
 from ...basics.units import format_bytes, format_seconds, format_short
-from .parts import (
+from .estimate import (
     GROUPS,
     Bound,
     Estimate,

@@ -17,8 +17,8 @@ from ...engine import num_in_flight
 from ...step import LONG_IN_FLIGHT
 from ..local_sgd import LocalSGD
 from . import hlo
+from .estimate import GROUPS, Bound, Estimate, Memory, PlanLeaf, Traffic
 from .hardware import Hardware, get_usable_memory
-from .parts import GROUPS, Bound, Estimate, Memory, PlanLeaf, Traffic
 from .products import count_products
 
 _MAX_PLACES: Final = 3

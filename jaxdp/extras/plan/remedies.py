@@ -10,7 +10,7 @@ import jax
 from ...fit import TrainerConfig
 from ...strategies import FSDP, Pmap, Sharded
 from ..fuse_attention import fuse_attention
-from .parts import Remedy
+from .estimate import Remedy
 from .plan import Plan
 
 _MAX_REMEDIES: Final = 3
