@@ -26,7 +26,8 @@ class Preemption(Callback):
             far.
 
     Attributes:
-        received: the name of the signal that ended the last fit, or None.
+        received: the name of the signal that ended the last fit, or None. A signal
+            that comes during the last save of a complete fit leaves it None.
     """
 
     @checks_arguments

@@ -372,9 +372,13 @@ class FitLoop:
         `fit` return.
         """
         trainer, run, hooks = self.trainer, self._run, self.hooks
+        is_stopped = True  # by an exception or a signal
 
         def end() -> None:
-            with self._record.write_last_row():
+            # Savers still write. A first signal waits for them; a second one does not.
+            interrupts = run.interrupts
+            defer = contextlib.nullcontext if is_stopped else interrupts.defer_signals
+            with defer(), self._record.write_last_row():
                 hooks.on_fit_end(trainer)
 
         try:
@@ -386,6 +390,7 @@ class FitLoop:
                 trainer.should_stop = False
                 yield
                 run.interrupts.check(force=True)
+                is_stopped = False
         except KeyboardInterrupt as exception:
             if is_graceful_stop(exception):
                 exception.args = (resume.format_resume_hint(trainer),)

@@ -10,7 +10,7 @@ import pytest
 from toys import At, On, assert_equal_leaves, batches, fail_with, run_python
 from toys import on_one_device as make
 
-from jaxdp.callbacks import ModelCheckpoint
+from jaxdp.callbacks import Callback, ModelCheckpoint
 from jaxdp.distributed import Preempted, ProcessGroup, SignalHandler
 
 
@@ -105,6 +105,27 @@ def test_ctrl_c_while_another_one_is_answered_leaves_no_save_half_done(tmp_path,
                 assert not thread.is_alive()
         for path in (tmp_path / str(index)).glob("[0-9]"):  # that of step 1, or none
             make().load(path)
+
+
+@pytest.mark.parametrize("number, kind", [
+    (signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Preempted),
+])  # fmt: skip
+def test_a_signal_at_the_end_of_a_fit_waits_for_the_last_save(tmp_path, number, kind):
+    class Signal(Callback):
+        fit_end_order = -99  # before savers
+
+        def on_fit_end(self, trainer):
+            # Without a fit's handler, SIGTERM would end the process of the tests.
+            assert signal.getsignal(number) not in (signal.SIG_DFL, previous)
+            signal.raise_signal(number)
+
+    previous = signal.getsignal(signal.SIGINT)
+    trainer = make(Signal(), ModelCheckpoint(tmp_path, every_n_train_steps=2))
+    with pytest.raises(kind):
+        trainer.fit(batches(8, 8, 8))
+    assert sorted(path.name for path in tmp_path.glob("[0-9]*")) == ["3"]
+    assert signal.getsignal(signal.SIGINT) is previous
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_ctrl_c_while_restoring_is_raised_once_that_is_whole(trained):
