@@ -106,6 +106,11 @@ class Metrics(Mapping[str, Any]):
 
     def add(self, values: Mapping[str, Any]) -> None:
         """Adds values for loggers: numbers, or what NumPy converts when it is read."""
+        if taken := values.keys() & {*self.facts.names, *self.inside}:
+            raise ValueError(
+                f"the name {min(taken)!r} is that of a metric, or of a value of an"
+                " `inside_step`, and a callback logs another value by it; rename yours."
+            )
         self.added |= values
 
     def __iter__(self) -> Iterator[str]:

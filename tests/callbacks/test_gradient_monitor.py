@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toys import batches, cross_entropy, on_one_device, read_table
+from toys import On, batches, cross_entropy, on_one_device, read_table
 
 from jaxdp import Pmap, Sharded, SingleDevice
 from jaxdp.callbacks import CSVLogger, GradientMonitor
@@ -55,6 +55,14 @@ def test_values_are_logged_when_others_are(tmp_path):
     names = [name for name in logged[0] if "/" in name or "_" in name]
     assert names == ["grad_norm", "update_ratio", "epoch_loss"]
     assert all(float(row["grad_norm"]) > 0 for row in logged)
+
+
+def test_a_value_of_the_same_name_is_refused():
+    other = On(inside_step=lambda *_: {"grad_norm": jnp.float32(0)})
+    trainer = make_trainer(GradientMonitor(max_layers=0), other)
+    with pytest.raises(ValueError, match="'grad_norm' is that of a metric") as raised:
+        trainer.fit(DATA)
+    assert "GradientMonitor" in "".join(raised.value.__notes__)
 
 
 def test_layers_are_as_deep_as_their_number_allows():
