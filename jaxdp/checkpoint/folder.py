@@ -7,7 +7,7 @@
 
 A checkpoint is renamed before it is deleted, so a process that is killed meanwhile
 leaves temporary files, but nothing that looks like a checkpoint. The next fit removes
-them.
+them. `saving.py` writes one checkpoint, which Orbax renames when it is complete.
 """
 
 import contextlib

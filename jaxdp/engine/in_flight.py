@@ -1,4 +1,7 @@
-"""Limits on how far the host runs ahead of the device."""
+"""Limits on how far the host runs ahead of the device.
+
+Metrics wait in `Record` (`record.py`).
+"""
 
 import collections
 import operator

@@ -1,4 +1,7 @@
-"""Validates the arguments of a trainer before compilation; logs what it trains."""
+"""Validates the arguments of a trainer before compilation; logs what it trains.
+
+What may be called now is in `lifecycle.py`.
+"""
 
 import inspect
 from collections import Counter

@@ -35,12 +35,11 @@ from .model_call import (
     find_keywords,
 )
 from .objective import CriterionObjective, LossFnObjective, Objective, split_batch
-from .optimizer_call import call_update
+from .optimizer_call import add_clipping, call_update
 from .part_step_functions import MultiPartStepFunctions, combine_optimizers
 from .parts import (
     Part,
     ResolvedPart,
-    add_clipping,
     make_leaf_mask,
     mark_trained_alone,
     resolve_parts,

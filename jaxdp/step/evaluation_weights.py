@@ -1,4 +1,8 @@
-"""Finds the weights to evaluate if an optimizer takes gradients at others."""
+"""Finds the weights to evaluate if an optimizer takes gradients at others.
+
+`StateLayout.choose_weights` decides between these and those of a callback, such as
+`WeightAveraging`.
+"""
 
 import functools
 from collections.abc import Callable

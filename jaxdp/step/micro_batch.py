@@ -1,4 +1,7 @@
-"""The batches of a step: groups of stacked micro-batches, and one of these."""
+"""The batches of a step: groups of stacked micro-batches, and one of these.
+
+`_accumulate_gradients` in `step_functions.py` sums over them.
+"""
 
 from typing import Any, NamedTuple
 

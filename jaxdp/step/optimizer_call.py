@@ -1,4 +1,4 @@
-"""The call of an optimizer, with the loss if it asks for it.
+"""The call of an optimizer, with the loss if it asks for it; clipping before it.
 
 `optax.lbfgs`, line searches and `optax.contrib.sam` in its opaque mode evaluate the
 loss at other parameters than the current ones.
@@ -21,6 +21,18 @@ _LINE_SEARCHES: Final = (
     optax.ScaleByBacktrackingLinesearchState,
     optax.ScaleByZoomLinesearchState,
 )
+
+
+def add_clipping(
+    optimizer: optax.GradientTransformation, norm: float | None
+) -> optax.GradientTransformation:
+    """Returns the optimizer, preceded by clipping of the gradients to a global norm.
+
+    Without `norm`, it is the optimizer itself.
+    """
+    if norm is None:
+        return optimizer
+    return optax.chain(optax.clip_by_global_norm(float(norm)), optimizer)
 
 
 def conjugate_leaves(grads: PyTree) -> PyTree:

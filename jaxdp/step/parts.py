@@ -20,6 +20,7 @@ from .. import losses
 from ..basics.arguments import checks_arguments, format_call
 from ..basics.tree import get_node, leaf_path, mark_leaves
 from .objective import LossFnObjective
+from .optimizer_call import add_clipping
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -63,18 +64,6 @@ class Part:
 
 
 Part.__init__ = checks_arguments(Part.__init__)
-
-
-def add_clipping(
-    optimizer: optax.GradientTransformation, norm: float | None
-) -> optax.GradientTransformation:
-    """Returns the optimizer, preceded by clipping of the gradients to a global norm.
-
-    Without `norm`, it is the optimizer itself.
-    """
-    if norm is None:
-        return optimizer
-    return optax.chain(optax.clip_by_global_norm(float(norm)), optimizer)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -1,4 +1,7 @@
-"""Placement of arrays on devices, and their way back to the host."""
+"""Placement of arrays on devices, and their way back to the host.
+
+`DataParallel` (`base.py`) decides which device gets what.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
