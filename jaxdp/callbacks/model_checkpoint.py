@@ -381,7 +381,7 @@ class ModelCheckpoint(MonitorCallback):
         of other runs aside."""
         assert self._dir is not None
         now, scores, others = trainer.global_step, {}, self._dir.find_non_folders()
-        for step in self._dir.steps():
+        for step in self._dir.list_steps():
             run_id, saved_scores = None, {}
             with contextlib.suppress(OSError, ValueError):  # a damaged checkpoint
                 meta = checkpoint.read_meta(self._dir.get_path(step))

@@ -50,7 +50,7 @@ class CheckpointDir:
         self.path = expand_path(path)
         self._lock: int | None = None
 
-    def steps(self) -> list[int]:
+    def list_steps(self) -> list[int]:
         """Returns the steps that have a checkpoint, damaged or not, in ascending order.
 
         Only real folders count: a symbolic link could lead anywhere.
@@ -88,7 +88,9 @@ class CheckpointDir:
         """Returns the step that the link `name` points to, if it has a checkpoint."""
         with contextlib.suppress(OSError):
             target = os.readlink(os.path.join(self.path, name))
-            return next((step for step in self.steps() if str(step) == target), None)
+            return next(
+                (step for step in self.list_steps() if str(step) == target), None
+            )
         return None
 
     def open(self) -> None:

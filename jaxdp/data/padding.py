@@ -103,6 +103,19 @@ class _HostMicroBatch:
     """Its rows, or those that it is padded to."""
 
 
+class _LastBatch(NamedTuple):
+    """The last batch of NumPy arrays, if it needed no padding.
+
+    The next batch needs no further checks if its shapes are the same.
+    """
+
+    shapes: list[Any]
+    """The shape and dtype of each array."""
+    counts: np.ndarray
+    fields: tuple[bool, list[int], Hashable]
+    """The other fields of its `Dispatch`."""
+
+
 class Packer:
     """Stacks and pads batches so that one compiled shape serves all of a spec.
 
@@ -148,10 +161,8 @@ class Packer:
         self.sizes = {spec: self.round_up(size) for spec, size in sizes.items()}
         # The key of the last batch, if all of its leaves have rows.
         self._last_key: SpecKey | None = None
-        # Facts of the last batch of NumPy arrays that needed no padding: shapes,
-        # dtypes, counts, and the other fields of its dispatch. A batch of equal shapes
-        # needs no further checks. None after a size has changed.
-        self._last_facts: tuple[Any, ...] | None = None
+        # None after a size has changed.
+        self._last_batch: _LastBatch | None = None
 
     @property
     def size(self) -> int:
@@ -189,12 +200,12 @@ class Packer:
         """
         # Most windows are one batch with the shapes of the last, and small steps wait
         # for it.
-        first, last, steps = windows[0][0], self._last_facts, len(windows)
+        first, last, steps = windows[0][0], self._last_batch, len(windows)
         is_plain = type(first) is tuple and _NUMPY.issuperset(map(type, first))
         if last and is_plain and steps == slots == 1:
-            if [*map(_SHAPE_AND_DTYPE, first)] == last[0]:
-                group = Group(tuple(map(_ADD_AXIS, first)), last[1], None)
-                return Dispatch(windows, [group], *last[2])
+            if [*map(_SHAPE_AND_DTYPE, first)] == last.shapes:
+                group = Group(tuple(map(_ADD_AXIS, first)), last.counts, None)
+                return Dispatch(windows, [group], *last.fields)
 
         batches = itertools.chain.from_iterable(windows)
         micro_batches = [*map(self._split_leaves, batches)]
@@ -233,8 +244,8 @@ class Packer:
             shapes.append((len(run), size, spec.text))
         fields = is_split, rows, (is_split, steps, tuple(shapes))
         if is_plain and steps == slots == 1 and not was_padded:
-            shape = [*map(_SHAPE_AND_DTYPE, first)]
-            self._last_facts = shape, groups[0].counts, fields
+            last_shapes = [*map(_SHAPE_AND_DTYPE, first)]
+            self._last_batch = _LastBatch(last_shapes, groups[0].counts, fields)
         return Dispatch(windows, groups, *fields, on_device)
 
     def _split_leaves(self, batch: Batch) -> _HostMicroBatch:
@@ -280,7 +291,7 @@ class Packer:
         for micro in micro_batches:
             size = self.round_up(max(micro.counts) * blocks)
             if size > self.sizes.get(micro.spec.text, 0):
-                self.sizes[micro.spec.text], self._last_facts = size, None
+                self.sizes[micro.spec.text], self._last_batch = size, None
         for micro in micro_batches:
             micro.size = self.sizes[micro.spec.text]
             per_block = micro.size // blocks

@@ -130,20 +130,20 @@ class CompiledStep:
         """
         groups, num_steps = self._get_global_shapes(dispatch), len(dispatch.rows)
         make = FLAT_FUNCTIONS[self.kind]
-        function = make(step_functions, inputs, groups, num_steps, self._set_facts)
+        flat = make(step_functions, inputs, groups, num_steps, self._set_facts)
         rows = self._choose_rows(step_functions, dispatch)
-        jit = functools.partial(self._strategy.compile, *function, rows=rows)
+        make_jitted = functools.partial(self._strategy.compile, *flat, rows=rows)
 
         is_abstract = not isinstance(jax.tree.leaves(inputs)[0], jax.Array)
         if any(get_debug_settings()) and not is_abstract:
             # A step that fails is run again, so it must not overwrite its arguments.
-            jitted = jit(donate=_DONATED["none"])
-            call = make_debugged_call(jitted, function.arguments)
+            jitted = make_jitted(donate=_DONATED["none"])
+            call = make_debugged_call(jitted, flat.arguments)
             program = Program(call, num_steps, groups, "none")
         else:
             unrolls = step_functions.unroll_convolutions
             program = self._compile_ahead(
-                jit, function.arguments, num_steps, unrolls, donate, options
+                make_jitted, flat.arguments, num_steps, unrolls, donate, options
             )
 
         if isinstance(step_functions.objective, CriterionObjective):
@@ -154,18 +154,18 @@ class CompiledStep:
 
     def _compile_ahead(
         self,
-        jit: Callable[..., Any],
+        make_jitted: Callable[..., Any],
         arguments: tuple[Any, ...],
         num_steps: int,
         unrolls_convolutions: bool,
         donate: str,
         options: Mapping[str, Any],
     ) -> Program:
-        """Traces, checks, lowers and compiles a step; `jit` takes `donate` alone."""
+        """Traces, checks, lowers and compiles the step of `make_jitted(donate=...)`."""
         before, started = self.facts, time.perf_counter()
 
         def trace(donate: str) -> Any:
-            jitted = jit(donate=_DONATED[donate])
+            jitted = make_jitted(donate=_DONATED[donate])
             with pause_gc():
                 return jitted.trace(*arguments)
 

@@ -316,7 +316,7 @@ def _check_fits(
 def _find_best(path: str) -> str:
     """Returns `path`, or its best checkpoint if it is a folder of them."""
     folder = CheckpointDir(path)
-    steps = folder.steps()
+    steps = folder.list_steps()
     if not steps or os.path.lexists(os.path.join(path, "meta")):
         return path
     last = steps[-1]

@@ -121,7 +121,7 @@ def make_metadata(trainer: "Trainer") -> dict[str, Any]:
             run.engine.padding,
             config.accumulate_grad_batches,
         ],
-        "arguments": config.description(run.hooks.callbacks),
+        "arguments": config.describe(run.hooks.callbacks),
     }
 
 
@@ -170,7 +170,7 @@ def read_state(run: "Run", path: str | os.PathLike[str]) -> tuple[Any, dict[str,
 
     The trainer does not change.
     """
-    arguments = run.config.description(run.hooks.callbacks)
+    arguments = run.config.describe(run.hooks.callbacks)
     state, meta = checkpoint.restore(path, run.engine.state, arguments=arguments)
     _check_frozen(path, meta, run.engine.state)
     return run.engine.place(state), meta
@@ -196,7 +196,7 @@ def _log_differences(
 ) -> None:
     """Logs differing arguments that can affect numbers, even if only the last bits."""
     config = trainer.run.config
-    described = config.description(trainer.run.hooks.callbacks)
+    described = config.describe(trainer.run.hooks.callbacks)
     if changed := checkpoint.list_changed_arguments(meta, described):
         lines = "\n".join(changed)
         if "inject_hyperparams(" in lines:

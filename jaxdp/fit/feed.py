@@ -161,7 +161,7 @@ class Feed:
         slots = engine.num_micro_batches
         limit = None if self._limits is None else self._limits.train_batches
         remaining = None if limit is None else max(0, limit - progress.batches_done)
-        batches = self._source.read_epoch(progress.position())
+        batches = self._source.read_epoch(progress.take_position())
         untimed = make_windows(itertools.islice(batches, remaining), slots)
         read = run.record.stopwatch.time_function("data", untimed.__next__)
         windows = iter(read, _NEVER)

@@ -74,7 +74,7 @@ class Progress:
         self.val_metrics, self._position, self._source = {}, Position(), source
         source.start_training()
 
-    def position(self) -> Position:
+    def take_position(self) -> Position:
         """Returns the start of the next pass over the training data, and resets it."""
         position, self._position, self.num_batches = self._position, Position(), None
         return position._replace(epoch=self.epoch, batches=self.batches_done)

@@ -146,7 +146,7 @@ def _find_paths(
     steps = [
         (step, folder)
         for folder in reversed(folders)
-        for step in (*folder.steps(), *folder.find_non_folders())
+        for step in (*folder.list_steps(), *folder.find_non_folders())
     ]
     steps.sort(key=lambda pair: -pair[0])
     if not steps:

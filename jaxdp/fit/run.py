@@ -148,8 +148,8 @@ class TrainerConfig:
         optimizer = hooks.wrap_optimizer(self._make_optimizer())
         return optax.with_extra_args_support(optimizer)
 
-    def decide_loss(self, engine: Engine, batch: Batch) -> Engine:
-        """Returns `engine`. The first batch decides its loss if no argument does.
+    def decide_loss(self, engine: Engine, batch: Batch) -> None:
+        """Sets the loss of `engine` by its first batch, unless an argument decides it.
 
         If its step does not compile, another batch may decide on another loss.
         """
@@ -157,7 +157,6 @@ class TrainerConfig:
             self._objective is None and not engine.has_programs
         ):
             engine.replace_step_functions(objective=self.make_objective(batch))
-        return engine
 
     def make_objective(self, batch: Batch) -> Objective:
         """Returns the loss and metrics of steps over batches such as this."""
@@ -175,7 +174,7 @@ class TrainerConfig:
             return [part.objective for part in self.optimizer_parts]
         return [self._objective or CriterionObjective(losses.mse, self._criteria)]
 
-    def description(self, callbacks: Sequence[Callback]) -> dict[str, str]:
+    def describe(self, callbacks: Sequence[Callback]) -> dict[str, str]:
         """Returns the texts of `describe_arguments`, which are made only once."""
         if self._description is None:
             self._description = describe_arguments(self, callbacks)
@@ -201,7 +200,9 @@ class TrainerConfig:
 
 
 class Run:
-    """The objects that a trainer works with. The engine is made when first needed.
+    """One run of a trainer (see the glossary): its arguments, progress, record, engine.
+
+    The engine is made when first needed.
 
     Args:
         arguments: the validated arguments of the trainer, by name.

@@ -64,13 +64,13 @@ def make_mask_and_keys(
     num_rows = jax.tree.leaves(micro_batch.batch)[0].shape[0]
     ids = collectives.row_ids(num_rows)
     block_rows = num_rows * collectives.num_shards // len(micro_batch.counts)
-    block, place = ids // block_rows, ids % block_rows
+    block, offset = ids // block_rows, ids % block_rows
     before = jnp.cumsum(micro_batch.counts) - micro_batch.counts
-    places = micro_batch.rows_before + before[block] + place
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, places)
+    positions = micro_batch.rows_before + before[block] + offset
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, positions)
 
     return MaskAndKeys(
-        mask=place < micro_batch.counts[block],
+        mask=offset < micro_batch.counts[block],
         keys=keys,
         key=jax.random.fold_in(
             key, jnp.uint32(_RESERVED) - micro_batch.rows_before.astype(jnp.uint32)

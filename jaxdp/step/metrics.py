@@ -158,7 +158,7 @@ class Sums:
             return sums
         return jnp.concatenate([sums, stack_values(self.weights, self.facts.weighted)])
 
-    def means(self, num_real_rows: Array) -> Array:
+    def to_means(self, num_real_rows: Array) -> Array:
         """Returns the mean of each value, in the order of the names.
 
         If all weights are 0, the mean is 0, and so is its gradient.

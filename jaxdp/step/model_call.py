@@ -23,7 +23,7 @@ def call_model(
     model: PyTree,
     model_state: PyTree,
     x: PyTree,
-    rows: MaskAndKeys,
+    mask_and_keys: MaskAndKeys,
 ) -> tuple[PyTree, PyTree]:
     """Calls the model on every row of `x`; returns predictions and the new state.
 
@@ -40,7 +40,7 @@ def call_model(
         )
 
     def one_row(row: PyTree, key: PRNGKeyArray) -> Any:
-        keywords = bind_keywords(model, key, training=rows.training)
+        keywords = bind_keywords(model, key, training=mask_and_keys.training)
         row = unwrap_whole(row)
         with note_on_example("model", row):
             if model_state is None:
@@ -52,7 +52,7 @@ def call_model(
         (row_axes(x), 0),
         out_axes=(0, None),
         axis_name=next(iter(axes), None),
-    )(x, rows.keys)
+    )(x, mask_and_keys.keys)
 
 
 def note_on_example(what: str, example: PyTree) -> NoteOnError:

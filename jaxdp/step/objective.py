@@ -73,19 +73,20 @@ class CriterionObjective:
         model: PyTree,
         model_state: PyTree,
         batch: PyTree,
-        rows: MaskAndKeys,
+        mask_and_keys: MaskAndKeys,
     ) -> ObjectiveOutput:
         x, y, weight = split_batch(batch)
+        num_rows = len(mask_and_keys.mask)
         target = unwrap_whole(y)
-        prediction, model_state = call_model(model, model_state, x, rows)
+        prediction, model_state = call_model(model, model_state, x, mask_and_keys)
 
         by_name = {
             name: _evaluate_criterion(
-                name, criterion, prediction, target, weight, len(rows.mask)
+                name, criterion, prediction, target, weight, num_rows
             )
             for name, criterion in self.criteria.items()
         }
-        notes = make_notes(by_name, len(rows.mask))
+        notes = make_notes(by_name, num_rows)
         if not self.is_per_example:
             notes = *notes, *_make_shape_notes(prediction, target)
         if weight is not None:
@@ -96,7 +97,7 @@ class CriterionObjective:
         outputs = None
         if self.keeps_outputs:
             both = {"predictions": prediction, "targets": y}
-            outputs = _check_outputs(both, len(rows.mask))
+            outputs = _check_outputs(both, num_rows)
         return ObjectiveOutput(by_name, model_state, num_classes, notes, outputs)
 
 
@@ -135,7 +136,7 @@ class LossFnObjective:
         model: PyTree,
         model_state: PyTree,
         batch: PyTree,
-        rows: MaskAndKeys,
+        mask_and_keys: MaskAndKeys,
     ) -> ObjectiveOutput:
         # `per_example` vmaps the rows, so it must know which leaves have none.
         batch = batch if self.is_per_example else unwrap_whole(batch)
@@ -143,7 +144,8 @@ class LossFnObjective:
 
         # A micro-batch may have no real row. Its weight is 0, but a mean that the user
         # computes with the mask must not be 0 / 0.
-        offered = rows._replace(mask=rows.mask | ~rows.mask.any())._asdict()
+        mask = mask_and_keys.mask
+        offered = mask_and_keys._replace(mask=mask | ~mask.any())._asdict()
         if model_state is not None:
             offered["state"] = copy_state(model_state)
         arguments, keywords = self._arguments.bind(elements, offered)
@@ -170,7 +172,7 @@ class LossFnObjective:
             result = result[0] if len(result) == 1 else tuple(result)
 
         loss, metrics = _loss_and_metrics(result)
-        num_rows, outputs = len(rows.mask), None
+        num_rows, outputs = len(mask), None
         is_other_part = self.is_part and not {*_OUTPUTS} & {*metrics}
         if self.keeps_outputs and not is_other_part:
             outputs = _check_outputs(metrics, num_rows)

@@ -140,7 +140,7 @@ class MultiPartStepFunctions(StepFunctions):
         num_real_rows: Float[Array, ""],
     ) -> tuple[Sums, Bool[Array, " metrics"]]:
         """Merges the sums of all parts, and marks the values of those that ran."""
-        means = [part_sums.means(num_real_rows) for part_sums in summed]
+        means = [part_sums.to_means(num_real_rows) for part_sums in summed]
         sums: dict[str, Array] = {}
         weights: dict[str, Array] = {}
         sums["loss"] = (

@@ -210,7 +210,7 @@ class StepFunctions(NamedTuple):
             collectives, state, groups
         )
         num_real_rows = count_real_rows(groups)
-        loss = summed.means(num_real_rows)[0]
+        loss = summed.to_means(num_real_rows)[0]
         state = state._replace(params=collectives.like_gradients(state.params))
         with jax.named_scope("update"):
 
@@ -219,7 +219,7 @@ class StepFunctions(NamedTuple):
                 grads, _, summed = self._compute_mean_gradients(
                     collectives, moved, groups
                 )
-                return summed.means(num_real_rows)[0], grads
+                return summed.to_means(num_real_rows)[0], grads
 
             updates, opt_state = run_optimizer(
                 self.optimizer, grads, state, loss, evaluate
@@ -273,12 +273,12 @@ class StepFunctions(NamedTuple):
                 model = collectives.arrange(model)
                 batch = micro_batch.to_user_batch()
                 model, batch = cast_calls(model, batch, self.precision)
-                rows = make_mask_and_keys(
+                mask_and_keys = make_mask_and_keys(
                     collectives, step_key, micro_batch, weights.step, training=True
                 )
-                result = objective(model, model_state, batch, rows)
+                result = objective(model, model_state, batch, mask_and_keys)
                 check_gradients(result.by_name["loss"], params)
-                summed = sum_values(result, rows.mask)
+                summed = sum_values(result, mask_and_keys.mask)
 
                 # These rows' share of the mean loss over all real rows.
                 loss = summed.sums["loss"]
@@ -312,7 +312,7 @@ class StepFunctions(NamedTuple):
         """Applies updates: returns the state after a step, and its metrics."""
         grads, updates, opt_state, model_state, summed = result
         num_real_rows = count_real_rows(groups)
-        means = summed.means(num_real_rows)
+        means = summed.to_means(num_real_rows)
         sums = summed.to_vector() if summed.facts.weighted else means * num_real_rows
 
         state = state._replace(params=collectives.like_gradients(state.params))
@@ -365,7 +365,9 @@ class StepFunctions(NamedTuple):
         summed, outputs = self.sum_batch(collectives, weights, batch_idx, group)
         num_real_rows = count_real_rows([group])
         sums, facts = summed.to_vector(), summed.facts
-        means = summed.means(num_real_rows) if facts.weighted else sums / num_real_rows
+        means = (
+            summed.to_means(num_real_rows) if facts.weighted else sums / num_real_rows
+        )
         return (
             add_to_totals(totals, num_real_rows, sums),
             Metrics(facts, means, {}),
@@ -402,15 +404,15 @@ class StepFunctions(NamedTuple):
         micro_batch = get_only_micro_batch(groups[0])
         key = make_evaluation_key(weights.key)
         key = jax.random.fold_in(key, batch_idx)
-        rows = make_mask_and_keys(
+        mask_and_keys = make_mask_and_keys(
             collectives, key, micro_batch, weights.step, training=False
         )
 
         model = self._gather_model(collectives, weights)
         batch = micro_batch.to_user_batch()
         model, batch = cast_calls(model, batch, self.precision)
-        result = objective(model, weights.model_state, batch, rows)
-        summed = sum_values(result, rows.mask)
+        result = objective(model, weights.model_state, batch, mask_and_keys)
+        summed = sum_values(result, mask_and_keys.mask)
         return collectives.sum(summed), result.outputs
 
     def predict(
@@ -428,12 +430,12 @@ class StepFunctions(NamedTuple):
         micro_batch = get_only_micro_batch(groups[0])
         model = self._gather_model(collectives, weights)
         key = make_evaluation_key(weights.key)
-        rows = make_mask_and_keys(
+        mask_and_keys = make_mask_and_keys(
             collectives, key, micro_batch, weights.step, training=False
         )
         x = micro_batch.to_user_batch()
         model, x = cast_calls(model, x, self.precision)
-        return call_model(model, weights.model_state, x, rows)[0]
+        return call_model(model, weights.model_state, x, mask_and_keys)[0]
 
     # The model in a step.
 

@@ -121,11 +121,12 @@ class ShardMapCollectives(Collectives):
         split.
         """
         weights, *_ = find_nodes(Weights, inputs)
-        rows, whole = PartitionSpec(self.row_axes), PartitionSpec()
+        rows, everywhere = PartitionSpec(self.row_axes), PartitionSpec()
+        group = Group(PartitionSpec(None, self.row_axes), everywhere, everywhere)
         gradients = jax.tree_util.tree_map_with_path(
             lambda path, leaf: self.gradient_spec(leaf_path(path), leaf), weights.params
         )
-        specs = {"gradients": gradients, "rows": rows, "replicated": whole}
+        specs = {"gradients": gradients, "rows": rows, "replicated": everywhere}
         is_many = isinstance(results, tuple)
         run = functools.partial(function, _DeviceCollectives(self))
         return jax.shard_map(
@@ -133,7 +134,7 @@ class ShardMapCollectives(Collectives):
             mesh=self.mesh,
             in_specs=(
                 self._make_input_specs(inputs),
-                [Group(PartitionSpec(None, self.row_axes), whole, whole)] * len(groups),
+                [group] * len(groups),
             ),
             out_specs=tuple(map(specs.get, results)) if is_many else specs[results],
             axis_names=set(self.row_axes),
@@ -156,17 +157,17 @@ class ShardMapCollectives(Collectives):
 
     def _make_input_specs(self, inputs: Any) -> Any:
         """Returns the specs of inputs: only the `shards` of weights are split."""
-        whole = PartitionSpec()
+        everywhere = PartitionSpec()
 
         def spec(path: Any, _: Any) -> PartitionSpec:
-            return self.shards.get(leaf_path(path), whole)
+            return self.shards.get(leaf_path(path), everywhere)
 
         def specs(weights: Weights) -> Weights:
             params = jax.tree_util.tree_map_with_path(spec, weights.params)
             buffers = jax.tree_util.tree_map_with_path(spec, weights.buffers)
-            return Weights(params, buffers, whole, whole, whole)
+            return Weights(params, buffers, everywhere, everywhere, everywhere)
 
-        return map_nodes(Weights, specs, inputs, others=lambda _: whole)
+        return map_nodes(Weights, specs, inputs, others=lambda _: everywhere)
 
     @jax.named_scope("parameters")
     def _gather_weights(self, inputs: Any) -> Any:

@@ -139,7 +139,7 @@ def test_kills_while_a_checkpoint_is_removed(jobs, table, tmp_path):
         process.kill()
         process.join()
         there = CheckpointDir(folder)
-        assert there.steps() == [0, 2]
+        assert there.list_steps() == [0, 2]
         there.open()
         survived += set(os.listdir(folder)) == {"0", "2", ".lock"}
         there.close()

@@ -176,8 +176,8 @@ def test_nothing_is_said_of_what_is_the_same_or_changes_no_number(saved, caplog)
 def test_a_description_has_no_addresses():
     gelu = functools.partial(jax.nn.gelu, approximate=False)
     run = make(model=model(activation=gelu)).run.config
-    assert "approximate=False" in run.description(())["model"]
+    assert "approximate=False" in run.describe(())["model"]
     run = make(
         model=model(activation=lambda x: x), loss=lambda p, y: p[:, 0]
     ).run.config
-    assert "0x" not in str(run.description(()))
+    assert "0x" not in str(run.describe(()))
