@@ -7,14 +7,15 @@ A checkpoint is a folder with two Orbax items:
     files.json       the SHA-256 of every file in these two
 
 It is complete or absent: everything is written into a temporary folder. Orbax then
-renames it; `finish` in `start_saving` runs just before. Later damage is found when it
-is read, before anything else reads the files. Reading never runs code from a
-checkpoint, and uses no name in it as a path. Plain Orbax reads the arrays, too:
+renames it; `_seal` runs just before. Later damage is found when it is read, before
+anything else reads the files. Reading never runs code from a checkpoint, and uses no
+name in it as a path. Plain Orbax reads the arrays, too:
 
     orbax.checkpoint.StandardCheckpointer().restore(path + "/state")
 """
 
 import contextlib
+import functools
 import os
 import shutil
 import threading
@@ -186,26 +187,14 @@ def start_saving(
             # two folders of one name at once, for ever.
             before.join()
 
-        def finish() -> None:
-            """Runs when all is written, just before the folder gets its name."""
-            _seal(path)
-            if before is not None:
-                before.join()  # a checkpoint may know of those that began before it
-
-        wait_for_others = ocp.multihost.get_barrier_sync_fn()
-
-        def arrive(*, key: str, timeout_ms: int) -> None:
-            """Waits at Orbax's barriers; lists files at the one after all writes."""
-            if "async_write_complete" in key:
-                with contextlib.suppress(OSError, ValueError):  # process 0 lists more
-                    (unnamed,) = find_unfinished(path)
-                    list_files_of_process(unnamed, processes.index)
-            wait_for_others(key=key, timeout_ms=timeout_ms)
-
+        wait = functools.partial(
+            _wait_at_barrier, path, processes.index, ocp.multihost.get_barrier_sync_fn()
+        )
         try:
             os.makedirs(os.path.dirname(path), exist_ok=True)
             options = ocp.options.AsyncOptions(
-                barrier_sync_fn=arrive, post_finalization_callback=finish
+                barrier_sync_fn=wait,
+                post_finalization_callback=functools.partial(_seal, path, before),
             )
             with silence_orbax():
                 checkpointer = ocp.AsyncCheckpointer(
@@ -236,10 +225,22 @@ def _add_description(named: Named, meta: Mapping[str, Any]) -> dict[str, Any]:
     return described
 
 
-def _seal(path: str) -> None:
+def _wait_at_barrier(
+    path: str, process: int, wait: Callable[..., None], *, key: str, timeout_ms: int
+) -> None:
+    """Waits at a barrier of Orbax; lists this process's files at that after writes."""
+    if "async_write_complete" in key:
+        with contextlib.suppress(OSError, ValueError):  # process 0 lists more
+            (unnamed,) = find_unfinished(path)
+            list_files_of_process(unnamed, process)
+    wait(key=key, timeout_ms=timeout_ms)
+
+
+def _seal(path: str, before: threading.Thread | None) -> None:
     """Lists all files of the checkpoint that is about to be named `path`.
 
-    It also flushes each of them to disk, so that a power failure can't undo it.
+    It also flushes each of them to disk, so that a power failure can't undo it; and
+    waits for the save `before`.
     """
     (unnamed,) = find_unfinished(path)
     write_file_list(unnamed)
@@ -247,6 +248,8 @@ def _seal(path: str) -> None:
         for file in files:
             sync_to_disk(os.path.join(inside, file))
         sync_to_disk(inside)
+    if before is not None:
+        before.join()  # a checkpoint may know of those that began before it
 
 
 def _save_failed(path: str, error: BaseException) -> SaveFailed:

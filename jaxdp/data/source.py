@@ -146,8 +146,9 @@ class Source:
         """
         if self.epoch_start is None or self.epoch_start.epoch != epoch:
             return EPOCH_START
-        # At least one batch is read again: it begins the iteration, and an iterator may
-        # have no other to compile the step for.
+        # The waypoint lies before batch `done`, so that at least one batch is read
+        # again. The iteration begins with it, and a used-up iterator has no other to
+        # compile the step for.
         waypoints = (
             each for each in reversed(self._waypoints) if each["batches"] < done
         )
@@ -253,20 +254,8 @@ class IterableSource(Source):
         if waypoint is not None:
             self.state.load_own(waypoint["state"])
             skipped = position.batches - waypoint["batches"]
-        is_lost = skipped > position.batches or not (position.state or {}).get("own")
-        may_restart = self.is_iterator and not self.is_single_use
-        if self.is_training and may_restart and is_lost:
-            text = (
-                f"`{self.argument}`: a checkpoint does not know when the iterator"
-                f" {type(self.loader).__name__} started again, so a run can't be"
-                " resumed after its first pass. Give it `state_dict` and"
-                " `load_state_dict` with JSON, or pass an iterable whose `__iter__`"
-                " starts an epoch, or a generator"
-                " if it never starts again."
-            )
-            if skipped > position.batches:
-                raise ValueError(text)
-            log_info_once(text)
+        if self.is_training and self.is_iterator and not self.is_single_use:
+            self._refuse_unknown_restart(position, skipped)
         batches = self._pull(position, position.batches - skipped, waypoint)
         self._skip(batches, skipped)
         if waypoint is not None:
@@ -277,6 +266,24 @@ class IterableSource(Source):
             if self.state.has_own:
                 batches = self._record_waypoints(batches, position.batches)
         return map(partial(normalize_batch, copy=self._copies), batches)
+
+    def _refuse_unknown_restart(self, position: Position, skipped: int) -> None:
+        """Raises if an iterator has started again, when a checkpoint does not know; in
+        the first pass, logs that a later one can't be resumed.
+        """
+        is_later_pass = skipped > position.batches
+        if not is_later_pass and (position.state or {}).get("own"):
+            return
+        text = (
+            f"`{self.argument}`: a checkpoint does not know when the iterator"
+            f" {type(self.loader).__name__} started again, so a run can't be"
+            " resumed after its first pass. Give it `state_dict` and"
+            " `load_state_dict` with JSON, or pass an iterable whose `__iter__`"
+            " starts an epoch, or a generator if it never starts again."
+        )
+        if is_later_pass:
+            raise ValueError(text)
+        log_info_once(text)
 
     def _iterate(self) -> Iterator[Any]:
         return iter(self.loader)

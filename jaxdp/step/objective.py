@@ -153,24 +153,8 @@ class LossFnObjective:
         with contextlib.nullcontext() if is_one else _note_on_batch(elements):
             result = self.loss_fn(model, *arguments, **keywords)
 
-        # The state is the last element.
         if self.takes_state and model_state is not None:
-            is_long = isinstance(result, tuple) and len(result) in (2, 3)
-            if not is_long or not isinstance(result[-1], eqx.nn.State):
-                got = map(describe, result if is_long else [result])
-                is_state = lambda node: isinstance(node, eqx.nn.State)  # noqa: E731
-                nodes = jax.tree_util.tree_leaves_with_path(result, is_leaf=is_state)
-                paths = [jax.tree_util.keystr(p) for p, node in nodes if is_state(node)]
-                where = f" The State is result{paths[0]}." if paths else ""
-                raise TypeError(
-                    "`loss_fn` takes `state`, so it must return (loss, state) or"
-                    " (loss, metrics, state), with the new eqx.nn.State last and not"
-                    f" inside of another element; got {', '.join(got)}.{where}"
-                )
-            *result, state = result
-            model_state = state
-            result = result[0] if len(result) == 1 else tuple(result)
-
+            result, model_state = _split_state(result)
         loss, metrics = _loss_and_metrics(result)
         num_rows, outputs = len(mask), None
         is_other_part = self.is_part and not {*_OUTPUTS} & {*metrics}
@@ -221,6 +205,26 @@ def split_batch(batch: PyTree) -> tuple[PyTree, PyTree, PyTree]:
             " other batches pass `loss_fn(model, *batch)`."
         )
     return x, y, weight
+
+
+def _split_state(result: Any) -> tuple[Any, eqx.nn.State]:
+    """Splits the result of a `loss_fn` that takes `state` into the rest and the new
+    state, its last element.
+    """
+    is_long = isinstance(result, tuple) and len(result) in (2, 3)
+    if not is_long or not isinstance(result[-1], eqx.nn.State):
+        got = map(describe, result if is_long else [result])
+        is_state = lambda node: isinstance(node, eqx.nn.State)  # noqa: E731
+        nodes = jax.tree_util.tree_leaves_with_path(result, is_leaf=is_state)
+        paths = [jax.tree_util.keystr(p) for p, node in nodes if is_state(node)]
+        where = f" The State is result{paths[0]}." if paths else ""
+        raise TypeError(
+            "`loss_fn` takes `state`, so it must return (loss, state) or"
+            " (loss, metrics, state), with the new eqx.nn.State last and not"
+            f" inside of another element; got {', '.join(got)}.{where}"
+        )
+    *rest, state = result
+    return rest[0] if len(rest) == 1 else tuple(rest), state
 
 
 def _loss_and_metrics(result: Any) -> tuple[Any, Mapping[str, Any]]:
@@ -289,7 +293,9 @@ _OUTPUTS = "predictions", "targets"
 
 
 def _check_outputs(named: Mapping[str, Any], rows: int) -> tuple[PyTree, PyTree]:
-    """Returns the predictions and targets among named values, if they have the rows."""
+    """Returns the predictions and targets among named values; raises if one is
+    missing, or its first axis is not `rows` long.
+    """
     if missing := [name for name in _OUTPUTS if name not in named]:
         raise ValueError(
             f"`metrics` has a PassMetric, and `loss_fn` does not return {missing}; it"
