@@ -63,3 +63,16 @@ class Stopwatch:
                 return function(*arguments, **options)
 
         return call_timed if self.is_on else function
+
+    def time_iterator(self, phase: Phase, iterator: Iterator[Any]) -> Iterator[Any]:
+        """Returns `iterator`, with the time until each value counted as `phase`."""
+        return self._iterate_timed(phase, iterator) if self.is_on else iterator
+
+    def _iterate_timed(self, phase: Phase, iterator: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            with self.measure(phase):
+                try:
+                    value = next(iterator)
+                except StopIteration:
+                    return
+            yield value

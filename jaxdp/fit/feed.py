@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from ..basics.console import log_info
 from ..callbacks.base import Hooks
@@ -21,10 +21,6 @@ if TYPE_CHECKING:
     from jaxdp import Trainer
 
     from .run import Run
-
-_NEVER: Final = object()
-"""`iter(read, _NEVER)` calls `read` until it raises StopIteration, since `read` never
-returns this."""
 
 
 class Feed:
@@ -162,9 +158,8 @@ class Feed:
         limit = None if self._limits is None else self._limits.train_batches
         remaining = None if limit is None else max(0, limit - progress.batches_done)
         batches = self._source.read_epoch(progress.take_position())
-        untimed = make_windows(itertools.islice(batches, remaining), slots)
-        read = run.record.stopwatch.time_function("data", untimed.__next__)
-        windows = iter(read, _NEVER)
+        windows = make_windows(itertools.islice(batches, remaining), slots)
+        windows = run.record.stopwatch.time_iterator("data", windows)
         pack = engine.compiled_steps["train"].packer.pack
         for window in windows:
             groups = [[window]]
