@@ -178,11 +178,11 @@ class EarlyStopping(PatienceCallback):
 
 
 def _copy_parts(trainer: Trainer) -> dict[str, Any]:
-    """Returns these parts of the state on the host; waits for the device."""
+    """Copies the fields of `_list_parts` to the host; waits for the device."""
     return fetch({name: getattr(trainer.state, name) for name in _list_parts(trainer)})
 
 
 def _list_parts(trainer: Trainer) -> tuple[str, ...]:
-    """Returns the parts of the state that make a model and its optimizer."""
+    """Returns the names of the state's fields that make up model and optimizer."""
     changes_all = trainer.run.arguments["after_update"] is not None
     return ("params", "model_state", "opt_state", *["buffers"] * changes_all)

@@ -211,7 +211,9 @@ class ModelCheckpoint(MonitorCallback):
                 self._is_due = True
 
     def handle_means(self, trainer: Trainer, row: LogRow) -> None:
-        """Keeps the value of the monitor on the present weights, which are now due."""
+        """Notes the monitor's value for the present weights; if a save is due, the next
+        boundary starts it.
+        """
         super().handle_means(trainer, row)
         every = self.every_n_epochs
         is_due = every is not None and (trainer.current_epoch + 1) % every == 0

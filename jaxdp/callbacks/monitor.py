@@ -14,8 +14,8 @@ from .base import Callback, Trainer
 
 
 class MonitorCallback(Callback):
-    """A callback that gets the means of each validation and epoch of a fit, with all
-    values that callbacks have logged for them, and that may watch one: `monitor`."""
+    """The base of callbacks that read the means of validations and epochs, logged
+    values included, and may watch one, `monitor`."""
 
     skip_in_fast_dev_run = True
     only_in_training = True

@@ -35,8 +35,10 @@ class RowPartition:
     augmentation_seed: tuple[int, ...] = ()
 
     def split(self, batches: Iterator[Batch], peek: _Peek | None) -> Iterator[Any]:
-        """Yields this process's rows; `peek` returns a list of the loader's first
-        batch, if that can be read again.
+        """Yields this process's rows of each batch.
+
+        `peek` returns the loader's first batch in a list; None if it can't be read
+        twice.
         """
         return batches
 

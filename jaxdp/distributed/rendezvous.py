@@ -46,7 +46,9 @@ def exchange_ranks(rank: RankInfo, timeout: float, bind: str) -> None:
 
 
 def _serve_ranks(rank: RankInfo, own: Any, timeout: float, bind: str) -> dict[str, str]:
-    """Waits for all other processes, as process 0, and sends each the result."""
+    """Waits, as process 0, for a message of every other process; sends each what is
+    missing or wrong.
+    """
     messages, conflict = {0: own}, ""
     clients: list[socket.socket] = []
     deadline = time.monotonic() + timeout

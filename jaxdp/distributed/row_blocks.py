@@ -46,7 +46,10 @@ class RowBlocks(NamedTuple):
 
 
 def find_row_blocks(shards: Iterable[tuple[int, Any]], num_shards: int) -> RowBlocks:
-    """Finds the blocks of rows that processes load, from `(shard index, device)`s."""
+    """Cuts the shards of rows into equal blocks; finds those that this process loads.
+
+    `shards` has pairs (shard index, device).
+    """
     owners: list[set[int]] = [set() for _ in range(num_shards)]
     for shard, device in shards:
         owners[shard].add(device.process_index)

@@ -136,7 +136,8 @@ class CompiledStep:
 
         is_abstract = not isinstance(jax.tree.leaves(inputs)[0], jax.Array)
         if any(get_debug_settings()) and not is_abstract:
-            # A step that fails is run again, so it must not overwrite its arguments.
+            # With `jax_debug_nans`, JAX runs a step that made NaN again, operation by
+            # operation, so its arguments must survive.
             jitted = make_jitted(donate=_DONATED["none"])
             call = make_debugged_call(jitted, flat.arguments)
             program = Program(call, num_steps, groups, "none")

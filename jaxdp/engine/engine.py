@@ -230,7 +230,8 @@ class Engine:
             for note in filter(None, map(step.packer.describe_change, batches)):
                 error.add_note(note)
             step.packer.reset()  # others are not padded to the size of this batch
-            step.programs.pop(dispatch.shape, None)  # it would run when used again
+            # `check_program` may have refused it: it must not run next time.
+            step.programs.pop(dispatch.shape, None)
             raise
         for note in step.facts.notes:
             self.log_once(note)

@@ -59,8 +59,9 @@ def make_train_function(
             )
 
         def body(leaves: list[Array], index: Array) -> tuple[Any, Any]:
-            # This always takes the first branch, which XLA can't know. So XLA fuses
-            # no operation of the step with one in a branch.
+            # `index` is never negative, which XLA can't know. So the selection stays a
+            # branch, XLA does not fuse it with the step, and the step rounds as a
+            # single one does.
             group = jax.lax.cond(
                 index >= 0, select_batch, lambda _: select_batch(0), index
             )

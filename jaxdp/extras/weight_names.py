@@ -96,7 +96,7 @@ class LeafMapping(NamedTuple):
 
 
 class NormStatistics(NamedTuple):
-    """The running statistics of a `BatchNorm`, as numbers of leaves of a state."""
+    """The running statistics of a `BatchNorm`, as indices of leaves of a state."""
 
     norm: Any
     mean: int

@@ -190,7 +190,7 @@ class FitLoop:
         evaluation.compile_ahead(trainer, self.vals)
         run.interrupts.check()
 
-        # Once a fit, since a short epoch takes as long as some hundred Python calls.
+        # Made once a fit: a short epoch takes as long as some hundred Python calls.
         fetch_means = run.engine.fetch_epoch_means
         self._fetch_means = self._record.stopwatch.time_function("device", fetch_means)
         watches_loss = not run.engine.options.skip_nonfinite

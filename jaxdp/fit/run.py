@@ -257,9 +257,9 @@ class Run:
             checks.check_arrays(config.model)
             if jax.default_backend() == "cpu":
                 keep_freed_memory()
-            # If a function of the user is being traced, compute values anyway. Only
-            # then: otherwise the initial state of an optimizer, zeros as large as the
-            # model, would be computed outside of the compiled `init`.
+            # While a function of the user is traced, compute values all the same. Only
+            # then: this would also compute the zeros of an optimizer's state, as large
+            # as the model, outside of the compiled `init`.
             is_traced = isinstance(jax.device_put(0), Tracer)
             eagerly = jax.ensure_compile_time_eval() if is_traced else nullcontext()
             with eagerly:

@@ -57,8 +57,9 @@ class Collectives:
         return gradients
 
     def arrange(self, model: PyTree) -> PyTree:
-        """Returns the model to call in this step, which computes the same function of a
-        row.
+        """Returns `model` as this step calls it; its outputs are the same.
+
+        Under `FSDP`, its units gather their own shards.
         """
         return model
 

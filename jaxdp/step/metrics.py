@@ -285,7 +285,7 @@ def add_to_totals(totals: Array, num_real_rows: Array, sums: Array) -> Array:
     """Adds a step's sums, in the dtype of `totals`, with Kahan's compensation.
 
     Plain float32 sums stop counting rows at 2**24. Row 0 of `totals` holds the sums,
-    and row 1 what rounding has added to them.
+    row 1 the rounding error in them, to be subtracted.
     """
     # XLA fuses these selections with the operations that follow. Concatenating and
     # padding the values would be one more operation, which lengthens a small step.

@@ -80,9 +80,9 @@ def bind_keywords(model: Any, key: Any, *, training: bool) -> dict[str, Any]:
 
 
 def check_training_flags(model: Any) -> None:
-    """Raises if the call of a model has a training flag that steps would not set.
+    """Raises if a model's call has a flag, such as `inference`, that steps do not pass.
 
-    Its default would hold in training and in validation alike. A default of None is
+    Its default would hold in training and validation alike. A default of None is
     Equinox's, and leaves the choice to the layers.
     """
     named = find_keywords(model)
@@ -125,7 +125,7 @@ def accepts_keyword(model: Any, name: str) -> bool:
 
 
 def copy_state(model_state: PyTree) -> PyTree:
-    """Returns a copy of a model's `eqx.nn.State`, each of which can be used once."""
+    """Returns a copy of a model's `eqx.nn.State`: Equinox lets each be used once."""
 
     def copy_node(state: eqx.nn.State) -> eqx.nn.State:
         values, markers = state.tree_flatten()

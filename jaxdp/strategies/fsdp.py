@@ -40,9 +40,8 @@ class _AxisShardedStrategy(Sharded):
         return self._split(leaf)
 
     def _split(self, leaf: Any, num_block_axes: int = 0) -> PartitionSpec:
-        """Returns the split of a leaf along its first axis that the devices divide.
-
-        That is an axis of blocks only if no other one fits.
+        """Returns the split of a leaf along the first axis whose size the number of
+        devices divides; axes of blocks are tried last.
         """
         parts = math.prod(self.mesh.shape[name] for name in self.split_axes)
         if parts == 1 or math.prod(leaf.shape) < self.min_size:

@@ -217,10 +217,8 @@ GATHERED_IN_BRANCH: Final = (
 
 
 def _refuse_rows(*_: Any) -> Any:
-    """Raises where a `vmap` over rows would give each row its own copy of a shard.
-
-    `vmap` does that in a `lax.cond` whose predicate depends on the row. Devices would
-    then add up gradients of different rows.
+    """Raises where `vmap` would batch a shard, as in a `lax.cond` whose predicate
+    depends on the row: devices would add gradients of different rows.
     """
     raise ValueError(GATHERED_IN_BRANCH)
 

@@ -96,8 +96,8 @@ def tensor_rules(model: PyTree, axis: str = "model") -> list[Rule]:
 
     In each pair of layers of an `eqx.nn.MLP`, the first is split by its outputs and the
     second by its inputs, so that devices only exchange the sum after the second. An odd
-    last layer stays whole. An `eqx.nn.MultiheadAttention` is split by heads, whose
-    number the axis should divide.
+    last layer stays whole. An `eqx.nn.MultiheadAttention` is split by heads; the size
+    of the axis should divide their number.
 
     Args:
         model: the model whose layers are to be split.
