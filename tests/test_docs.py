@@ -246,6 +246,17 @@ def test_the_modules_that_the_map_names_are_there():
         assert any(path.exists() for path in there), name
 
 
+def test_the_names_that_the_map_answers_with_are_there():
+    _, _, text = (DOCS / "inside.md").read_text().partition("## Where is ...?")
+    rows = re.findall(r"^\| .* \| (`.*) \|$", text.partition("\n## ")[0], re.M)
+    assert len(rows) > 10
+    for place in "; ".join(rows).split("; "):
+        file, *names = re.findall(r"`([^`]+)`", place)
+        module = "jaxdp." + file.removesuffix(".py").replace("/", ".")
+        for name in names:
+            assert pydoc.locate(f"{module}.{name}") is not None, place
+
+
 def test_messages_that_troubleshooting_names_are_those_of_the_code():
     sources = [path.read_text() for path in (DOCS.parent / "jaxdp").rglob("*.py")]
     texts = [
