@@ -83,7 +83,7 @@ class _Reader(NamedTuple):
 
 
 class _LogTarget(NamedTuple):
-    """The dictionaries that `log` puts values into at a moment."""
+    """The dictionaries that `log` puts values into at present."""
 
     names: Mapping[str, Any]
     """The names that are taken there."""
@@ -257,7 +257,7 @@ class Record:
         queue.append((step + metrics.steps_in_flight, row))
 
     def begin_step(self) -> None:
-        """Has hooks log for the next step, which has no row yet, from now on."""
+        """Directs `log` to the next step, which has no row yet."""
         self._target = _LogTarget(self._before_row, self._before_row)
 
     def log(self, name: str, value: Any) -> None:
@@ -292,7 +292,7 @@ class Record:
 
     @contextlib.contextmanager
     def redirect_logs(self, values: dict[str, float]) -> Iterator[dict[str, float]]:
-        """Has hooks log into `values`, and also into the dict that this yields."""
+        """Directs `log` to `values` in the block, and to the dict that this yields."""
         outer, logged = self._target, dict[str, float]()
         self._latest_values().update(values)
         self._target = _LogTarget(values, values, logged)
@@ -305,7 +305,7 @@ class Record:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
-        """Starts the list of readers of a fit, or of a loop of the caller, anew."""
+        """Opens the record, without readers, for a fit or a loop of the caller."""
         was_open, outer = self._target is not None, self._readers
         self._readers, self.stopwatch = [], Stopwatch()
         self.begin_step()
@@ -355,19 +355,19 @@ class Record:
         return {name: float(each) for name, each in numbers.items() if each.ndim == 0}
 
     def add(self, sink: Sink, every: int) -> None:
-        """Has all rows of the fit written to `sink`; of steps, each `every`-th."""
+        """Registers `sink` for all rows of the fit; of steps, each `every`-th."""
         if self._rewound_to is not None:
             sink.rewind(self._rewound_to)
         kinds = "step", "val", "epoch", "fit"
         self._readers.append(_Reader(sink.write, kinds, every, sink))
 
     def read_steps(self, function: OnRow) -> None:
-        """Has `function` called with the row of each step, once it can be read; for
+        """Registers `function` for the row of each step, once it can be read; for
         `Callback.setup`."""
         self._readers.append(_Reader(function, ("step",)))
 
     def read_means(self, function: OnRow) -> None:
-        """Has `function` called with the row of each validation of a fit and of each
+        """Registers `function` for the row of each validation of a fit and of each
         epoch, whose `validation` repeats the values of its end; for `Callback.setup`.
         """
         # Not before `validate` or `predict`, which have no such rows.
@@ -375,7 +375,7 @@ class Record:
             self._readers.append(_Reader(function, ("val", "epoch")))
 
     def measure_phases(self) -> Stopwatch:
-        """Has the fit that begins measured, phase by phase; for `Callback.setup`."""
+        """Measures the phases of the fit that begins; for `Callback.setup`."""
         self.stopwatch.is_on = True
         return self.stopwatch
 
@@ -477,8 +477,8 @@ def _as_python(value: np.ndarray) -> Number:
 def _call_all(
     functions: Iterable[Callable[..., None]], *args: Any, of_callbacks: bool = False
 ) -> None:
-    """Calls all functions, then raises the first exception that one of them raised,
-    with a note that names the callback if they are `of_callbacks`."""
+    """Calls all functions, then raises the first exception of one of them. If they are
+    `of_callbacks`, a note on it names the callback."""
     wrong = None
     for function in functions:
         try:

@@ -278,7 +278,7 @@ def overrides(callback: Callback, name: str) -> bool:
 
 
 def _chain(name: str, bound: tuple[Callable[..., None], ...]) -> Callable[..., None]:
-    """Returns one callable for all hooks, which names the callback that raised."""
+    """Returns a function that calls all hooks; its errors name the callback."""
 
     def run(*arguments: Any) -> None:
         for number, hook in enumerate(bound, 1):

@@ -148,10 +148,12 @@ class EarlyStopping(PatienceCallback):
         self.reason = self._best = None
 
     def _stop_if_due(self, trainer: Trainer) -> bool:
-        """Stops the fit if the last check is a reason to; returns whether it is one."""
+        """Stops the fit if the last check is a reason and the fit has reached its
+        minimum; returns True if it did.
+        """
         reason = self._find_reason()
-        # `should_stop` stays set once it is set. So it is not set before the minimum of
-        # the fit, or it would end a run that improves later.
+        # `should_stop` stays set. Set before the minimum of the fit, it would end a run
+        # that improves later.
         step, epochs = trainer.global_step, trainer.record.epochs_done
         if reason is None or not trainer.record.limits.may_stop(step, epochs):
             return False

@@ -149,7 +149,7 @@ class CheckpointDir:
         self.remove_temporary()
 
     def close(self) -> None:
-        """Lets other runs write here. May be called again."""
+        """Unlocks the folder for other runs. May be called again."""
         if self._lock is not None:
             # Temporary folders stay until the next run: if Ctrl-C interrupted the start
             # of a save, Orbax's threads still write to one, and would wait for ever.
@@ -158,7 +158,7 @@ class CheckpointDir:
         self._lock = None
 
     def remove(self, step: int) -> None:
-        """Removes a checkpoint, which is complete or absent if this is interrupted."""
+        """Removes a checkpoint; if interrupted, leaves it complete or absent."""
         away = tempfile.mkdtemp(prefix=f".removed-{step}-", dir=self.path)
         with contextlib.suppress(FileNotFoundError):  # another process removed it
             os.rename(self.get_path(step), away)  # onto an empty folder

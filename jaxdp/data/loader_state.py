@@ -112,8 +112,8 @@ class LoaderState:
         self._load(self._owner, state)
 
     def unload_own(self) -> None:
-        """Makes the next iteration start at the beginning. The current iteration must
-        have begun.
+        """Makes the next iteration start at the beginning, not at the state of
+        `load_own`. Must be called after the current iteration has begun.
         """
         for dataset in self._restarting:
             dataset.load_state_dict(None)

@@ -43,20 +43,20 @@ class RowPartition:
         return batches
 
     def split_lists(self, lists: Iterator[Any]) -> _ListsAndBatches:
-        """Returns this process's part of index lists, and a function that makes the
-        fetched batches inputs of `split`."""
+        """Returns this process's part of index lists, and a function that prepares the
+        batches fetched by them for `split`."""
         return lists, iter
 
     def count_batches(self, argument: str, local: int | None) -> int | None:
-        """Returns the batches per epoch, of which this process's loader has `local`."""
+        """Returns the batches per epoch, if this process's loader has `local`."""
         return local
 
     def gather_states(self, local: Any) -> Any:
-        """Returns the loaders' states for a checkpoint; one is `local`."""
+        """Returns the states of all processes' loaders; this one's is `local`."""
         return local
 
     def select_state(self, states: Any) -> Any:
-        """The inverse of `gather_states`; None if they are of other processes."""
+        """Inverts `gather_states`; returns None for the states of other processes."""
         of_each = _get_list(states, "of_each")
         if of_each is not None:
             return of_each[0]
@@ -203,7 +203,7 @@ def _describe(batch: Batch | None) -> Any:
 
 
 def _check_equal(of_each: list[Any]) -> None:
-    """Raises if the batches of the processes for one step can't be those of one step.
+    """Raises unless the processes' batches for a step have equal shapes and `Whole`s.
 
     Args:
         of_each: the result of `_describe` in each process.

@@ -138,8 +138,8 @@ class TorchMapSource(_TorchSource):
         return add_counts(map(partial(normalize_batch, copy=self._copies), batches))
 
     def _find_columns(self) -> tuple[Sequence[Any], list[np.ndarray]] | None:
-        """Returns the tensors of a `TensorDataset`, and the indices of subsets of it,
-        outer first. None if the dataset's own indexing or workers fetch the rows.
+        """Returns the tensors of a `TensorDataset`, and the indices of the `Subset`s
+        around it, outer first. None for datasets with other indexing, and for workers.
         """
         if self.loader.num_workers or not self._has_torchs_collation:
             return None
@@ -160,10 +160,9 @@ class TorchMapSource(_TorchSource):
         self._worker_sampler.lists, self._worker_loader = iter(()), None
 
     def _draw_lists(self, epoch: int) -> Iterator[Any]:
-        """Yields the sampler's index lists with the draws of `iter(loader)`.
+        """Yields the sampler's index lists, drawn as by `iter(loader)`.
 
-        `iter(loader)` draws a base seed after the sampler has started, and so does this
-        method.
+        Like it, this draws a base seed after the sampler has started.
         """
         numbers = self.seed, epoch, *self.partition.sampler_seed
         torch_only = self._draws_ahead

@@ -242,7 +242,7 @@ class ProcessGroup:
 
 
 def _format_processes(processes: Iterable[int]) -> str:
-    """process 1 on node7, process 2 on node8."""
+    """Formats processes like "process 1 on node7, process 2 on node8"."""
     hosts = coordination.read_values(_HOSTS_DIR)
     return join_some(f"process {p} on {hosts.get(p, '?')}" for p in sorted(processes))
 

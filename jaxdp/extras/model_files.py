@@ -285,9 +285,9 @@ def _check_fits(
     partial: bool,
     hint: str,
 ) -> None:
-    """Raises if the model differs from the file; with `partial`, logs how.
+    """Raises if the model differs from the file.
 
-    With `partial` it raises only if nothing of the model fits.
+    With `partial` it logs how, and raises only if nothing of the model fits.
     """
     of_model = {name for name in wanted if not _is_of_state(name)}
     partial_fits = partial and any(

@@ -141,7 +141,7 @@ def load_weights_at(
 
 
 def load(trainer: "Trainer", path: str | os.PathLike[str]) -> None:
-    """Restores a checkpoint that `start_saving` wrote; on failure, the state stays."""
+    """Restores a checkpoint of `start_saving`; if it fails, the state is unchanged."""
     run = trainer.run
     check_between_dispatches(run, "`load`")
     with run.interrupts.defer_signals():

@@ -70,7 +70,7 @@ class Collectives:
     def sum_gradients(self, gradients: PyTree) -> PyTree:
         """Sums gradients over the rows of all devices.
 
-        Takes gradients of whole parameters, and returns them in the layout in which
+        Takes gradients of full parameters, and returns them in the layout in which
         parameters are updated. Called once per optimizer step, after all micro-batches.
         """
         return gradients

@@ -106,7 +106,7 @@ def cast_to_original(tree: PyTree, like: PyTree) -> PyTree:
 def cast_calls(
     model: PyTree, batch: PyTree, precision: Precision
 ) -> tuple[PyTree, PyTree]:
-    """Returns the model with its calls in the dtype of `precision`, and its batch.
+    """Returns the model, whose calls compute in the dtype of `precision`, and `batch`.
 
     Calls cast their inputs. If the model can't be called, such as a dict of arrays, its
     leaves and those of the batch are cast instead.

@@ -101,7 +101,7 @@ class ShardMapCollectives(Collectives):
         return jax.tree_util.tree_map_with_path(constrain, tree)
 
     def _bind_step(self, inputs: Any) -> "ShardMapCollectives":
-        """Returns a copy for a step with these inputs, which knows their FSDP units."""
+        """Returns a copy that knows the FSDP units and shards among a step's inputs."""
         weights, *_ = find_nodes(Weights, inputs)
         model = eqx.combine(weights.params, weights.buffers)
         bound, bound.shards = copy.copy(self), {}

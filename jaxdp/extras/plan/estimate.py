@@ -131,7 +131,7 @@ class Estimate(NamedTuple):
 
 
 class Remedy(NamedTuple):
-    """A change that needs less memory; it was compiled."""
+    """A change of arguments with which the compiled step needs less memory."""
 
     change: str
     """The code to write: `"`strategy=FSDP()`"`."""

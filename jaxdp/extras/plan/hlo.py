@@ -293,7 +293,9 @@ def count_iterations(
 def _run_loop(
     module: HloModule, loop: Instruction, start: Arguments
 ) -> tuple[int | None, Arguments]:
-    """Runs a loop's counter; returns the iterations, and the numbers at its end."""
+    """Runs a loop's counter; returns the iterations, and a function for the values of
+    the carry at its end.
+    """
     invariants = _find_invariants(module, loop, start)
     numbers: dict[Any, int | None] = {}
 
@@ -320,7 +322,7 @@ def _run_loop(
 def _find_invariants(
     module: HloModule, loop: Instruction, start: Arguments
 ) -> Arguments:
-    """Returns the numbers of the carry that no iteration changes."""
+    """Returns a function for the values of the carry that no iteration changes."""
 
     @functools.cache
     def invariants(*place: Any) -> int | None:
@@ -432,7 +434,7 @@ def _make_collective(
 
 
 def _is_hidden(module: HloModule, computation: str, start: Instruction) -> bool:
-    """Returns True if matrix products are between a collective's start and its end."""
+    """Returns True if matrix products run between a collective's start and its end."""
     if not start.opcode.endswith("-start"):
         # A TPU fuses the links of a chain with the products that they run beside.
         return "chain_id=" in start.attributes

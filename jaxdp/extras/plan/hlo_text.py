@@ -1,7 +1,7 @@
-"""The text of a compiled program, taken apart.
+"""Parses the text of a compiled program.
 
-Computations, their instructions and arrays, and the groups of devices that collectives
-join: tuples of partitions, which are the places of devices in the mesh.
+Finds computations, their instructions and arrays, and the groups of devices that
+exchange data in a collective. A group is a tuple of positions in the mesh.
 """
 
 import math
@@ -173,12 +173,12 @@ def parse_arrays(shape: str) -> tuple[HloArray, ...]:
 
 
 def parse_ints(text: str) -> tuple[int, ...]:
-    """`"3, 1,2"` as numbers."""
+    """Parses numbers such as `"3, 1,2"`."""
     return tuple(int(number) for number in text.split(",") if number.strip())
 
 
 def _make_array(dtype: str, shape: tuple[int, ...]) -> HloArray:
-    """From XLA's name of a type: `pred`, `s32`, `bf16`, `f8e4m3fn`, `token`."""
+    """Converts XLA's name of a type: `pred`, `s32`, `bf16`, `f8e4m3fn`, `token`."""
     match = re.fullmatch(r"([a-z]+)(\d*)(\w*)", dtype)
     assert match is not None, dtype
     kind, bits, rest = match.groups()
@@ -243,7 +243,7 @@ def _parse_mesh_groups(axes: str, device_ids: str, named_axes: str) -> Groups:
 
 
 def _parse_iota(text: str) -> np.ndarray:
-    """`[2,4]<=[8]`, `[4,2]<=[2,4]T(1,0)`, or `[2,4]T(1,0)`."""
+    """Parses `[2,4]<=[8]`, `[4,2]<=[2,4]T(1,0)`, or `[2,4]T(1,0)`."""
     match = re.match(r"\[([\d,]*)\](?:<=\[([\d,]*)\])?(?:T\(([\d,]*)\))?", text)
     assert match is not None
     shape, source, order = map(parse_ints, (match[1], match[2] or "", match[3] or ""))

@@ -125,7 +125,7 @@ class Summary:
 
 @jax.disable_jit(False)
 def summarize(trainer: "Trainer") -> Summary:
-    """`Trainer.summary`, of shapes alone: nothing is placed, and nothing waited for."""
+    """Implements `Trainer.summary` by shapes: places nothing, and waits for nothing."""
     config = trainer.run.config
     model, state = config.model, get_shapes(trainer.run)
     shapes = _list_by_path(state[:2])
@@ -184,9 +184,9 @@ def _list_by_path(trees: Any) -> dict[str, Any]:
 
 
 def _find_owner_depth(model: PyTree, path: Sequence[Any]) -> int:
-    """Returns the number of steps of a leaf's path that lead to its module.
+    """Returns the length of the path to the module of a leaf.
 
-    In trees without modules, they lead to the container of the leaf.
+    In trees without modules, it is that to the container of the leaf.
     """
     for depth in range(len(path) - 1, -1, -1):
         if isinstance(get_node(model, path[:depth]), eqx.Module):
