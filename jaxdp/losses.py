@@ -151,6 +151,17 @@ _OF_LABELS: Final = cross_entropy, optax.softmax_cross_entropy_with_integer_labe
 _OF_YES_NO: Final = binary_cross_entropy, optax.sigmoid_binary_cross_entropy
 """Criteria for which each logit answers a yes/no question."""
 
+_OF_NUMBERS: Final = (
+    mse,
+    mae,
+    huber,
+    optax.squared_error,
+    optax.l2_loss,
+    optax.huber_loss,
+    optax.log_cosh,
+)
+"""Criteria whose predictions are numbers, and no logits."""
+
 
 _OF_EQUAL_SHAPES: Final = (
     optax.squared_error,
@@ -172,6 +183,12 @@ def is_per_row(criterion: Criterion) -> bool:
     A callable of the user's is written for a batch, whatever it computes.
     """
     return _unwrap_partial(criterion) in _PER_ROW
+
+
+def takes_logits(loss: Criterion) -> bool:
+    """Returns True for a loss that applies the softmax or the sigmoid itself."""
+    known = *_OF_LABELS, *_OF_YES_NO, optax.softmax_cross_entropy
+    return _unwrap_partial(loss) in known
 
 
 def match_shapes(criterion: Criterion, prediction: Any, target: Any) -> tuple[Any, Any]:
@@ -198,7 +215,8 @@ def num_classes(
     """Returns the number of classes of targets, where the criteria tell.
 
     Raises:
-        ValueError: if answers to yes/no questions were taken for logits of classes.
+        ValueError: if answers to yes/no questions were taken for logits of classes, or
+            numbers for logits.
     """
     loss, *metrics = map(_unwrap_partial, criteria.values())
     is_yes_no = loss in _OF_YES_NO
@@ -208,9 +226,17 @@ def num_classes(
             " binary cross-entropy each answers a yes/no question of its own; use"
             " 'binary_accuracy', or, where one class is right, loss='cross_entropy'."
         )
+    if loss in _OF_NUMBERS and accuracy in metrics and num_logits(prediction) == 1:
+        raise ValueError(
+            "`metrics`: 'accuracy' takes a logit above 0 for yes, but under this loss"
+            " the prediction is the number itself. For yes/no targets use"
+            " loss='binary_cross_entropy'; for numbers the metric 'mae'; for targets"
+            " of -1 and 1 'binary_accuracy', which compares the signs."
+        )
     dtype = getattr(target, "dtype", np.dtype(bool))
-    if is_yes_no and jnp.issubdtype(dtype, jnp.floating):
-        return 2  # probabilities
+    if jnp.issubdtype(dtype, jnp.floating):  # probabilities
+        is_of_classes = loss is cross_entropy
+        return 2 if is_yes_no else num_logits(prediction) if is_of_classes else None
     if not jnp.issubdtype(dtype, jnp.integer):
         return None
     if any(function in _OF_LABELS for function in (loss, *metrics)):

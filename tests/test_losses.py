@@ -272,3 +272,32 @@ def test_a_named_loss_with_an_option_is_still_one_of_single_rows():
 def test_label_smoothing_is_a_probability():
     with pytest.raises(ValueError, match="must be from 0 to 1; got 2"):
         losses.cross_entropy(jnp.ones((2, 3)), jnp.zeros(2, int), label_smoothing=2)
+
+
+@pytest.mark.parametrize("loss, metric, y", [
+    ("mse", "binary_accuracy", 2.0 * KINDS["yes/no"] - 1),
+    ("mse", "mae", SCORES),
+    ("binary_cross_entropy", "accuracy", KINDS["yes/no"]),
+    (optax.hinge_loss, "accuracy", 2 * KINDS["yes/no"] - 1),
+    ("mse", "accuracy", KINDS["one-hot"]),
+    ("cross_entropy", "accuracy", KINDS["probabilities"]),
+    ("cross_entropy", "accuracy", KINDS["several yes/no"] * 1.0),
+    (optax.softmax_cross_entropy, "accuracy", KINDS["one-hot"] * 5),  # counts
+])  # fmt: skip
+def test_targets_that_a_loss_and_a_metric_can_read_are_taken(loss, metric, y):
+    x = SCORES if y.ndim == 1 else LOGITS
+    trainer = quiet(Offset(jnp.zeros(1)), loss=loss, metrics=[metric])
+    found = trainer.validate([(x, y.astype(np.float32 if y.dtype == float else int))])
+    assert np.isfinite(found[f"val_{metric}"])
+
+
+@pytest.mark.parametrize("loss, last", [
+    ("mse", jax.nn.sigmoid),
+    (lambda p, y: -jnp.log(p[:, 0]), jax.nn.softmax),
+    ("cross_entropy", jax.nn.log_softmax),
+    ("cross_entropy", jnp.tanh),
+    ("cross_entropy", None),
+])  # fmt: skip
+def test_a_model_may_end_in_what_its_loss_does_not_apply(loss, last):
+    layers = [mlp(), eqx.nn.Lambda(last)] if last else [mlp(), eqx.nn.Identity()]
+    assert quiet(eqx.nn.Sequential(layers), loss=loss).global_step == 0

@@ -42,9 +42,10 @@ def check_targets(batch: Batch, num_classes: int | None) -> None:
         # the loss.
         if ((labels < -0.01) | (labels > 1.01)).any():
             raise ValueError(
-                "targets of a binary cross-entropy are probabilities, 0 to 1; this"
-                f" batch has them from {labels.min()} to {labels.max()}. Labels of -1"
-                " and 1 become those by (y + 1) / 2; for other numbers use loss='mse'."
+                "floating point targets of a cross-entropy are probabilities, 0 to 1;"
+                f" this batch has them from {labels.min()} to {labels.max()}. Labels of"
+                " -1 and 1 become those by (y + 1) / 2; for other numbers use"
+                " loss='mse'."
             )
         return
     unsigned = labels.view(_UNSIGNED.get(labels.dtype, labels.dtype))
@@ -53,6 +54,6 @@ def check_targets(batch: Batch, num_classes: int | None) -> None:
             f"labels must be 0 to {num_classes - 1}, of {num_classes} classes; this"
             f" batch has labels from {labels.min()} to {labels.max()}. (Rows to be"
             " ignored have the weight 0: (x, y, weight). To ignore some labels of a"
-            " row, return (values, weights) from a `loss_fn`. For yes/no targets use"
-            " loss='binary_cross_entropy'.)"
+            " row, return (values, weights) from a `loss_fn`. Yes/no targets are 0 and"
+            " 1, for loss='binary_cross_entropy'.)"
         )

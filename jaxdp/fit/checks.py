@@ -355,6 +355,7 @@ def choose_objective(arguments: Mapping[str, Any]) -> Objective | None:
         if loss is None:
             return None
         criterion = losses.find_criterion("`loss`", loss, losses.LOSSES)
+        check_ends_in_logits(arguments["model"], criterion)
         return CriterionObjective(criterion, criteria, keeps_outputs=keeps)
 
     # `loss_fn` computes everything.
@@ -390,6 +391,26 @@ def choose_objective(arguments: Mapping[str, Any]) -> Objective | None:
                 " Name `training` in `loss_fn`, and pass it on"
             )
     return objective
+
+
+def check_ends_in_logits(model: Any, loss: losses.Criterion) -> None:
+    """Raises if Equinox's MLP or Sequential ends in the softmax or sigmoid that the
+    loss applies.
+    """
+    last = model
+    while isinstance(last, eqx.nn.Sequential) and last.layers:
+        last = last.layers[-1]
+    if isinstance(last, eqx.nn.Lambda):
+        last = last.fn
+    elif isinstance(last, eqx.nn.MLP):
+        last = last.final_activation
+    is_activation = any(last is one for one in (jax.nn.softmax, jax.nn.sigmoid))
+    if is_activation and losses.takes_logits(loss):
+        raise ValueError(
+            f"`model` ends in jax.nn.{last.__name__}, but `loss` takes logits: it"
+            f" applies softmax or sigmoid itself. Leave {last.__name__} out of the"
+            " model, and apply it to what `predict` returns."
+        )
 
 
 def log_trained_layers(run: "Run") -> None:

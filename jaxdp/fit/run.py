@@ -166,6 +166,7 @@ class TrainerConfig:
         log_info(f"`loss` is not given: {name!r}, as {reason}")
         keeps = bool(self.pass_metrics)
         loss = losses.LOSSES[name]
+        checks.check_ends_in_logits(self.model, loss)
         return CriterionObjective(loss, self._criteria, keeps_outputs=keeps)
 
     def _objectives(self) -> list[Objective]:

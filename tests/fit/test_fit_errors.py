@@ -1,5 +1,7 @@
 """Each refusal of a trainer or a fit is an error that says what to change."""
 
+from functools import partial
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -20,6 +22,7 @@ from jaxdp import (
     Pipeline,
     Sharded,
     Whole,
+    losses,
 )
 from jaxdp.callbacks import NanGuard
 
@@ -76,6 +79,13 @@ FOUR = jax.tree.map(
 )
 RATES = Ensemble(4, learning_rate=[1e-3, 3e-3, 1e-2, 3e-2])
 GUARD = NanGuard()
+ENDS = {
+    "softmax": eqx.nn.Sequential([mlp(), eqx.nn.Lambda(jax.nn.softmax)]),
+    "sigmoid": eqx.nn.Sequential([
+        eqx.nn.MLP(4, 3, 8, 1, final_activation=jax.nn.sigmoid, key=jax.random.key(0))
+    ]),
+}  # fmt: skip
+"""Models that end in what a cross-entropy applies."""
 INJECTED = optax.inject_hyperparams(optax.adam)(1e-3)
 
 
@@ -146,6 +156,9 @@ INJECTED = optax.inject_hyperparams(optax.adam)(1e-3)
      "`loss_fn` has no parameter named `state`"),
     ({"metrics": {"area": of_other_library("AUROC", "torchmetrics.x", __call__=x_y)}},
      TypeError, r"torchmetrics's AUROC.*PassMetric\(fn\)"),
+    *(({"model": model, "loss": loss}, ValueError, f"`model` ends in jax.nn.{name}, ")
+      for name, model in ENDS.items()
+      for loss in ("cross_entropy", optax.sigmoid_binary_cross_entropy)),
     ({"ensemble": 4}, ValueError, r"layers\[0\]\.weight.*\(8, 4\).*filter_vmap"),
     ({"model": [mlp(), mlp()], "ensemble": 2}, TypeError,
      "a list, which can't .*docs/ensembles.md"),
@@ -174,13 +187,21 @@ def test_constructor_refuses(arguments, error, message):
      ValueError, "labels must be 0 to 2, .* from 3 to 3"),
     ({"model": linear(4, 1),
       "loss": optax.softmax_cross_entropy_with_integer_labels}, x_y(X, Y + 1),
-     ValueError, "For yes/no targets use loss='binary_cross_entropy'"),
+     ValueError, "Yes/no targets are 0 and 1, for loss='binary_cross_entropy'"),
     ({}, x_y(X, Y[:7]), ValueError, "must share a leading axis"),
     ({}, [(X, ["a"] * 8)], TypeError, r"batch\[1\]\[0\] is a str"),
     ({"model": linear(4, 1), "loss": "binary_cross_entropy"},
      x_y(X, Y[:, None] - 1.0), ValueError, r"0 to 1; .* from -1.* \(y \+ 1\) / 2"),
     ({"model": linear(4, 1), "loss": optax.sigmoid_binary_cross_entropy},
      [(X, Y[:, None] + 1.5, Y + 1.0)], ValueError, "0 to 1; .* from 1.5 to 1.5"),
+    *(({"loss": loss}, x_y(X, np.full((8, 3), value)), ValueError, "cross-entropy are"
+       f" probabilities, 0 to 1; .* from {value} to {value}. .* use loss='mse'")
+      for loss in ("cross_entropy", partial(losses.cross_entropy, label_smoothing=0.1))
+      for value in (-0.5, 1.5)),
+    *(({"model": linear(4, 1), "loss": loss, "metrics": ["mae", "accuracy"]},
+       x_y(X, y), ValueError, "'accuracy' takes a logit above 0 for yes, but .* 'mae'")
+      for loss in ("mse", optax.huber_loss) for y in (X[:, 0], X[:, :1])),
+    ({"model": ENDS["softmax"]}, x_y(X, Y), ValueError, "ends in jax.nn.softmax"),
     ({}, x_y(X, Y - 1), ValueError, "labels must be 0 to 2, .* from -1 to -1"),
     ({}, x_y(X, Y - 100), ValueError, r"Rows to be ignored .*\(x, y, weight\)"),
     ({"model": OfTokens(mlp())}, x_y(X, Y[:, None] - [0, 100]), ValueError,
