@@ -6,6 +6,7 @@ weighted and padded rows left out exactly.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -274,7 +275,20 @@ def find_criterion(argument: str, value: Any, known: Mapping[str, Criterion]) ->
 
     hint = "as (prediction, target); for a function of (model, *batch) use `loss_fn`"
     check_call(argument, value, hint, None, None)
+    if takes_targets_first(value):
+        return lambda prediction, target: value(target, prediction)
     return value
+
+
+def takes_targets_first(function: Callable[..., Any]) -> bool:
+    """Returns True if the first argument is called `y_true`, as in scikit-learn and
+    Keras.
+    """
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:  # some built-in callables have no signature
+        return False
+    return next(iter(parameters), None) == "y_true"
 
 
 def check_package(argument: str, value: Any, *packages: str) -> None:

@@ -301,3 +301,17 @@ def test_targets_that_a_loss_and_a_metric_can_read_are_taken(loss, metric, y):
 def test_a_model_may_end_in_what_its_loss_does_not_apply(loss, last):
     layers = [mlp(), eqx.nn.Lambda(last)] if last else [mlp(), eqx.nn.Identity()]
     assert quiet(eqx.nn.Sequential(layers), loss=loss).global_step == 0
+
+
+def test_a_first_argument_called_y_true_gets_the_targets():
+    def over(y_true, y_pred):
+        return jnp.maximum(y_true - y_pred, 0)
+
+    def over_as_here(y_pred, y_true):
+        return over(y_true, y_pred)
+
+    expected = np.maximum(KINDS["yes/no"] - SCORES, 0).mean()
+    metrics = {"here": over_as_here, "keras": over, "filled": functools.partial(over)}
+    trainer = quiet(Offset(jnp.zeros(1)), loss=over, metrics=metrics)
+    found = trainer.validate([(SCORES, KINDS["yes/no"])])
+    assert [*found.values()] == pytest.approx([expected] * 4, rel=1e-5)

@@ -1,6 +1,5 @@
 """Metrics over a complete pass, such as AUROC, from all predictions and targets."""
 
-import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -45,11 +44,7 @@ class PassMetric:
                 f" number or a dict of numbers; got {fn!r}."
             )
         self.fn = fn
-        try:
-            first = next(iter(inspect.signature(fn).parameters), None)
-        except ValueError:  # some built-in callables have no signature
-            first = None
-        self._wants_targets_first = first == "y_true"
+        self._wants_targets_first = losses.takes_targets_first(fn)
 
     def __call__(self, name: str, predictions: PyTree, targets: PyTree) -> Any:
         """Returns the value of the metric `name`, or several values by name."""
