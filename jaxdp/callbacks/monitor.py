@@ -123,6 +123,13 @@ def check_mode(callback: Callback, monitor: str, mode: str) -> str:
             ' which values are better, so it is the smaller ones; `mode="max"` if'
             ' larger ones are, or `mode="min"`'
         )
+    better = {"loss": "min", "accuracy": "max"}.get(monitor.removeprefix("val_"), mode)
+    if mode != "auto" and mode != better:
+        log_info_once(
+            f"`{type(callback).__name__}(monitor={monitor!r}, mode={mode!r})`: the"
+            f" worst value counts as the best; for the best leave `mode` out, or pass"
+            f' `mode="{better}"`'
+        )
     return resolve_mode(monitor, mode)
 
 

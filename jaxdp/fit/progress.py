@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 from ..basics.arguments import check_count, is_int, parse_duration
-from ..basics.console import add_article, log_info
+from ..basics.console import add_article, log_info, log_info_once
 from ..data import NO_LOADER, Position, RowPartition, Source, Window
 
 _ONLY: Final = "val"
@@ -224,6 +224,13 @@ class Limits:
         self.batches_per_epoch = _min_known(train.num_batches, self.train_batches)
         self.accumulate = accumulate
         self.steps_per_epoch = self.count_steps(accumulate)
+        shortens = arguments.limit_train_batches is not None
+        shortens = shortens or arguments.overfit_batches or arguments.fast_dev_run
+        if not shortens and accumulate > (count := train.num_batches or accumulate):
+            log_info_once(
+                f"`accumulate_grad_batches`={accumulate} is more than the {count}"
+                f" batches of an epoch, so each epoch is one step, of {count} batches"
+            )
 
         # Validation.
         self.check_val_every_n_epoch = arguments.check_val_every_n_epoch

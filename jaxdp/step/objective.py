@@ -5,6 +5,7 @@
 """
 
 import contextlib
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from jaxtyping import Array, PyTree
 
 from .. import losses
 from ..basics.tracebacks import NoteOnError
-from ..basics.tree import is_key
+from ..basics.tree import find_nodes, is_key
 from .loss_output import (
     LossOutput,
     check_output,
@@ -153,8 +154,12 @@ class LossFnObjective:
         with contextlib.nullcontext() if is_one else _note_on_batch(elements):
             result = self.loss_fn(model, *arguments, **keywords)
 
+        notes: tuple[str, ...] = ()
         if self.takes_state and model_state is not None:
-            result, model_state = _split_state(result)
+            result, state = _split_state(result)
+            if mask_and_keys.training and not self.is_part:
+                notes = _make_state_notes(model, model_state, state)
+            model_state = state
         loss, metrics = _loss_and_metrics(result)
         num_rows, outputs = len(mask), None
         is_other_part = self.is_part and not {*_OUTPUTS} & {*metrics}
@@ -169,7 +174,7 @@ class LossFnObjective:
             by_name[name] = check_output(
                 f"`loss_fn`: {argument}", name, value, num_rows, None, ((), (num_rows,))
             )
-        notes = make_notes(by_name, num_rows)
+        notes = *notes, *make_notes(by_name, num_rows)
         return ObjectiveOutput(by_name, model_state, None, notes, outputs)
 
 
@@ -225,6 +230,15 @@ def _split_state(result: Any) -> tuple[Any, eqx.nn.State]:
         )
     *rest, state = result
     return rest[0] if len(rest) == 1 else tuple(rest), state
+
+
+def _make_state_notes(model: PyTree, *states: PyTree) -> tuple[str, ...]:
+    """Returns a note if two states are the same, and the model has norms to train."""
+    is_frozen = all(one.inference for one in find_nodes(eqx.nn.BatchNorm, model))
+    if is_frozen or any(map(operator.is_not, *map(jax.tree.leaves, states))):
+        return ()
+    note = "`loss_fn` returns the `state` that it was given, so BatchNorm's statistics"
+    return (f"{note} do not move: return the state that the model returned",)
 
 
 def _loss_and_metrics(result: Any) -> tuple[Any, Mapping[str, Any]]:

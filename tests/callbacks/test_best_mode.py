@@ -3,6 +3,7 @@
 import pytest
 
 from jaxdp.basics.columns import infer_mode
+from jaxdp.basics.console import log_info_once
 from jaxdp.callbacks import EarlyStopping, ModelCheckpoint, ReduceLROnPlateau
 from jaxdp.losses import METRICS
 
@@ -16,11 +17,16 @@ dice val_r2 val_map ssim""".split()
 
 @pytest.mark.parametrize("kind", [EarlyStopping, ModelCheckpoint, ReduceLROnPlateau])
 def test_the_name_of_the_monitor_gives_the_mode(kind, caplog):
+    log_info_once.cache_clear()
     for monitor in (*MIN, *MAX):
         mode, other = ("min", "max") if monitor in MIN else ("max", "min")
         assert kind(monitor=monitor).mode == mode
+        assert kind(monitor=monitor, mode=mode).mode == mode
+        assert not caplog.text
         assert kind(monitor=monitor, mode=other).mode == other
-    assert not caplog.text
+        contradicts = monitor in ("loss", "val_loss", "accuracy", "val_accuracy")
+        assert ("the worst value counts as the best" in caplog.text) is contradicts
+        caplog.clear()
     for _ in range(2):
         assert kind(monitor=f"val_of_{kind.__name__}").mode == "min"
     assert caplog.text.count("does not tell which values are better") == 1

@@ -10,6 +10,7 @@ import pytest
 from toys import At, On, batches, linear, mlp, stop
 from toys import make_small as make
 
+from jaxdp.basics.console import log_info_once
 from jaxdp.callbacks import NanGuard
 
 X = np.ones((8, 4), np.float32)
@@ -166,3 +167,21 @@ def test_the_inferred_loss_is_said_once(caplog):
     trainer.fit(batches(8, 8), max_epochs=2)
     trainer.fit(batches(8, 8), max_epochs=4)
     assert caplog.text.count("'cross_entropy', as targets are integers") == 1
+
+
+@pytest.mark.parametrize("accumulate, options, is_said", [
+    (4, {}, True),
+    (3, {}, False),
+    (2, {}, False),
+    (4, {"limit_train_batches": 2}, False),
+    (4, {"overfit_batches": 1}, False),
+    (4, {"fast_dev_run": True}, False),
+])  # fmt: skip
+def test_an_accumulation_longer_than_an_epoch_is_said(
+    accumulate, options, is_said, caplog
+):
+    log_info_once.cache_clear()
+    trainer = make(accumulate_grad_batches=accumulate)
+    trainer.fit(batches(8, 8, 8), **options)
+    text = "`accumulate_grad_batches`=4 is more than the 3 batches of an epoch"
+    assert (text in caplog.text) is is_said

@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toys import On, batches, linear, linear_on_one_device, make_small, quiet
+from toys import NormNet, On, batches, linear, linear_on_one_device, make_small, quiet
 
 from jaxdp import Pmap, Sharded, SingleDevice
+from jaxdp.basics.console import log_info_once
+from jaxdp.basics.tree import find_nodes
 from jaxdp.step.per_example import Arguments
 
 softmax = optax.softmax_cross_entropy_with_integer_labels
@@ -154,3 +156,27 @@ def test_of_a_scalar_metric_it_is_said_once_that_it_is_a_mean_of_batches(caplog)
     of_batches = [jnp.std(jax.vmap(trainer.model)(x)) for x, _ in data]
     expected = np.average(of_batches, weights=[16, 5])
     assert found["val_spread"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("returned, inference", [
+    ("given", False), ("new", False), ("set", False), ("given", True), ("new", True),
+])  # fmt: skip
+def test_a_state_that_is_returned_as_it_was_given_is_said(returned, inference, caplog):
+    model, state = eqx.nn.make_with_state(NormNet)(jax.random.key(0))
+
+    def loss_fn(model, x, y, state):
+        over_rows = jax.vmap(model, (0, None), (0, None), axis_name="batch")
+        if returned == "set":
+            (index, *_) = find_nodes(eqx.nn.StateIndex, model)
+            state = state.set(index, state.get(index) + 1)
+        logits, new = over_rows(x, state)
+        return softmax(logits, y), state if returned == "given" else new
+
+    model = eqx.nn.inference_mode(model, inference)
+    trainer = quiet(model, state=state, loss_fn=loss_fn)
+    log_info_once.cache_clear()
+    trainer.validate(batches(16))
+    assert "returns the `state`" not in caplog.text
+    trainer.fit(batches(16))
+    is_said = "`loss_fn` returns the `state` that it was given" in caplog.text
+    assert is_said == (returned == "given" and not inference)
