@@ -106,12 +106,17 @@ class _PipelineCollectives(Collectives):
         return map_nodes(Stack, make_staged, model)
 
 
-class _PipelineStack(eqx.Module):
-    """A stack that runs a full batch through the stages when it is vmapped."""
+class _PipelineStack(Stack):
+    """A stack that runs a full batch through the stages when it is vmapped.
 
-    stack: Stack
+    A model may ask for the class or the length of its stack, so this is a `Stack`, too.
+    """
+
     mesh: Mesh = eqx.field(static=True)
     microbatches: int = eqx.field(static=True)
+
+    def __init__(self, stack: Stack, mesh: Mesh, microbatches: int):
+        self.stacked, self.mesh, self.microbatches = stack.stacked, mesh, microbatches
 
     def __call__(
         self,
@@ -120,7 +125,7 @@ class _PipelineStack(eqx.Module):
         key: PRNGKeyArray | None = None,
         training: bool | None = None,
     ) -> PyTree:
-        arrays, rest = eqx.partition(self.stack.stacked, eqx.is_array)
+        arrays, rest = eqx.partition(self.stacked, eqx.is_array)
         blocks = functools.partial(apply_blocks, rest, training)
         row = jax.custom_batching.custom_vmap(blocks)
 
@@ -137,7 +142,7 @@ class _PipelineStack(eqx.Module):
                 values = self._run_stages(blocks, size, arrays, *of_rows)
             return values, jax.tree.map(lambda _: True, values)
 
-        return row(arrays, x, self.stack.keys(key))
+        return row(arrays, x, self.keys(key))
 
     def _run_stages(
         self, blocks: Any, size: int, arrays: PyTree, x: PyTree, keys: Any

@@ -125,6 +125,18 @@ class OfTrains(eqx.Module):
         return self.blocks(x, key=key, training=training)
 
 
+class ReadsStack(eqx.Module):
+    """Has a stack or a list of blocks, and asks which."""
+
+    blocks: Stack | list[Plain]
+
+    def __call__(self, x):
+        assert len(self.blocks) == 4
+        for block in [self.blocks] if isinstance(self.blocks, Stack) else self.blocks:
+            x = block(x)
+        return x
+
+
 MODELS = {
     "plain": lambda: (Stack([Plain(jnp.ones(8))] * 4), {"remat": "stacked"}),
     "trains": lambda: (OfTrains(Stack([Trains(jnp.ones(8))] * 4)), {}),
@@ -143,3 +155,14 @@ def test_blocks_are_told_whether_they_train_where_they_name_it(strategy, name):
     assert trainer.fit(data)["loss"] == [4.0]
     if name == "trains":
         assert trainer.validate(data)["val_loss"] == 0
+
+
+@pytest.mark.parametrize(
+    "strategy", [SingleDevice(), Pipeline(4, 2), FSDP(min_size=1)], ids=repr
+)
+def test_a_model_may_ask_for_the_class_and_length_of_its_stack(strategy):
+    model = ReadsStack(Stack([Plain(jnp.ones(8))] * 4))
+    trainer = quiet(model, loss=lambda p, y: p.mean(-1), strategy=strategy)
+    data = [(np.zeros((16, 8), np.float32), np.zeros(16))]
+    assert trainer.fit(data)["loss"] == [4.0]
+    assert trainer.validate(data).keys() == {"val_loss"}
