@@ -8,7 +8,7 @@ import jax
 
 
 def parse_aliases(header: str) -> dict[int, str]:
-    """Returns the inputs that a program overwrites, and the results that do it.
+    """Maps the inputs that a program overwrites to the results that overwrite them.
 
     Args:
         header: the first line of its text, which may have

@@ -65,8 +65,8 @@ def match_states(trainer: Trainer, meta: dict[str, Any]) -> dict[str, Any]:
 
 
 def describe_unmatched(trainer: Trainer, matched: dict[str, Any]) -> str:
-    """Returns the callbacks that have a state and none in a checkpoint, as a text such
-    as "EarlyStopping (val_loss, min) and ..."; "" if there are none."""
+    """Returns the callbacks whose state the checkpoint lacks, as a text such as
+    "EarlyStopping (val_loss, min) and ..."; "" if there are none."""
     texts = []
     for name, callback in name_callbacks(trainer.callbacks):
         if name not in matched and callback.state_dict():

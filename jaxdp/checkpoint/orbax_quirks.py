@@ -30,9 +30,9 @@ def find_unfinished(path: str) -> list[str]:
 
 @contextlib.contextmanager
 def silence_orbax() -> Iterator[None]:
-    """Hides Orbax's log of errors within the block, which are raised as well.
+    """Hides, in the block, Orbax's log of errors that it also raises.
 
-    When a disk is full, it has some 600 lines.
+    On a full disk this log has some 600 lines.
     """
 
     def is_of_others(record: logging.LogRecord) -> bool:

@@ -42,7 +42,7 @@ _GOLDEN: Final = 0x9E3779B97F4A7C15
 
 
 class _TorchSource(Source):
-    """The common part of all torch `DataLoader`s, which are never changed."""
+    """The base of the sources of torch `DataLoader`s, which it never changes."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

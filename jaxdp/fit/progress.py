@@ -147,7 +147,7 @@ class Progress:
 
 
 class FitArguments(NamedTuple):
-    """The arguments of `Trainer.fit` that say how far and how often, by their names."""
+    """The arguments of `Trainer.fit` that limit it, and say when it validates."""
 
     max_epochs: int | None = None
     max_steps: int | None = None

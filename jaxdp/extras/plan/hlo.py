@@ -340,7 +340,7 @@ def _find_invariants(
 def _bind_inputs(
     module: HloModule, computation: str, caller: Instruction, arguments: Arguments
 ) -> Arguments:
-    """Returns a function for the arguments of a call; of a branch, none is known."""
+    """Returns a function for the arguments of a call; those of a branch are unknown."""
 
     def inputs(place: int, element: int | None) -> int | None:
         if caller.opcode == "conditional":
