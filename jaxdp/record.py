@@ -250,9 +250,11 @@ class Record:
             self._before_row = {}
         while sends and queue and queue[0][0] <= step:
             row = queue.popleft()[1]
-            self._newest = row.values
+            self._newest = values = row.values
             if self._readers:
                 self._send(row)
+            if values.added:
+                self._keep_added(values)
         row = LogRow("step", self._progress.epoch, step, metrics, batch_idx)
         queue.append((step + metrics.steps_in_flight, row))
 
@@ -382,11 +384,15 @@ class Record:
     def read_queue(self) -> None:
         """Sends the rows of all steps so far; waits for the device if there is a
         reader for them."""
-        rest = [functools.partial(self._send, row) for _, row in self._queue]
-        if self._queue:
-            self._newest = self._queue[-1][1].values
+        waiting = [*self._queue]
+        if waiting:
+            self._newest = waiting[-1][1].values
         self._queue.clear()  # the device may be what fails
-        _call_all(rest)
+        _call_all([functools.partial(self._send, row) for _, row in waiting])
+        for _, row in waiting:
+            metrics: Any = row.values
+            if metrics.added:
+                self._keep_added(metrics)
 
     def _latest_values(self) -> dict[str, Any]:
         """Returns the last value of each name, or the step that has it."""
@@ -396,6 +402,13 @@ class Record:
             names = [name for name in step if name not in step.added]
             self._known |= dict.fromkeys(names, step)
         return self._known
+
+    def _keep_added(self, metrics: Any) -> None:
+        """Notes the values that callbacks have added to a step: later ones may have no
+        such values.
+        """
+        added = [name for name in metrics.added if name not in self._logged_names]
+        self._latest_values().update(dict.fromkeys(added, metrics))
 
     def _send(self, row: LogRow, readers: Iterable[_Reader] | None = None) -> None:
         """Sends a row to all readers of its kind, even if one of them fails."""

@@ -58,7 +58,8 @@ class MonitorCallback(Callback):
                 f"`{type(self).__name__}(monitor={self.monitor!r})`: nothing of that"
                 f" name is logged; what is logged: {', '.join(map(repr, names))}. Names"
                 " with `val_` need a `val_loader` in `fit`; a callback logs a value of"
-                " its own by `trainer.log(name, value)`."
+                " its own by `trainer.log(name, value)`. Values of `inside_step` belong"
+                " to single steps: read them in `on_train_batch_end`."
             )
 
 

@@ -115,7 +115,8 @@ def check_gradients(loss: LossOutput, params: PyTree) -> None:
             "The loss does not depend on any trained parameter in a way that can be"
             " differentiated, so every gradient would be zero. Does the loss use the"
             " model it is given, without argmax, rounding or stop_gradient in between?"
-            " Does `filter_spec` train the leaves that matter?"
+            " Does `filter_spec`, or `params` of its Part, train the leaves that"
+            " matter?"
         )
     if leaves and isinstance(loss.pair_weights, type(leaves[0])):
         raise ValueError(

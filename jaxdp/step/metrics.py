@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from ..basics.console import add_article
+from ..basics.tracebacks import NoteOnError
 from .micro_batch import Group
 from .objective import ObjectiveOutput
 
@@ -224,12 +225,14 @@ def run_step_hooks(
     """Calls the `inside_step` hooks of callbacks, and merges their values by name."""
     inside: dict[str, Array] = {}
     for hook in hooks:
-        values = hook(*arguments)
+        name = f"{type(getattr(hook, '__self__', hook)).__name__}.inside_step"
+        with NoteOnError(f"in {name}, which is compiled: for `if` write jnp.where"):
+            values = hook(*arguments)
         if not isinstance(values, dict):
-            owner = type(getattr(hook, "__self__", hook)).__name__
+            is_array = isinstance(values, jax.Array)
+            kind = "an array" if is_array else add_article(type(values).__name__)
             raise TypeError(
-                f"{owner}.inside_step returned {add_article(type(values).__name__)}; it"
-                " must return a dict of named arrays."
+                f"{name} returned {kind}; it must return a dict of named arrays."
             )
         inside = add_values(inside, values, facts)
     return inside

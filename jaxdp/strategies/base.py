@@ -275,7 +275,8 @@ def check_spec(
         if size % (parts := math.prod(mesh.shape[name] for name in names)):
             raise ValueError(
                 f"{what}: axis {axis} of size {size} is not divisible by {parts}. Give"
-                " PartitionSpec() for leaves that do not divide."
+                " PartitionSpec() for leaves that do not divide, or make the axis"
+                f" {-(-size // parts) * parts} long."
             )
     return spec
 

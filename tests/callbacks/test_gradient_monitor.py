@@ -11,7 +11,7 @@ import pytest
 from toys import On, batches, cross_entropy, on_one_device, read_table
 
 from jaxdp import Pmap, Sharded, SingleDevice
-from jaxdp.callbacks import CSVLogger, GradientMonitor
+from jaxdp.callbacks import CSVLogger, GradientMonitor, ThroughputMonitor
 from jaxdp.callbacks.gradient_monitor import group_by_layer
 
 DATA = batches(*[8] * 6)
@@ -63,6 +63,19 @@ def test_a_value_of_the_same_name_is_refused():
     with pytest.raises(ValueError, match="'grad_norm' is that of a metric") as raised:
         trainer.fit(DATA)
     assert "GradientMonitor" in "".join(raised.value.__notes__)
+
+
+def test_the_last_values_are_among_all_that_is_logged():
+    monitor = GradientMonitor(max_layers=0)
+    trainer = make_trainer(monitor, ThroughputMonitor(), log_every_n_steps=4)
+    trainer.fit(DATA)  # 6 steps
+    last = trainer.callback_metrics
+    assert {"loss", "grad_norm", "update_ratio"} <= last.keys()
+    assert "throughput/examples_per_s" in last
+
+    again = make_trainer(GradientMonitor(max_layers=0), log_every_n_steps=1)
+    again.fit(DATA[:4])
+    assert last["grad_norm"] == again.callback_metrics["grad_norm"]
 
 
 def test_layers_are_as_deep_as_their_number_allows():

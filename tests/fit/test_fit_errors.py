@@ -345,6 +345,7 @@ class Tells(Callback):
 @pytest.mark.parametrize("tells, metrics, error, match", [
     (Tells(state=np.ones(2)), (), TypeError, "`state_dict` of the callback Tells"),
     (Tells(inside=1.0), (), TypeError, "must return a dict of named arrays"),
+    (Tells(inside=jnp.ones(2)), (), TypeError, "inside_step returned an array; it"),
     (None, {f"m{n}": "mse" for n in range(63)}, ValueError, "at most 63 can be kept"),
 ])  # fmt: skip
 def test_what_can_not_be_kept_is_refused(tells, metrics, error, match, tmp_path):
