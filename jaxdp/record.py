@@ -250,11 +250,12 @@ class Record:
             self._before_row = {}
         while sends and queue and queue[0][0] <= step:
             row = queue.popleft()[1]
-            self._newest = values = row.values
+            older: Any = row.values
+            self._newest = older
             if self._readers:
                 self._send(row)
-            if values.added:
-                self._keep_added(values)
+            if older.added:
+                self._keep_added(older)
         row = LogRow("step", self._progress.epoch, step, metrics, batch_idx)
         queue.append((step + metrics.steps_in_flight, row))
 

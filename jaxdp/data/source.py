@@ -272,7 +272,8 @@ class IterableSource(Source):
         the first pass, logs that a later one can't be resumed.
         """
         is_later_pass = skipped > position.batches
-        if not is_later_pass and (position.state or {}).get("own"):
+        has_state = (position.state or {}).get("own") is not None
+        if has_state and not is_later_pass:
             return
         text = (
             f"`{self.argument}`: a checkpoint does not know when the iterator"
@@ -296,7 +297,9 @@ class IterableSource(Source):
         with seed_globally(self.seed, position.epoch, *process) if seeds else _UNSEEDED:
             batches = self.loader if position.num_yielded is None else self._iterate()
         if waypoint is not None and self.is_iterator:
-            self.state.load_own(waypoint["state"])
+            state = waypoint["state"]  # which `__iter__` may have put into effect
+            if self.state.read_own() != state:
+                self.state.load_own(state)
         for number in itertools.count(first):
             # The number 0 would repeat the seed of the iterator.
             numbers = position.epoch, *(process or (0,)), number + 1

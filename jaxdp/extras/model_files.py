@@ -256,22 +256,27 @@ def _list_shapes(tree: PyTree) -> dict[str, str]:
     }
 
 
-_WIDE: Final = {"int32": "int64", "uint32": "uint64", "complex64": "complex128"}
+_KINDS: Final = (
+    jnp.floating,
+    jnp.complexfloating,
+    jnp.signedinteger,
+    jnp.unsignedinteger,
+)
 
 
 def _widen(stored: str, wanted: str | None) -> str:
-    """Returns `wanted` if it is wider than `stored`, so that nothing is lost.
+    """Returns `wanted` if it is wider than `stored` and of its kind: nothing is lost.
 
     Without `jax_enable_x64`, a checkpoint has 32 bits of a model's NumPy array of 64.
     """
     if wanted is None or parse_shape(stored) != parse_shape(wanted):
         return stored
-    narrow, wide = (text.partition("(")[0] for text in (stored, wanted))
-    if _WIDE.get(narrow) == wide:
-        return wanted
     narrow, wide = parse_dtype(stored), parse_dtype(wanted)
-    fits = all(jnp.issubdtype(dtype, jnp.floating) for dtype in (narrow, wide))
-    return wanted if fits and jnp.promote_types(narrow, wide) == wide else stored
+    is_of_kind = any(
+        jnp.issubdtype(narrow, kind) and jnp.issubdtype(wide, kind) for kind in _KINDS
+    )
+    # Not `jnp.promote_types`, which has no 64 bits without `jax_enable_x64`.
+    return wanted if is_of_kind and wide.itemsize > narrow.itemsize else stored
 
 
 def _is_of_state(name: str) -> bool:

@@ -70,6 +70,8 @@ class Progress:
 
     def start_loader(self, source: Source) -> None:
         """Starts an epoch over, at the first batch of `source`."""
+        if self._source is None or self._source.loader is not source.loader:
+            self.batches_seen = 0
         self.batches_done = self.validated_at = 0
         self.val_metrics, self._position, self._source = {}, Position(), source
         source.start_training()

@@ -1,6 +1,7 @@
 """Checks the methods and the mesh of a user's strategy before anything runs."""
 
 import inspect
+from types import MethodType
 from typing import Final
 
 from ..basics.arguments import bind_method, format_method
@@ -20,7 +21,9 @@ def check_methods(strategy: DataParallel) -> None:
     """Raises for a strategy without a mesh to place arrays on, and for a method that is
     called with other arguments; warns of names that look like a misspelt method."""
     kind = type(strategy)
-    if strategy.mesh.empty and kind.place is DataParallel.place:
+    places = strategy.place != MethodType(DataParallel.place, strategy)
+    prepares = not kind.prepare.__module__.startswith("jaxdp.")  # and may make a mesh
+    if strategy.mesh.empty and not (places or prepares):
         raise ValueError(
             f"`strategy`: `{kind.__name__}` has no `mesh`: call `super().__init__(...)`"
             " in its `__init__`, or set `mesh`, or override `place` and `compile`."

@@ -204,8 +204,46 @@ class Long(RestartsInIter, Stated):
     size = 40
 
 
-def test_a_state_that_iter_resets_is_not_continued_from(tmp_path):
-    def fit(trainer, **options):
-        trainer.fit(Long(), max_epochs=1, **options)
+class Later(RestartsAtItsEnd, Stated):
+    """Restores a state when it is next iterated."""
 
-    check_twins(tmp_path, make, fit, {35})
+    size, state = 40, None
+
+    def __iter__(self):
+        if self.state is not None:
+            super().load_state_dict(self.state)
+            self.state = None
+        return self
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+@pytest.mark.parametrize("kind", [Long, Later])
+def test_a_state_may_be_reset_or_restored_by_iter(tmp_path, kind):
+    def fit(trainer, **options):
+        trainer.fit(kind(), max_epochs=2, **options)
+
+    check_twins(tmp_path, make, fit, {20, 35})
+
+
+def test_a_checkpoint_counts_the_batches_of_the_present_loader(tmp_path):
+    trainer, path = make([recorder := Recorder()]), tmp_path / "saved"
+    trainer.fit(DATA[:5], max_epochs=1)
+    for _ in trainer.steps(iter(DATA[:4])):
+        pass
+    for number, _ in enumerate(trainer.steps(iter(DATA))):
+        if number == 3:
+            trainer.save(path)
+    again = make([rest := Recorder()])
+    again.fit(iter(DATA), max_epochs=3, ckpt_path=path)
+    assert rest.losses == recorder.losses[-16:]
+
+
+def test_a_state_of_zero_is_a_state(caplog):
+    log_info_once.cache_clear()
+    kind = combine(RestartsAtItsEnd)
+    kind.state_dict = lambda self: self.at
+    kind.load_state_dict = lambda self, at: setattr(self, "at", at)
+    make([]).fit(kind(), max_epochs=1)
+    assert "a checkpoint does not know" not in caplog.text

@@ -129,6 +129,18 @@ def test_integers_beyond_32_bits_come_back_from_a_file(tmp_path):
         jaxdp.load_model(path, like={"seed": jnp.zeros(1, int)})
 
 
+@pytest.mark.parametrize("narrow, wide", [
+    ("int8", "int16"), ("int16", "int32"), ("uint8", "uint16"), ("int8", "int64"),
+    ("float16", "float32"), ("float32", "float64"), ("complex64", "complex128"),
+])  # fmt: skip
+def test_wider_numbers_take_narrower_ones(tmp_path, narrow, wide):
+    pytest.importorskip("safetensors")
+    model, like = {"w": np.ones(2, narrow)}, {"w": np.zeros(2, wide)}
+    path = jaxdp.save_model(tmp_path / "model.safetensors", model)
+    found = jaxdp.load_model(path, like=like)["w"]
+    assert found.dtype == wide and found.tolist() == [1, 1]
+
+
 def test_wider_floats_take_narrower_ones_and_not_the_other_way(tmp_path):
     pytest.importorskip("safetensors")
     narrow, wide = {"w": jnp.ones(2, jnp.bfloat16) / 3}, {"w": jnp.zeros(2)}

@@ -203,6 +203,14 @@ def test_other_methods_and_names_of_arguments_are_left_alone():
     make_small(strategy=subclass(Sharded, **members)())
 
 
+@pytest.mark.parametrize("members", [
+    {"prepare": lambda self, arguments: arguments | {"strategy": SingleDevice()}},
+    {"place": SingleDevice().place, "compile": SingleDevice().compile},
+])  # fmt: skip
+def test_a_mesh_may_come_later_or_not_be_needed(members):
+    make_small(strategy=subclass(DataParallel, **members)())
+
+
 @pytest.mark.parametrize("text", [
     "SingleDevice()",
     "Sharded(8)",
