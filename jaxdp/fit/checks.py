@@ -243,7 +243,7 @@ def check_processes(strategy: DataParallel, data: str) -> None:
 
 
 def is_shape(leaf: Any) -> bool:
-    """Returns True for a leaf that is a `jax.ShapeDtypeStruct`, not an array."""
+    """Returns True for a shape and dtype instead of an array."""
     return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
