@@ -213,7 +213,8 @@ def _unwrap_partial(criterion: Criterion) -> Criterion:
 def num_classes(
     criteria: Mapping[str, Criterion], prediction: Any, target: Any
 ) -> int | None:
-    """Returns the number of classes of targets, where the criteria tell.
+    """Returns the number of classes of targets, where the criteria tell; 1 for targets
+    that are probabilities of yes.
 
     Raises:
         ValueError: if answers to yes/no questions were taken for logits of classes, or
@@ -235,9 +236,10 @@ def num_classes(
             " of -1 and 1 'binary_accuracy', which compares the signs."
         )
     dtype = getattr(target, "dtype", np.dtype(bool))
-    if jnp.issubdtype(dtype, jnp.floating):  # probabilities
-        is_of_classes = loss is cross_entropy
-        return 2 if is_yes_no else num_logits(prediction) if is_of_classes else None
+    if is_yes_no and jnp.issubdtype(dtype, jnp.floating):
+        return 1
+    if loss is cross_entropy and jnp.issubdtype(dtype, jnp.floating):
+        return num_logits(prediction)
     if not jnp.issubdtype(dtype, jnp.integer):
         return None
     if any(function in _OF_LABELS for function in (loss, *metrics)):
