@@ -5,15 +5,17 @@ import functools
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import traceback
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import jax
 
 from ..basics.process import refuse_to_train_in_a_worker
+from .conversion import as_numpy
 from .random_states import seed_generators
 from .shared_arrays import WorkerContext
 
@@ -26,6 +28,10 @@ WORKER_RULES = (
     ' if no worker touches JAX, multiprocessing_context="fork". Workers that run out'
     " of memory are killed, too."
 )
+
+
+_SMALL: Final = 2**19
+"""The bytes up to which a copy of a tensor is faster than shared memory."""
 
 
 class SeededBatchSampler:
@@ -60,6 +66,29 @@ class SeededDataset:
         return many(indices) if many else [self.dataset[i] for i in indices]
 
 
+class SmallArrays:
+    """A `collate_fn` whose batches have their small tensors as NumPy arrays.
+
+    torch sends a tensor as a file of shared memory, which the other process has to ask
+    for. A copy of 400 kB through the pipe took 1.7 ms instead of 2.2, and an eighth
+    less of the processors.
+    """
+
+    def __init__(self, collate: Any):
+        self.collate = collate
+
+    def __call__(self, rows: Any) -> Any:
+        return jax.tree.map(_convert_small, self.collate(rows))
+
+
+def _convert_small(leaf: Any) -> Any:
+    is_tensor = isinstance(leaf, sys.modules["torch"].Tensor)
+    if not is_tensor or leaf.numel() * leaf.element_size() > _SMALL:
+        return leaf
+    array = as_numpy(leaf)
+    return leaf if array is None else array
+
+
 def _unpickle_dataset() -> SeededDataset:
     jax.config.update("jax_platforms", "cpu")  # a worker must not open a GPU
     return SeededDataset(None)
@@ -77,7 +106,7 @@ def make_worker_loader(loader: Any, lists: SeededBatchSampler) -> Any:
         SeededDataset(loader.dataset),  # type: ignore[arg-type]
         **sampling,
         num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
+        collate_fn=SmallArrays(loader.collate_fn),
         timeout=loader.timeout,
         worker_init_fn=loader.worker_init_fn,
         multiprocessing_context=loader.multiprocessing_context,

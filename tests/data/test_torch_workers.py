@@ -50,7 +50,7 @@ def test_a_worker_that_imports_a_training_script_is_reported_at_once(
 
 def test_persistent_workers_end_with_the_fit():
     loader = DataLoader(Squares(), 4, num_workers=1, persistent_workers=True)
-    trainer = Trainer(linear(1, 1), loss_fn=lambda model, i, x: model.weight[0] * x)
+    trainer = Trainer(linear(1, 1), loss_fn=loss_of_squares)
     for steps in (2, 4):
         trainer.fit(loader, loader, max_steps=steps, limit_val_batches=1)
         assert not multiprocessing.active_children()
@@ -59,6 +59,10 @@ def test_persistent_workers_end_with_the_fit():
         assert not multiprocessing.active_children()
     trainer.fit(loader, overfit_batches=1, max_epochs=2)
     assert not multiprocessing.active_children()
+
+
+def loss_of_squares(model, i, x):
+    return model.weight[0] * x
 
 
 @pytest.mark.parametrize("workers, persistent", [(1, False), (2, True)])
@@ -80,6 +84,29 @@ def test_batches_are_the_same_for_any_number_of_workers(workers, persistent):
     epochs = read(workers, persistent_workers=persistent)
     assert_same(first, epochs[0])
     assert_same(second, epochs[1])
+
+
+class Mixed(Squares):
+    """Has small and large arrays of several dtypes."""
+
+    def __getitem__(self, row):
+        draw = np.random.default_rng(row)
+        large = draw.normal(size=(200, 200)).astype(np.float32)
+        half = torch.from_numpy(large[:4]).to(torch.bfloat16)
+        one = {"large": large, "half": half, "double": float(row), "yes": row > 3}
+        return one, (np.int64(row), torch.zeros(0), np.complex64(row * 1j))
+
+
+def test_small_and_large_tensors_come_from_workers_as_they_are():
+    def read(workers):
+        loader = DataLoader(Mixed(8), 4, num_workers=workers)
+        return [*open_loader(loader, "train_loader", seed=0).read_epoch()]
+
+    for batch, expected in zip(read(2), read(0), strict=True):
+        assert jax.tree.structure(batch) == jax.tree.structure(expected)
+        for pair in zip(*map(jax.tree.leaves, (batch, expected)), strict=True):
+            assert len({(each.dtype, each.shape, each.tobytes()) for each in pair}) == 1
+            assert pair[0].flags.writeable == pair[1].flags.writeable
 
 
 @pytest.mark.parametrize("kind", ["DataLoader", "Arrays"])
@@ -288,7 +315,7 @@ def test_workers_that_end_later_are_explained():
     # What the next batches are sent by ends with them, so the error varies.
     loader = DataLoader(Dying(), 4, num_workers=1)
     with pytest.raises((RuntimeError, ConnectionError, EOFError)) as raised:
-        Trainer(linear(1, 1), loss="mse").fit(loader)
+        Trainer(linear(1, 1), loss_fn=loss_of_squares).fit(loader)
     notes = " ".join(raised.value.__notes__)
     assert "a worker of `train_loader` ended" in notes and '"__main__":`' in notes
 
