@@ -89,9 +89,10 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 
 # The libraries to compare with have an environment of their own: what they bring
-# along should not be what jaxdp is tested with.
+# along should not be what jaxdp is tested with. Lightning would import torchvision.
 bench:
-	@$(MAKE) --no-print-directory VENV=$(VENV)-bench EXTRA=bench $(VENV)-bench/.ready
+	@$(MAKE) --no-print-directory VENV=$(VENV)-bench EXTRA=bench BESIDE_TORCH= \
+	  $(VENV)-bench/.ready
 	$(VENV)-bench/bin/python -m benchmarks $(ARGS)
 
 # With what there is: JAX for a GPU is not for this file to choose.
