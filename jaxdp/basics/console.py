@@ -93,8 +93,9 @@ def join_numbers(noun: str, numbers: Iterable[int]) -> str:
 
 
 def add_article(noun: str) -> str:
-    """Returns "an int", "an ndarray" or "a str"."""
-    return f"{'an' if noun.lower().startswith((*'aeio', 'nd')) else 'a'} {noun}"
+    """Returns "an int", "an ndarray", "an MLP" or "a str"."""
+    starts = (*"aeio", "nd", "mlp", "lstm")
+    return f"{'an' if noun.lower().startswith(starts) else 'a'} {noun}"
 
 
 def join_some(names: Iterable[str], between: str = ", ") -> str:

@@ -63,7 +63,8 @@ def open_loader(
         raise TypeError(
             f"`{argument}` is {kind}, not an iterable of batches; pass a list or a"
             " generator of (x, y) batches; of arrays x and y one loader of both,"
-            " jaxdp.Arrays(x, y, batch_size=32), and of x alone jaxdp.Arrays(x); of a"
+            " jaxdp.Arrays(x, y, batch_size=32), and of x alone jaxdp.Arrays(x); of"
+            " columns of a table arrays by `to_numpy()`; of a"
             " dataset of examples torch.utils.data.DataLoader(dataset, batch_size)."
             f" (The trainer has its model: Trainer(model).fit(loader).){hint}"
         )
@@ -82,5 +83,6 @@ def open_loader(
 
 def _is_iterable(item: Any) -> bool:
     """Returns whether an item may yield batches."""
-    is_other = hasattr(item, "dtype") or isinstance(item, str | bytes | Mapping)
+    is_array = hasattr(item, "dtype") or hasattr(item, "to_numpy")
+    is_other = is_array or isinstance(item, str | bytes | Mapping)
     return not is_other and (isinstance(item, Iterable) or hasattr(item, "__getitem__"))

@@ -394,17 +394,12 @@ def choose_objective(arguments: Mapping[str, Any]) -> Objective | None:
 
 
 def check_ends_in_logits(model: Any, loss: losses.Criterion) -> None:
-    """Raises if Equinox's MLP or Sequential ends in the softmax or sigmoid that the
-    loss applies.
-    """
-    last = model
+    """Raises if Equinox's MLP or Sequential ends in the activation that a loss has."""
+    last: Any = model
     while isinstance(last, eqx.nn.Sequential) and last.layers:
         last = last.layers[-1]
-    if isinstance(last, eqx.nn.Lambda):
-        last = last.fn
-    elif isinstance(last, eqx.nn.MLP):
-        last = last.final_activation
-    is_activation = any(last is one for one in (jax.nn.softmax, jax.nn.sigmoid))
+    last = getattr(last, "final_activation", getattr(last, "fn", None))
+    is_activation = last is jax.nn.softmax or last is jax.nn.sigmoid
     if is_activation and losses.takes_logits(loss):
         raise ValueError(
             f"`model` ends in jax.nn.{last.__name__}, but `loss` takes logits: it"

@@ -59,8 +59,8 @@ def note_on_example(what: str, example: PyTree) -> NoteOnError:
     """Returns a context that notes the shapes of an example on errors."""
     shapes = jax.tree.map(jnp.shape, example)
     return NoteOnError(
-        f"the {what} was called on one example, of shape {shapes}; jax.vmap adds the"
-        f" batch, so the {what} must not"
+        f"the {what} was called on one example, of shape {shapes} (jax.vmap adds the"
+        " batch)"
     )
 
 

@@ -105,6 +105,8 @@ def test_batches_that_do_not_fit_the_loss_are_refused(batch, error, words):
     (lambda: opened(np.ones(3)), TypeError,
      r"is an ndarray, not an iterable of batches; .*; of arrays.*x alone jaxdp.Arr"),
     (lambda: opened({"x": 1}), TypeError, "not an iterable of batches"),
+    (lambda: opened(pytest.importorskip("pandas").DataFrame(X)), TypeError,
+     r"is a DataFrame, not an iterable of batches; .*`to_numpy\(\)`"),
     (lambda: opened(3), TypeError, "is an int, not an iterable"),
     (lambda: opened([(np.ones(2),), None]), TypeError,
      "a batch has no arrays in it: None"),
