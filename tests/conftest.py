@@ -48,6 +48,7 @@ jaxtyping.jaxtyped = functools.partial(functools.partial, checked)
 names = [f"jaxdp.{name}" for name in INSIDE]
 with jaxtyping.install_import_hook(names, "beartype.beartype"):
     import jaxdp  # noqa: F401
+    from jaxdp.basics.console import log_info_once
 
 
 # What a shell starts with `&` ignores Ctrl-C, and under `nohup` SIGHUP; tests send
@@ -59,6 +60,12 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 
 # What is said goes to the root logger, where `caplog` listens.
 logging.getLogger("jaxdp").propagate = True
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_said():
+    """Has each test see the messages that are logged once in a process."""
+    log_info_once.cache_clear()
 
 
 @pytest.fixture(scope="session")

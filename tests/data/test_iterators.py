@@ -7,8 +7,6 @@ import pytest
 from toys import Recorder, batches, linear_on_one_device
 from twins import Saves, check_twins
 
-from jaxdp.basics.console import log_info_once
-
 DATA = batches(*[2] * 20)
 
 
@@ -149,8 +147,6 @@ def make(callbacks):
 
 @pytest.mark.parametrize("kind", OTHERS)
 def test_an_iterator_without_a_state_resumes_in_its_first_pass(tmp_path, caplog, kind):
-    log_info_once.cache_clear()
-
     def fit(trainer, ckpt_path=None):
         if ckpt_path is None:
             trainer.fit(DATA[:4], max_epochs=1)
@@ -241,7 +237,6 @@ def test_a_checkpoint_counts_the_batches_of_the_present_loader(tmp_path):
 
 
 def test_a_state_of_zero_is_a_state(caplog):
-    log_info_once.cache_clear()
     kind = combine(RestartsAtItsEnd)
     kind.state_dict = lambda self: self.at
     kind.load_state_dict = lambda self, at: setattr(self, "at", at)

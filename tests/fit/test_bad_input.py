@@ -10,7 +10,6 @@ import pytest
 from toys import At, On, batches, linear, mlp, stop
 from toys import make_small as make
 
-from jaxdp.basics.console import log_info_once
 from jaxdp.callbacks import NanGuard
 
 X = np.ones((8, 4), np.float32)
@@ -180,7 +179,6 @@ def test_the_inferred_loss_is_said_once(caplog):
 def test_an_accumulation_longer_than_an_epoch_is_said(
     accumulate, options, is_said, caplog
 ):
-    log_info_once.cache_clear()
     trainer = make(accumulate_grad_batches=accumulate)
     trainer.fit(batches(8, 8, 8), **options)
     text = "`accumulate_grad_batches`=4 is more than the 3 batches of an epoch"

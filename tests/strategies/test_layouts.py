@@ -10,7 +10,6 @@ from layered_models import bytes_moved, make, on_one_device, resident, size, tra
 from toys import Mlp, assert_close, batches, cross_entropy, mlp
 
 from jaxdp import FSDP, Sharded, SingleDevice, TensorParallel, Trainer, ZeRO
-from jaxdp.basics.console import log_info_once
 from jaxdp.extras.plan import hlo
 from jaxdp.strategies import find_layouts, tensor_rules
 
@@ -145,7 +144,6 @@ class Splits(Sharded):
     (SingleDevice(), False),
 ], ids=repr)  # fmt: skip
 def test_a_custom_layout_that_splits_no_array_says_so(strategy, says, caplog):
-    log_info_once.cache_clear()
     Trainer(mlp(), loss="cross_entropy", strategy=strategy).fit(batches(16))
     text = f"`param_spec` of {strategy!r} splits no array"
     assert caplog.text.count(text) == says
