@@ -18,10 +18,6 @@ from toys import batches, linear, mlp
 
 import jaxdp
 from jaxdp import callbacks, strategies
-from jaxdp.basics import arguments
-from jaxdp.basics.other_libraries import INSTEAD
-from jaxdp.basics.tree import matches
-from jaxdp.fit import trainer_methods
 
 NOT_CALLED = {"Callback", "DataParallel", "History", "Plan", "TrainState"}
 """What is public and not made by users, or takes what their subclasses say."""
@@ -141,33 +137,6 @@ def test_late_and_nameless_ones_are_early_and_named():
             jaxdp.Trainer(MODEL).fit(batches(8), batches(8), **{name: wrong})
 
 
-PATTERNS = """
-    layers[3]              layers[3] layers.3 layers[*] layers.* l*[3] *[?] ** **.* *.3
-    layers[3]              not * ? layers layers.3.* layers[3].** layer.3
-    layers[13]             layers[1?] layers[*3] not layers[3] layers[?] layer[*]
-    layers[3].norm.w       layers[*].norm.w layers.*.*.w layers.**.w layers[3].** **.w
-    layers[3].norm.w       layers.**.norm.w *.*.*.* not layers[*].w layers.*.w *.w *
-    w                      w * **.w ** not *.w w.** ?.w
-    blocks.stacked.norm.w  blocks.norm.w blocks[*].norm.w blocks.*.*.w blocks.norm.*
-    blocks.stacked.norm.w  blocks.** blocks.*.w not blocks.* blocks.w blocks
-    blocks.stacked         blocks blocks.* blocks[*] blocks.stacked
-    a.stacked.b.stacked.w  a.b.w a.stacked.b.w a.b.stacked.w a[*].b[*].w
-    stacked.norm.w         norm.w *.w **.w stacked.norm.w
-    unstacked.w            *.w not un.w w
-    nets['a'].w            nets.a.w nets['a'].w nets["a"].w nets.?.w nets[*].w
-    [0].w                  0.w [0].w *.w [*].w [?].w not w
-    head.q_proj            *.q_proj *.*_proj **_proj not *_proj q_proj
-"""
-
-
-@pytest.mark.parametrize("line", PATTERNS.strip().splitlines())
-def test_patterns_of_paths_have_one_grammar(line):
-    name, *patterns = line.split()
-    good, _, bad = " ".join(patterns).partition("not ")
-    assert [p for p in good.split() if not matches(name, p)] == []
-    assert [p for p in bad.split() if matches(name, p)] == []
-
-
 class Twice(eqx.Module):
     blocks: jaxdp.Stack
     layers: list
@@ -194,7 +163,7 @@ def _by_pattern(argument, pattern):
 
     def plan(strategy):
         trainer = jaxdp.Trainer(model, loss="mse", strategy=strategy)
-        trainer_methods.get_shapes(trainer.run)
+        trainer.run.shapes()
 
     calls = {
         "filter_spec": lambda: jaxdp.Trainer(model, filter_spec=[pattern]),
@@ -267,20 +236,6 @@ def test_a_loss_that_has_been_added_is_found_by_a_word_of_other_libraries(
         trainer = jaxdp.Trainer(MODEL, **{"loss": "mae", argument: value})
         found = trainer.validate(data)
         assert found[f"val_{word if argument == 'metrics' else 'loss'}"] > 0
-
-
-def test_words_of_other_libraries_lead_to_arguments_that_exist():
-    for function, words in INSTEAD.items():
-        ours = {*arguments._ANNOTATIONS.get(function, {})}
-        assert words.keys() & ours <= {"ckpt_path"}, function  # which has a note
-        for answer in {*words.values()} if ours else ():
-            for name in re.findall("it is called `(.+?)`", answer):
-                assert name in ours, (function, answer)
-    for name in ("Trainer", "fit"):
-        assert not INSTEAD["argument"].keys() & {*arguments._ANNOTATIONS[name]}
-    for module in ("callbacks", "strategies", "losses", "distributed"):
-        names = dir(getattr(jaxdp, module))
-        assert not INSTEAD[f"jaxdp.{module}"].keys() & {*names}
 
 
 # Some of each library's: the words that its users type first.

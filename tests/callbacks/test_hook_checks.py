@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import inspect
 import warnings
 from collections.abc import Callable
 
@@ -11,41 +10,11 @@ import pytest
 from toys import batches, make_small
 
 from jaxdp import Callback
-from jaxdp.basics.other_libraries import INSTEAD
-
-METHODS = {n for n, m in vars(Callback).items() if inspect.isfunction(m)}
-ELSEWHERE = INSTEAD["Callback"]
-OTHERS = """
-setup teardown on_fit_start on_fit_end on_sanity_check_start on_sanity_check_end
-on_train_start on_train_end on_validation_start on_validation_end on_test_start
-on_test_end on_predict_start on_predict_end on_train_epoch_start on_train_epoch_end
-on_validation_epoch_start on_validation_epoch_end on_test_epoch_start on_test_epoch_end
-on_predict_epoch_start on_predict_epoch_end on_train_batch_start on_train_batch_end
-on_validation_batch_start on_validation_batch_end on_test_batch_start on_test_batch_end
-on_predict_batch_start on_predict_batch_end on_exception state_dict load_state_dict
-on_save_checkpoint on_load_checkpoint on_before_backward on_after_backward
-on_before_optimizer_step on_before_zero_grad
-on_batch_begin on_batch_end on_epoch_begin on_epoch_end on_train_batch_begin
-on_test_batch_begin on_predict_batch_begin on_train_begin on_test_begin on_predict_begin
-""".split()  # of Lightning and Keras
 
 
 def make(**members):
     callback = type("Mine", (Callback,), members)()
     return make_small(None, optax.sgd(0.1), callbacks=[callback])
-
-
-@pytest.mark.parametrize("name", sorted({*OTHERS, *ELSEWHERE} - METHODS))
-def test_each_hook_of_other_libraries_is_called_or_refused(name):
-    ours = rf"`{ELSEWHERE[name]}\(self"
-    if name.startswith("on_"):
-        refused = pytest.raises(
-            TypeError, match=rf"`Mine.{name}` is a hook of .*{ours}"
-        )
-    else:  # it may be a method of the user's
-        refused = pytest.warns(UserWarning, match=rf"`Mine.{name}` is no hook.*{ours}")
-    with refused:
-        make(**{name: lambda self, *_: None})
 
 
 @pytest.mark.parametrize("name, meant", [

@@ -2,8 +2,6 @@
 
 import copy
 import pickle
-import pkgutil
-import re
 
 import numpy as np
 import pytest
@@ -27,7 +25,6 @@ from toys import (  # noqa: E402
 )
 
 from jaxdp import FSDP, Arrays, Sharded, Trainer  # noqa: E402
-from jaxdp.basics.other_libraries import INSTEAD  # noqa: E402
 from jaxdp.callbacks import EarlyStopping, ModelCheckpoint  # noqa: E402
 
 
@@ -170,12 +167,6 @@ def test_unknown_arguments_are_told_where_they_belong(method, argument, value, w
         if method == "fit":
             make_small().fit(batches(8), **{argument: value})
         make_small(**{argument: value})
-
-
-def test_what_the_table_of_arguments_names_exists():
-    answers = " ".join(INSTEAD["argument"].values())
-    for name in re.findall(r"jaxdp\.([\w.]+)", answers):
-        pkgutil.resolve_name(f"jaxdp.{name}")
 
 
 def test_all_unknown_arguments_are_told_of_at_once():
