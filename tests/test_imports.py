@@ -13,8 +13,6 @@ from toys import batches, linear_on_one_device, run_python
 
 import jaxdp
 from jaxdp.callbacks import ProgressBar
-from jaxdp.fit import Run
-from jaxdp.record import Record
 
 PACKAGE = pathlib.Path(jaxdp.__file__).parent
 
@@ -201,7 +199,8 @@ def test_callbacks_use_what_is_documented_and_reach_through_no_object_of_a_run()
     """`trainer.x`, and `trainer.record.x` and `trainer.run.x` of the reference."""
     page = (PACKAGE.parent / "docs" / "reference" / "record.md").read_text()
     documented = set(re.findall(r"^\| `(record|run)\.(\w+)", page, re.MULTILINE))
-    for part, of in (("record", Record), ("run", Run)):
+    trainer = linear_on_one_device()
+    for part, of in (("record", type(trainer.record)), ("run", type(trainer.run))):
         attributes = inspect.cleandoc(of.__doc__)  # as Python 3.13 has it anyway
         for name in {name for owner, name in documented if owner == part}:
             assert hasattr(of, name) or f"\n    {name}: " in attributes, name

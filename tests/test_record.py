@@ -6,11 +6,10 @@ import sys
 
 import numpy as np
 import pytest
-from toys import At, On, batches, fail_with, linear_trainer
+from toys import IN_FLIGHT, At, On, batches, fail_with, linear_trainer
 
 from jaxdp import Callback
 from jaxdp.callbacks import Logger, NanGuard
-from jaxdp.step import IN_FLIGHT
 
 
 class Keeps(Logger):

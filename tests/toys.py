@@ -158,6 +158,16 @@ def batches(*sizes, seed=0):
     return [(x[b - n : b], y[b - n : b]) for n, b in zip(sizes, stops, strict=True)]
 
 
+IN_FLIGHT = 8
+"""Steps after which values are read, as docs/inside.md has it."""
+
+HOOKS = [
+    name
+    for name in vars(Callback)
+    if name.startswith("on_") or name in ("setup", "teardown")
+]
+
+
 class On(Callback):
     """Calls functions in the hooks of their names."""
 
@@ -240,6 +250,16 @@ def counting(kind):
 
 def bits(tree):
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+def path_of(path):
+    """A path of `jax.tree_util` as it is written in code: `layers[0].weight`."""
+    return jax.tree_util.keystr(path).removeprefix(".")
+
+
+def find_nodes(is_node, tree):
+    """The outermost nodes of a tree for which a function is true."""
+    return [*filter(is_node, jax.tree.leaves(tree, is_leaf=is_node))]
 
 
 def arrays(tree):

@@ -7,7 +7,6 @@ import numpy as np
 from toys import Recorder
 
 from jaxdp import Callback
-from jaxdp.callbacks.state_matching import name_callbacks
 
 
 class Saves(Callback):
@@ -34,11 +33,11 @@ def outcome(trainer):
         "step": trainer.global_step,
         "epoch": trainer.current_epoch,
         "examples": trainer.run.progress.examples,
-        "callbacks": {
-            name: callback.state_dict()
-            for name, callback in name_callbacks(trainer.callbacks)
+        "callbacks": [
+            (type(callback), callback.state_dict())
+            for callback in trainer.callbacks
             if not hasattr(callback, "dirpath")
-        },
+        ],
     }
 
 

@@ -8,11 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toys import At, On, batches, fail_with, scores
+from toys import At, On, batches, fail_with, path_of, scores
 from toys import linear_on_one_device as make_trainer
 
 from jaxdp import Callback, Sharded, SingleDevice
-from jaxdp.basics.tree import leaf_path
 from jaxdp.callbacks import (
     DonateBuffers,
     EarlyStopping,
@@ -187,7 +186,7 @@ def test_a_donated_leaf_that_is_not_overwritten_is_named():
             return [*keep, *leaves[1:]], x.sum()
 
         with_path = jax.tree_util.tree_leaves_with_path(trainer.state)
-        leaves = list({leaf_path(path): leaf for path, leaf in with_path}.values())
+        leaves = list({path_of(path): leaf for path, leaf in with_path}.values())
         program = jax.jit(step, donate_argnums=0).lower(leaves, leaves[0])
         compiled = program.compile()
         trainer.compiled_train_step = lambda: compiled

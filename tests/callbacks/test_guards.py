@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from toys import (
+    IN_FLIGHT,
     At,
     On,
     batches,
@@ -21,7 +22,6 @@ from toys import (
 
 from jaxdp import Sharded
 from jaxdp.callbacks import ModelCheckpoint, NanGuard, StallWatch
-from jaxdp.step import IN_FLIGHT
 
 
 def poisoned(*bad, count=12):

@@ -8,13 +8,12 @@ import threading
 import types
 
 import pytest
-from toys import At, On, batches, fail_with
+from toys import IN_FLIGHT, At, On, batches, fail_with
 from toys import linear_on_one_device as make_trainer
 from tqdm import tqdm
 
 from jaxdp import Trainer
 from jaxdp.callbacks import ProgressBar
-from jaxdp.step import IN_FLIGHT
 
 
 class Terminal(io.StringIO):

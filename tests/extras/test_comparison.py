@@ -9,7 +9,7 @@ from toys import Mlp, NormNet, Recorder, batches, cross_entropy, hand_written, q
 
 from jaxdp import FSDP, Pmap, Sharded, SingleDevice
 from jaxdp.extras.comparison import Comparison, Difference, Run, compare
-from jaxdp.step import Collectives
+from jaxdp.strategies import Collectives
 
 
 def make(**options):

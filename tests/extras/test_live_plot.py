@@ -6,10 +6,10 @@ import types
 
 import numpy as np
 import pytest
+from toys import IN_FLIGHT as LAG
 from toys import On, Recorder, batches, linear_trainer
 
 from jaxdp.callbacks import LivePlot, NanGuard
-from jaxdp.step import IN_FLIGHT as LAG
 
 Figure = pytest.importorskip("matplotlib.figure").Figure
 

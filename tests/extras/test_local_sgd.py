@@ -6,11 +6,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toys import Mlp, On, Recorder, arrays, assert_close, batches, linear, make_small
+from toys import (
+    Mlp,
+    On,
+    Recorder,
+    arrays,
+    assert_close,
+    batches,
+    find_nodes,
+    linear,
+    make_small,
+)
 
 from jaxdp import LocalSGD, Sharded
 from jaxdp.callbacks import GradientMonitor, WeightAveraging
-from jaxdp.extras.local_sgd import LocalSGDState
 
 DATA = batches(16, 16, 13, 16, 5)
 """Ragged: of 5 rows on 8 devices, three replicas have none."""
@@ -26,11 +35,9 @@ def fitted(strategy, optimizer, *callbacks, max_epochs=3, **options):
 
 
 def local_of(trainer):
-    def is_local(node):
-        return isinstance(node, LocalSGDState)
-
-    nodes = jax.tree.leaves(trainer.state.opt_state, is_leaf=is_local)
-    (found,) = filter(is_local, nodes)
+    """The node of the optimizer's state that has the weights to evaluate."""
+    is_local = lambda node: hasattr(node, "evaluated_params")  # noqa: E731
+    (found,) = find_nodes(is_local, trainer.state.opt_state)
     return found
 
 

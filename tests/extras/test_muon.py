@@ -9,7 +9,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
-from toys import assert_close, quiet
+from toys import assert_close, path_of, quiet
 
 from jaxdp import (
     FSDP,
@@ -22,7 +22,6 @@ from jaxdp import (
     ZeRO,
     muon,
 )
-from jaxdp.basics.tree import leaf_path
 
 WIDTH = 16
 
@@ -161,5 +160,5 @@ def test_patterns_leave_matrices_to_adam():
     state = muon(0.01, adam=["head", "blocks.stacked.mlp.layers[0].*"]).init(params)
     momentum = state.inner_states["muon"].inner_state[0].mean
     leaves = jax.tree_util.tree_leaves_with_path(momentum)
-    held = {leaf_path(path) for path, leaf in leaves if isinstance(leaf, jax.Array)}
+    held = {path_of(path) for path, leaf in leaves if isinstance(leaf, jax.Array)}
     assert held == {"blocks.stacked.mlp.layers[1].weight", "middle.weight"}

@@ -8,12 +8,11 @@ import signal
 import subprocess
 
 import pytest
-from toys import At, assert_equal_leaves, batches, run_python
+from toys import HOOKS, At, assert_equal_leaves, batches, run_python
 from toys import on_one_device as make
 
 from jaxdp import Callback
 from jaxdp.callbacks import ModelCheckpoint
-from jaxdp.callbacks.base import HOOKS
 from jaxdp.checkpoint import SaveFailed
 
 

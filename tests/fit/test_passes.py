@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from toys import RAGGED, On, batches, make_small, mlp_trainer
+from toys import HOOKS, RAGGED, On, batches, make_small, mlp_trainer
 
 from jaxdp import Callback, Sharded, SingleDevice
 from jaxdp.callbacks import (
@@ -12,7 +12,6 @@ from jaxdp.callbacks import (
     ModelCheckpoint,
     ThroughputMonitor,
 )
-from jaxdp.callbacks.base import HOOKS
 
 METHODS = "validate", "test", "predict"
 

@@ -7,10 +7,9 @@ import numpy as np
 import optax
 import pytest
 from optax.contrib import ScheduleFreeState, schedule_free_eval_params
-from toys import arrays, assert_close, batches, mlp, quiet
+from toys import arrays, assert_close, batches, find_nodes, mlp, quiet
 
 from jaxdp import FSDP, Part, Sharded, SingleDevice, load_model
-from jaxdp.basics.tree import find_nodes
 from jaxdp.callbacks import WeightAveraging
 
 DATA = batches(16, 16, 16, 5)
@@ -36,7 +35,8 @@ def test_schedule_free_weights_are_those_that_optax_evaluates(
     strategy, options, tmp_path
 ):
     trainer = train(FREE, strategy=strategy(), **options)
-    (node,) = find_nodes(ScheduleFreeState, trainer.state.opt_state)
+    is_node = lambda node: isinstance(node, ScheduleFreeState)  # noqa: E731
+    (node,) = find_nodes(is_node, trainer.state.opt_state)
     trained = jax.device_get(trainer.state.params)
     expected = arrays(schedule_free_eval_params(jax.device_get(node), trained))
     differences = map(np.subtract, expected, arrays(trained))

@@ -13,6 +13,7 @@ from jaxdp import FSDP, SingleDevice
 from jaxdp.step.mask_and_keys import MaskAndKeys
 from jaxdp.step.model_call import call_model, check_training_flags, find_keywords
 from jaxdp.step.objective import LossFnObjective
+from jaxdp.step.per_example import Arguments
 
 X = np.arange(6, dtype=np.float32).reshape(3, 2)
 KEY = jax.random.key(0)
@@ -148,3 +149,38 @@ def test_a_loss_fn_that_can_not_tell_the_model_is_said(names, caplog):
     loss_fn = naming if names else lambda model, x, y: naming(model, x, y, True)
     quiet(Told(), loss_fn=loss_fn, strategy=SingleDevice())
     assert ("Name `training` in `loss_fn`" in caplog.text) is not names
+
+
+OFFERED = {name: name for name in ("keys", "key", "mask", "state")}
+
+
+@pytest.mark.parametrize("loss_fn, batch", [
+    (lambda model, x, y: (x, y), ("x", "y")),
+    (lambda model, x, y, keys, mask: (x, y, keys, mask), ("x", "y")),
+    (lambda model, x, y, *, keys, mask: (x, y, keys, mask), ("x", "y")),
+    (lambda model, keys, mask, x, y: (x, y, keys, mask), ("x", "y")),
+    (lambda model, state, x, y: (x, y, state), ("x", "y")),
+    (lambda model, *batch: batch, ("x", "y")),
+    (lambda model, *batch, key: (*batch, key), ("x", "y")),
+    (lambda model, x, y=None: (x,), ("x",)),
+    (lambda model, x, y=None, *rest: (x, *rest), ("x",)),
+    (functools.partial(lambda model, w, x, key: (x, key), w=1), ("x",)),
+    (functools.partial(lambda model, w, x, t1, key: (x, key), w=1, t1=2), ("x",)),
+    (functools.partial(lambda w, model, x: (x,), 1), ("x",)),
+])  # fmt: skip
+def test_arguments_are_bound_by_place_and_ours_by_name(loss_fn, batch):
+    arguments, keywords = Arguments(loss_fn).bind(batch, OFFERED)
+    result = loss_fn("model", *arguments, **keywords)
+    for value in result:
+        assert value in {*batch, *OFFERED}
+    assert result[: len(batch)] == batch
+
+
+@pytest.mark.parametrize("loss_fn", [
+    lambda model, x, mask: x, lambda model, x: x, lambda model, x, y, z: x,
+    lambda model, x, *, weight=1: x,
+])  # fmt: skip
+def test_a_batch_that_does_not_fit_is_refused(loss_fn):
+    """An element never takes the place of a name of ours, or of an option."""
+    with pytest.raises(TypeError, match="has 2 element.*keys, key, mask.* Rename"):
+        Arguments(loss_fn).bind(("x", "y"), OFFERED)

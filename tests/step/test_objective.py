@@ -1,7 +1,5 @@
 """`loss_fn` in every form, and how models are called."""
 
-import functools
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -11,44 +9,8 @@ import pytest
 from toys import NormNet, On, batches, linear, linear_on_one_device, make_small, quiet
 
 from jaxdp import Pmap, Sharded, SingleDevice
-from jaxdp.basics.console import log_info_once
-from jaxdp.basics.tree import find_nodes
-from jaxdp.step.per_example import Arguments
 
 softmax = optax.softmax_cross_entropy_with_integer_labels
-OFFERED = {name: name for name in ("keys", "key", "mask", "state")}
-
-
-@pytest.mark.parametrize("loss_fn, batch", [
-    (lambda model, x, y: (x, y), ("x", "y")),
-    (lambda model, x, y, keys, mask: (x, y, keys, mask), ("x", "y")),
-    (lambda model, x, y, *, keys, mask: (x, y, keys, mask), ("x", "y")),
-    (lambda model, keys, mask, x, y: (x, y, keys, mask), ("x", "y")),
-    (lambda model, state, x, y: (x, y, state), ("x", "y")),
-    (lambda model, *batch: batch, ("x", "y")),
-    (lambda model, *batch, key: (*batch, key), ("x", "y")),
-    (lambda model, x, y=None: (x,), ("x",)),
-    (lambda model, x, y=None, *rest: (x, *rest), ("x",)),
-    (functools.partial(lambda model, w, x, key: (x, key), w=1), ("x",)),
-    (functools.partial(lambda model, w, x, t1, key: (x, key), w=1, t1=2), ("x",)),
-    (functools.partial(lambda w, model, x: (x,), 1), ("x",)),
-])  # fmt: skip
-def test_arguments_are_bound_by_place_and_ours_by_name(loss_fn, batch):
-    arguments, keywords = Arguments(loss_fn).bind(batch, OFFERED)
-    result = loss_fn("model", *arguments, **keywords)
-    for value in result:
-        assert value in {*batch, *OFFERED}
-    assert result[: len(batch)] == batch
-
-
-@pytest.mark.parametrize("loss_fn", [
-    lambda model, x, mask: x, lambda model, x: x, lambda model, x, y, z: x,
-    lambda model, x, *, weight=1: x,
-])  # fmt: skip
-def test_a_batch_that_does_not_fit_is_refused(loss_fn):
-    """An element never takes the place of a name of ours, or of an option."""
-    with pytest.raises(TypeError, match="has 2 element.*keys, key, mask.* Rename"):
-        Arguments(loss_fn).bind(("x", "y"), OFFERED)
 
 
 OF_BATCHES = {
@@ -167,14 +129,13 @@ def test_a_state_that_is_returned_as_it_was_given_is_said(returned, inference, c
     def loss_fn(model, x, y, state):
         over_rows = jax.vmap(model, (0, None), (0, None), axis_name="batch")
         if returned == "set":
-            (index, *_) = find_nodes(eqx.nn.StateIndex, model)
+            index = model.norm.batch_counter
             state = state.set(index, state.get(index) + 1)
         logits, new = over_rows(x, state)
         return softmax(logits, y), state if returned == "given" else new
 
     model = eqx.nn.inference_mode(model, inference)
     trainer = quiet(model, state=state, loss_fn=loss_fn)
-    log_info_once.cache_clear()
     trainer.validate(batches(16))
     assert "returns the `state`" not in caplog.text
     trainer.fit(batches(16))

@@ -6,10 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toys import Recorder, batches, linear, on_one_device, quiet
+from toys import Recorder, batches, linear, on_one_device, path_of, quiet
 
 from jaxdp import FSDP, Bitwise, Pmap, Sharded, SingleDevice
-from jaxdp.basics.tree import leaf_path
 from jaxdp.callbacks import WeightAveraging
 
 RNG = np.random.default_rng(0)
@@ -108,7 +107,7 @@ def test_functions_see_the_rows_and_keys_of_the_step(options):
     trainer = on_one_device(*options.pop("callbacks", ()), **options)
     trainer.fit(batches(16, 16, 16, 5), max_epochs=2)
     leaves = jax.tree_util.tree_leaves_with_path(trainer.state.opt_state)
-    (found,) = [leaf for path, leaf in leaves if "far" in leaf_path(path)]
+    (found,) = [leaf for path, leaf in leaves if "far" in path_of(path)]
     np.testing.assert_array_less(found, 1e-5)
 
 

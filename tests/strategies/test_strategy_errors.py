@@ -11,6 +11,7 @@ import jaxdp
 from jaxdp import (
     FSDP,
     Bitwise,
+    DataParallel,
     LocalSGD,
     Pipeline,
     Pmap,
@@ -19,7 +20,6 @@ from jaxdp import (
     TensorParallel,
     ZeRO,
 )
-from jaxdp.strategies.base import DataParallel
 
 
 class Own(DataParallel):
