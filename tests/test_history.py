@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from jaxdp.extras.reports import make_run
-from jaxdp.history import History
+from jaxdp import History
 
 
 def make_history(epochs=3):
@@ -111,14 +110,3 @@ def test_plot_shows_few_epochs_other_formats_and_notebooks(tmp_path, monkeypatch
     assert figure._repr_png_().startswith(b"\x89PNG")
     assert History().plot().axes == []
     assert "matplotlib.pyplot" not in sys.modules
-
-
-def test_of_equal_epochs_the_older_is_the_best():
-    history = History()
-    for epoch in (0, 1):
-        history.append(epoch, {"loss": 1.0})
-    run = make_run("a", history, {})
-    assert run.best("epoch_loss") == (1.0, 0.0)
-    for name, best in (("acc", 2.0), ("loss", 1.0)):
-        curve = [(1.0, 0.2), (2.0, 0.7), (3.0, 0.7), (4.0, 0.2)]
-        assert run._replace(columns={name: curve}).best(name)[1] == best

@@ -1,6 +1,7 @@
 """Tiny models, data and hand-written loops that the tests share."""
 
 import csv
+import json
 import os
 import pathlib
 import socket
@@ -284,6 +285,11 @@ def leaves(trainer):
 def assert_equal_leaves(one, other):
     for ours, theirs in zip(*map(jax.tree.leaves, (one, other)), strict=True):
         np.testing.assert_array_equal(ours, theirs)
+
+
+def read_meta(path):
+    """The facts of a checkpoint, which are beside its arrays."""
+    return json.loads((pathlib.Path(path) / "meta" / "metadata").read_text())
 
 
 def read_table(path):

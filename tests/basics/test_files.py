@@ -7,6 +7,7 @@ import signal
 import pytest
 from toys import At, batches, linear_trainer
 
+from jaxdp import History
 from jaxdp.basics.files import (
     add_path_to_errors,
     append_atomically,
@@ -15,7 +16,6 @@ from jaxdp.basics.files import (
 )
 from jaxdp.callbacks import CSVLogger, Logger, ModelCheckpoint
 from jaxdp.extras.reports import read_run
-from jaxdp.history import History
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from toys import (
     batches,
     fail_with,
     linear_trainer,
+    read_meta,
     read_table,
 )
 
@@ -30,18 +31,15 @@ def test_states_are_saved_before_a_fit_as_they_were_loaded(tmp_path):
     def make():
         return linear_trainer(CSVLogger(tmp_path), NanGuard("skip"))
 
-    def states(path):
-        return json.loads((path / "meta" / "metadata").read_text())["callbacks"]
-
     trainer, again = make(), make()
     trainer.fit(batches(*[8] * 4), batches(8), max_epochs=1)
     trainer.callbacks[-1]._in_a_row = 2
     trainer.save(tmp_path / "saved")
     again.load(tmp_path / "saved")
     again.save(tmp_path / "again")
-    saved = states(tmp_path / "saved")
+    saved = read_meta(tmp_path / "saved")["callbacks"]
     assert saved["CSVLogger"]["rows"] == 3
-    assert states(tmp_path / "again") == saved
+    assert read_meta(tmp_path / "again")["callbacks"] == saved
 
 
 def test_rows_are_read_late_and_are_all_there_after_an_exception(tmp_path):

@@ -4,12 +4,11 @@ import contextlib
 import os
 
 import pytest
-from toys import On, batches, fail_with, steps_in
+from toys import On, batches, fail_with, read_meta, steps_in
 from toys import on_one_device as make
 
 from jaxdp import Callback
 from jaxdp.callbacks import CSVLogger, EarlyStopping, ModelCheckpoint
-from jaxdp.checkpoint import read_meta
 
 DATA = batches(16, 16, 5)
 VAL = batches(16, seed=1)

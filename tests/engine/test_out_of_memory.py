@@ -1,13 +1,10 @@
 """Errors for steps without enough memory, and the state after them."""
 
-import types
-
 import jax
 import pytest
-from toys import batches, make_small
+from toys import On, batches, fail_with, make_small
 
-from jaxdp.basics.hardware import get_smallest_memory
-from jaxdp.engine.in_flight import InFlightQueue
+from jaxdp import Sharded, SingleDevice
 
 SAID = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12.50GiB."
 REMEDIES = (
@@ -88,22 +85,21 @@ def test_a_state_that_a_failed_step_has_overwritten_is_lost():
 
 
 def test_an_earlier_step_without_enough_memory_has_remedies():
-    def finds_no_memory(array):
-        raise jax.errors.JaxRuntimeError(SAID)
+    def fill(trainer):
+        error = jax.errors.JaxRuntimeError(SAID)
+        trainer.run.engine.in_flight.wait = fail_with(error)
 
-    in_flight = InFlightQueue()
-    in_flight.wait = finds_no_memory
+    trainer = make_small(callbacks=[On(on_train_epoch_start=fill)])
     with pytest.raises(jax.errors.JaxRuntimeError, match=REMEDIES) as caught:
-        for _ in range(20):
-            in_flight.add(jax.numpy.zeros(1), 0)
+        trainer.fit(DATA * 10)
     assert "an earlier step does not fit" in str(caught.value)
     assert str(caught.value.__cause__) == SAID
 
 
-def test_the_smallest_device_limits_the_memory():
-    def device(limit):
-        stats = limit and {"bytes_limit": limit}
-        return types.SimpleNamespace(process_index=0, memory_stats=lambda: stats)
-
-    assert get_smallest_memory([device(2000), device(1000), device(None)]) == 1000
-    assert get_smallest_memory([device(None)]) is None
+def test_the_smallest_device_limits_the_memory(monkeypatch):
+    limits = {0: {"bytes_limit": 10**9}, 1: {"bytes_limit": 1000}}
+    kind, get_stats = type(jax.devices()[0]), lambda device: limits.get(device.id)
+    monkeypatch.setattr(kind, "memory_stats", get_stats)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"has 1(\.000)? kB"):
+        make_small(strategy=Sharded(3)).fit(DATA)
+    make_small(strategy=SingleDevice()).fit(DATA)

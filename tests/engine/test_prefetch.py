@@ -9,7 +9,6 @@ import pytest
 from toys import At, On, bits, on_one_device, rows
 
 from jaxdp import Sharded, SingleDevice
-from jaxdp.engine.in_flight import InFlightQueue, num_in_flight
 
 X, Y = rows(24)
 BATCHES = [(X[start : start + 4], Y[start : start + 4]) for start in range(0, 24, 4)]
@@ -134,16 +133,6 @@ def test_dispatches_in_flight_are_bounded(steps, waits):
     waited, callback = [], On(on_train_epoch_start=spy)
     trainer(None, callback, ahead=False, steps_per_execution=steps).fit(BATCHES * 2)
     assert len(waited) == waits
-
-
-def test_bytes_in_flight_are_bounded():
-    waited, flight = [], InFlightQueue()
-    flight.wait, flight.max_bytes = waited.append, 50
-    for number, nbytes in enumerate([20, 20, 20, 60, 60, 60, 1, 1, 1]):
-        flight.add(number, nbytes)
-    assert waited == [0, 1, 2, 3, 4, 5]  # at least two stay in flight
-    assert [num_in_flight(n, 1000) for n in (0, 20, 25, 60)] == [8, 2, 2, 2]
-    assert num_in_flight(6, 1000) == 8 and num_in_flight(10, 1000) == 5
 
 
 @pytest.mark.parametrize("strategy", [SingleDevice, Sharded])

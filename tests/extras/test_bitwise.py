@@ -11,7 +11,6 @@ import pytest
 from toys import Mlp, NormNet, Recorder, arrays, batches, make_small, quiet
 
 from jaxdp import Bitwise, Pmap, Sharded, SingleDevice, Stack
-from jaxdp.extras.bitwise import _add_options
 
 pytestmark = pytest.mark.bits
 
@@ -234,12 +233,6 @@ def test_the_losses_that_are_reported_have_the_same_bits_for_any_number_of_rows(
         return recorder.losses
 
     assert losses(SingleDevice()) == losses(Sharded(2))
-
-
-def test_gpus_are_told_to_be_deterministic():
-    own, cpus = (_add_options({}, name) for name in ("gpu", "cpu"))
-    assert own == cpus | {"xla_gpu_deterministic_ops": True}
-    jax.jit(lambda: 0).lower().compile(own)  # a name that this XLA knows
 
 
 def test_a_run_that_is_to_repeat_itself_is_compiled_so():

@@ -8,12 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toys import assert_close, batches, fail_with, mlp_trainer
+from toys import assert_close, batches, fail_with, mlp_trainer, read_table
 
 from jaxdp import load_model
 from jaxdp.callbacks import CSVLogger
 from jaxdp.extras import cli
-from jaxdp.extras.reports import read_run
 
 
 def run(capsys, *arguments):
@@ -53,11 +52,11 @@ def test_compare_prints_what_is_best_and_what_differs(capsys, runs):
     rows = {name: values for name, *values in rows}
     assert rows["steps"] == ["4", "8"] and rows["epochs"] == ["1", "2"]
     assert rows["status"] == ["finished"] * 2
-    known = [read_run(path) for path in runs]
-    best = [each.best("val_loss")[0] for each in known]
+    tables = [read_table(path) for path in runs]
+    best = [min(float(x["val_loss"]) for x in t if x["val_loss"]) for t in tables]
     marked = [text.endswith(" *") for text in rows["val_loss, best"]]
     assert marked == [value == min(best) for value in best]
-    accuracy = [each.last("epoch_accuracy") for each in known]
+    accuracy = [float(table[-1]["epoch_accuracy"]) for table in tables]
     marked = [text.endswith(" *") for text in rows["accuracy, last epoch"]]
     assert marked == [value == max(accuracy) for value in accuracy]
     assert rows["mine"] == ["a", "b"] and rows["seed"] == ["0", "1"]

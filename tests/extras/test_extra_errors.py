@@ -42,10 +42,18 @@ from jaxdp.callbacks import (
 )
 from jaxdp.extras.finders import lr_find
 from jaxdp.extras.plan import hlo
-from jaxdp.extras.plan.hlo_text import parse_groups
 from jaxdp.losses import token_cross_entropy
 
 KEY = jax.random.key(0)
+
+
+EVERYONE = """HloModule jit_step, num_partitions=8
+
+ENTRY %main (p: f32[]) -> f32[] {
+  %p = f32[] parameter(0)
+  ROOT %all = f32[] all-reduce(%p), replica_groups=everyone
+}
+"""
 
 
 def find_rate(**options):
@@ -221,7 +229,7 @@ REFUSED = {
         (lambda: plan().largest_batch("16GB"), TypeError,
          "`memory` must be a number, in bytes"),
         (lambda: plan().largest_batch(0), ValueError, "`memory` must be more than 0"),
-        (lambda: parse_groups("everyone", 8), ValueError, "unknown spelling"),
+        (lambda: hlo.read(EVERYONE), ValueError, "unknown spelling"),
         (lambda: hlo.read("module @jit_f {}"), ValueError,
          "does not start with HloModule"),
         (lambda: hlo.count_ring_bytes("broadcast", 2, 1, 1), ValueError,

@@ -306,14 +306,16 @@ def test_gradient_clipping_is_by_global_norm():
 
 def test_epoch_means_are_exact_over_more_rows_than_float32_counts():
     """2**24 + 1 is not a float32; sums must not stop growing there."""
-    from jaxdp.step.metrics import Facts, add_to_totals, compute_means
+    many, one = ([(np.full((1, 4), x, np.float32),)] for x in (2.0**24, 1.0))
 
-    totals = jnp.zeros((2, 64)).at[0, :2].set(2.0**24)
-    one = jnp.ones(1)
-    for _ in range(64):
-        totals = jax.jit(add_to_totals)(totals, one[0], one * 3)
-    means = compute_means(np.asarray(totals), Facts(("loss",), None))
-    assert means["loss"] == pytest.approx((2**24 + 192) / (2**24 + 64), rel=1e-12)
+    @per_example
+    def weighted(model, x):
+        return jnp.where(x[0] > 1, 1.0, 3.0) + 0 * model(x).sum(), x[0]
+
+    trainer = linear_on_one_device(loss=None, loss_fn=weighted)
+    trainer.fit(many + one * 64)
+    expected = (2**24 + 192) / (2**24 + 64)
+    assert trainer.history["loss"] == [pytest.approx(expected, rel=1e-12)]
 
 
 def test_what_an_optimizer_starts_from_is_never_computed_beside_the_state():

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import types
 
 import equinox as eqx
 import jax
@@ -10,6 +11,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from jaxdp import Sharded, Trainer
+from jaxdp.extras.plan import hardware_of
 
 PROGRAM = """HloModule jit_step, is_scheduled=true, num_partitions=8
 
@@ -37,6 +39,12 @@ class Split(Sharded):
             if size % self.mesh.size == 0:
                 return P(*[None] * axis, "data")
         return P()
+
+
+def card(kind):
+    """The profile of a device of a kind."""
+    stats = {"platform": "", "process_index": 0, "memory_stats": lambda: None}
+    return hardware_of(types.SimpleNamespace(device_kind=kind, **stats))
 
 
 def mlp():

@@ -10,7 +10,6 @@ from jax.sharding import PartitionSpec as P
 from planned import PROGRAM
 
 from jaxdp.extras.plan import hlo
-from jaxdp.extras.plan.hlo_text import parse_groups
 
 MESH_SHAPE = {"data": 4, "model": 2}
 
@@ -103,7 +102,13 @@ GROUPS = {
 
 @pytest.mark.parametrize("text", GROUPS)
 def test_groups_are_read_in_every_spelling(text):
-    assert parse_groups(text, 8) == GROUPS[text]
+    entry = f"""ENTRY %main (p: f32[]) -> f32[] {{
+  %p = f32[] parameter(0)
+  ROOT %all = f32[] all-reduce(%p), replica_groups={text}
+}}
+"""
+    (found,) = hlo.read(PROGRAM + entry).collectives
+    assert found.groups == GROUPS[text]
 
 
 WORDS = {

@@ -1,7 +1,7 @@
 """Operations of a step, however its work is shared, and the time that they take."""
 
 import pytest
-from planned import HALVES, WIDTHS, plan, whole_plan
+from planned import HALVES, WIDTHS, card, plan, whole_plan
 from toys import Deep, batches
 
 from jaxdp import (
@@ -14,7 +14,7 @@ from jaxdp import (
     TensorParallel,
     ZeRO,
 )
-from jaxdp.extras.plan.hardware import HARDWARE, Hardware
+from jaxdp.extras.plan import Hardware
 
 SLOW = Hardware("slow", 1e9, 1e8, 10**6, 1e12, 1e5, 2, 1e4)
 
@@ -65,7 +65,7 @@ def test_operations_in_stages_are_those_of_the_blocks_and_of_stages_that_wait():
 ])  # fmt: skip
 def test_time_is_by_what_products_are_computed_in(precision, rate):
     found = plan(SingleDevice(), hardware="h100", precision=precision)
-    rate = getattr(HARDWARE["h100"], rate)
+    rate = getattr(card("NVIDIA H100 80GB HBM3"), rate)
     assert found.estimate.compute == pytest.approx(found.flops / rate)
     if precision.startswith("bf16"):
         assert found.products == {"bfloat16": found.flops}

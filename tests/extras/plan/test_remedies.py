@@ -4,12 +4,11 @@ import equinox as eqx
 import jax
 import numpy as np
 import pytest
-from planned import batch, plan
+from planned import batch, card, plan
 
 from jaxdp import FSDP, Sharded, Stack, fuse_attention
-from jaxdp.extras.plan.hardware import HARDWARE
 
-SMALL = HARDWARE["v5e"]._replace(memory=1000)
+SMALL = card("TPU v5 lite")._replace(memory=1000)
 
 
 class Block(eqx.Module):

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from toys import batches, mlp_trainer
 
-from jaxdp import Sharded
+from jaxdp import History, Sharded
 from jaxdp.basics.stopwatch import PHASES
 from jaxdp.basics.units import format_seconds
 from jaxdp.callbacks import (
@@ -28,6 +28,7 @@ from jaxdp.extras.reports.runs import (
     format_percent,
     make_metric_charts,
     make_other_charts,
+    make_run,
     make_throughput_charts,
     read_run,
     summarize_throughput,
@@ -195,3 +196,14 @@ def test_what_is_no_run_is_refused(tmp_path, table, record, error, message):
     write_run(tmp_path, table, record)
     with pytest.raises(error, match=message):
         read_run(tmp_path)
+
+
+def test_of_equal_epochs_the_older_is_the_best():
+    history = History()
+    for epoch in (0, 1):
+        history.append(epoch, {"loss": 1.0})
+    run = make_run("a", history, {})
+    assert run.best("epoch_loss") == (1.0, 0.0)
+    for name, best in (("acc", 2.0), ("loss", 1.0)):
+        curve = [(1.0, 0.2), (2.0, 0.7), (3.0, 0.7), (4.0, 0.2)]
+        assert run._replace(columns={name: curve}).best(name)[1] == best
