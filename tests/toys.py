@@ -263,6 +263,28 @@ def find_nodes(is_node, tree):
     return [*filter(is_node, jax.tree.leaves(tree, is_leaf=is_node))]
 
 
+def equations(jaxpr):
+    """All equations of a traced program, those inside of others too."""
+    for each in jaxpr.eqns:
+        yield each
+        for value in jax.tree.leaves([*each.params.values()]):
+            inner = getattr(value, "jaxpr", value)
+            yield from equations(inner) if hasattr(inner, "eqns") else ()
+
+
+def tracing(kind, **options):
+    """A strategy of a kind, and a list of the programs that it has traced."""
+    programs = []
+
+    class Traced(kind):
+        def compile(self, step, arguments, *others, **options):
+            jitted = super().compile(step, arguments, *others, **options)
+            programs.append(jitted.trace(*arguments).jaxpr)
+            return jitted
+
+    return Traced(**options), programs
+
+
 def arrays(tree):
     """The arrays of a tree, on the host."""
 

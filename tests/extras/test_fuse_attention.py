@@ -24,11 +24,9 @@ from attending import (
 )
 from jax.sharding import AxisType
 from jax.test_util import check_grads
-from toys import assert_close
+from toys import assert_close, quiet
 
-from jaxdp import Stack, fuse_attention
-from jaxdp.extras.fuse_attention import _suits_cudnn
-from jaxdp.extras.plan.products import count_products
+from jaxdp import SingleDevice, Stack, fuse_attention
 from jaxdp.strategies import tensor_rules
 
 
@@ -183,16 +181,23 @@ def test_gradients_of_keys_are_summed_over_blocks_in_float32():
     assert jnp.linalg.norm(small - large) < 0.01 * jnp.linalg.norm(large)
 
 
+class OfItself(eqx.Module):
+    attention: eqx.Module
+
+    def __call__(self, x):
+        return self.attention(x, x, x)
+
+
 def test_products_are_computed_in_the_dtype_of_the_layer():
-    layer, x = layer_and_inputs()[0], tokens(32).astype(jnp.bfloat16)
-    layer = jax.tree.map(lambda a: a.astype(x.dtype) if eqx.is_array(a) else a, layer)
-    fused = fuse_attention(layer, block=8)
-    total = lambda x: (fused(x, x, x) ** 2).sum()  # noqa: E731
-    (counted,) = count_products(jax.make_jaxpr(jax.grad(total))(x)).items()
-    layers, attention = 4 * 32 * 16 * 16, 32 * 32 * 16  # multiplications
-    # Backwards, each product has two, and the scores are computed again. The rows
-    # alone have gradients here, and not the weights of the layers.
-    assert counted == ("bfloat16", 2 * (2 * layers + (2 + 5) * attention))
+    fused = fuse_attention(layer_and_inputs()[0], block=8)
+    options = {"loss": "mse", "precision": "bf16-mixed", "strategy": SingleDevice()}
+    trainer = quiet(OfItself(fused), **options)
+    plan = trainer.plan([(np.stack([tokens(32)] * 2), np.zeros((2, 32, 16)))])
+    one, attention = 32 * 16 * 16, 32 * 32 * 16  # multiplications
+    # Backwards, each product has two, and the scores are computed again. The inputs
+    # have no gradients.
+    expected = 2 * 2 * ((3 * 2 + 3) * one + (2 + 5) * attention)
+    assert plan.products == {"bfloat16": expected}
 
 
 def test_layers_keep_their_leaves_and_paths():
@@ -337,7 +342,10 @@ MANUAL, AUTO = AxisType.Manual, AxisType.Auto
     ({"data": AUTO}, 8, "gpu", False),
 ])  # fmt: skip
 def test_cudnn_is_not_given_split_tokens(monkeypatch, axes, heads, platform, is_taken):
-    on(monkeypatch, HOPPER, 8)
+    calls, key = on(monkeypatch, HOPPER, 8), jax.random.key(0)
+    sizes = {"qk_size": 8, "vo_size": 8, "dtype": HALF, "key": key}
+    fused = fuse_attention(eqx.nn.MultiheadAttention(heads, 64, **sizes))
+    x = tokens(64, 64).astype(HALF)
     mesh = SimpleNamespace(
         empty=False,
         abstract_device=SimpleNamespace(platform=platform),
@@ -347,7 +355,9 @@ def test_cudnn_is_not_given_split_tokens(monkeypatch, axes, heads, platform, is_
     )
     of_mesh = SimpleNamespace(sharding=SimpleNamespace(mesh=mesh))
     monkeypatch.setattr(jax, "typeof", lambda _: of_mesh)
-    assert _suits_cudnn((np.zeros((64, heads, 8), HALF),) * 3) == is_taken
+    monkeypatch.setattr(jax, "shard_map", lambda function, **_: function)
+    assert fused(x, x, x).shape == (64, 64)
+    assert calls == ([(64, heads, 8)] if is_taken else [])
 
 
 @pytest.mark.parametrize("strategy", ["sharded", "fsdp", "tensor"])

@@ -14,13 +14,13 @@ from toys import (
     assert_close,
     batches,
     cross_entropy,
+    equations,
     hand_written,
     quiet,
+    tracing,
 )
 
 from jaxdp import Pmap, Sharded, SingleDevice
-from jaxdp.step import iterate_equations
-from jaxdp.step.precision import GROWTH_INTERVAL, PRECISIONS, LossScale, cast_calls
 
 
 def make(model=None, *, data=None, epochs=1, callbacks=(), **options):
@@ -41,7 +41,7 @@ def dtypes_of(jaxpr, *primitives):
     """The dtypes that primitives of these names compute in."""
     return {
         str(equation.invars[0].aval.dtype)
-        for equation in iterate_equations(jaxpr)
+        for equation in equations(jaxpr)
         if equation.primitive.name in primitives
     }
 
@@ -76,16 +76,16 @@ class Block(eqx.Module):
 @pytest.mark.parametrize("name", ["bf16-mixed", "bf16-true", "16-mixed"])
 def test_matrices_are_multiplied_narrow_and_norms_and_softmax_are_not(name):
     narrow = "float16" if name == "16-mixed" else "bfloat16"
-    params, static = eqx.partition(Block(KEY), eqx.is_inexact_array)
 
-    def loss(params, x):
-        model = eqx.combine(params, static)
-        model, _ = cast_calls(model, (), PRECISIONS[name])
-        prediction = jax.vmap(model)(x)
+    def loss(prediction, y):
         assert prediction.dtype == jnp.float32
         return prediction.sum()
 
-    jaxpr = jax.make_jaxpr(jax.grad(loss))(params, jnp.ones((2, 4, 8))).jaxpr
+    strategy, programs = tracing(SingleDevice)
+    data = [(np.ones((2, 4, 8), np.float32), np.zeros(2, np.float32))]
+    options = {"loss": loss, "strategy": strategy, "optimizer": optax.sgd(0.1)}
+    make(Block(KEY), data=data, precision=name, **options)
+    jaxpr = programs[0].jaxpr
     assert dtypes_of(jaxpr, "dot_general", "conv_general_dilated") == {narrow}
     # exp is softmax's; rsqrt, sqrt and the squares of variances are the norms'.
     assert dtypes_of(jaxpr, "exp", "rsqrt", "sqrt", "square") == {"float32"}
@@ -110,7 +110,7 @@ def test_batch_norm_has_its_statistics_in_float32(mode, precision):
     expected, _ = make(model, **options)
     seen.clear()
     losses, trainer = make(model, precision=precision, **options)
-    assert seen == {jnp.dtype(PRECISIONS[precision].computed)}
+    assert seen == {jnp.dtype("float16" if precision == "16-mixed" else "bfloat16")}
     floating = jax.tree.leaves(eqx.filter(trainer.model_state, eqx.is_inexact_array))
     assert {leaf.dtype for leaf in floating} == {jnp.dtype("float32")}
     assert trainer.state.params.norm.weight.dtype == jnp.float32
@@ -273,18 +273,20 @@ def test_an_overflow_skips_the_step_and_halves_the_scale(strategy):
 class FromScale(SingleDevice):
     """Begins with a loss scale, as after so many finite steps."""
 
-    def __init__(self, scale, good_steps=0):
+    def __init__(self, *start):
         super().__init__()
-        self.start = LossScale(jnp.float32(scale), jnp.int32(good_steps))
+        self.start = start
 
     def place(self, state):
-        return super().place(state._replace(loss_scale=self.start))
+        kinds = [leaf.dtype for leaf in state.loss_scale]
+        start = map(jnp.asarray, self.start, kinds)
+        return super().place(state._replace(loss_scale=type(state.loss_scale)(*start)))
 
 
 def test_the_scale_grows_and_changes_no_number():
     still, grown = (
         make(precision="16-mixed", epochs=4, strategy=FromScale(1024.0, steps))[1]
-        for steps in (0, GROWTH_INTERVAL - 5)
+        for steps in (0, 2000 - 5)  # it doubles after 2000 of them
     )
     for trainer, expected in (still, (1024, 12)), (grown, (2048, 7)):
         assert trainer.state.loss_scale == expected
@@ -295,7 +297,7 @@ def test_the_scale_grows_and_changes_no_number():
 def test_small_gradients_are_lost_without_the_scale():
     def moved(scale):
         model = eqx.nn.Linear(4, 3, use_bias=False, key=KEY)
-        options = {"precision": "16-mixed", "strategy": FromScale(scale)}
+        options = {"precision": "16-mixed", "strategy": FromScale(scale, 0)}
         tiny = lambda prediction, _: 1e-7 * (prediction**2).mean(axis=1)  # noqa: E731
         _, trainer = make(model, loss=tiny, optimizer=optax.sgd(1.0), **options)
         return float(jnp.abs(trainer.model.weight - model.weight).max())

@@ -7,13 +7,10 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
-from toys import Recorder, quiet
+from toys import Recorder, equations, quiet, tracing
 
 from jaxdp import FSDP, SingleDevice, Stack, per_example
-from jaxdp.step import iterate_equations, override_call
-from jaxdp.step.remat import RematSpec
 from jaxdp.strategies import find_layouts
-from jaxdp.strategies.fsdp_units import _GatherCall
 
 WIDTH, BLOCKS = 64, 16
 softmax = optax.softmax_cross_entropy_with_integer_labels
@@ -124,35 +121,31 @@ def test_a_stacks_parameters_cross_one_and_a_half_times():
 
 def test_a_recomputed_block_is_recomputed_by_one_checkpoint():
     """In two, one in the other, XLA for TPUs gathers no block ahead of its turn."""
-    block = RematSpec(("blocks[0]",)).apply(Deep(1, in_stack=False)).blocks[0]
-    call = override_call(block, _GatherCall((), in_loop=True))
-    program = jax.make_jaxpr(call)(jnp.zeros(WIDTH))
-    names = [each.primitive.name for each in iterate_equations(program.jaxpr)]
-    assert sum(name in ("checkpoint", "remat2") for name in names) == 1
+
+    def checkpoints(remat):
+        strategy, programs = tracing(FSDP, gather=["blocks[*]"])
+        losses(strategy, Deep(1, in_stack=False), remat=remat)
+        names = [each.primitive.name for each in equations(programs[0])]
+        return sum(name in ("checkpoint", "remat2") for name in names)
+
+    assert checkpoints("blocks[0]") == checkpoints(False) > 0
 
 
 @pytest.mark.parametrize("gather", ["once", ["blocks[*]"]])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_named_loss_casts_parameters_before_they_are_gathered(gather, dtype):
     """A `loss_fn` may read them outside of calls, where they keep their dtype."""
-    programs = []
-
-    class Traced(FSDP):
-        def compile(self, step, arguments, *others, **options):
-            jitted = super().compile(step, arguments, *others, **options)
-            programs.append(jitted.trace(*arguments).jaxpr)
-            return jitted
-
+    strategy, programs = tracing(FSDP, gather=gather)
     options = {"model": Deep(2, in_stack=False), "precision": "bf16-mixed"}
     if dtype == "float32":
         options["loss_fn"] = each_loss
-    _, trainer = losses(Traced(gather=gather), **options)
+    _, trainer = losses(strategy, **options)
     trainer.validate(data()[:1])
     # Split when they are cast: or else XLA gathers before it casts.
     for program in programs[0], programs[-1]:
         gathered = {
             (str(x.outvars[0].aval.dtype), x.params["sharding"].is_fully_replicated)
-            for x in iterate_equations(program)
+            for x in equations(program)
             if x.primitive.name == "sharding_constraint"
             and x.outvars[0].aval.shape == (WIDTH, 8)
         }
