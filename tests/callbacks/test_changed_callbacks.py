@@ -5,7 +5,6 @@ import pytest
 from toys import batches, injected, make_small, scores
 
 from jaxdp.callbacks import CSVLogger, EarlyStopping, ModelCheckpoint, ReduceLROnPlateau
-from jaxdp.callbacks.state_matching import match_states
 
 
 def trainer_with(*callbacks):
@@ -84,18 +83,3 @@ def test_a_folder_that_was_moved_keeps_its_scores(name, tmp_path):
     fit(trainer_with(moved, CSVLogger(there)), 4, ckpt_path="last")
     assert sorted(p.name for p in there.iterdir() if p.name.isdecimal()) == ["6", "8"]
     assert not (there / "before-1").exists()
-
-
-def test_callbacks_are_matched_in_order_and_those_of_version_0_2_by_their_monitor(
-    tmp_path,
-):
-    saver = ModelCheckpoint(tmp_path, "val_loss")
-    trainer = trainer_with(EarlyStopping("val_area"), EarlyStopping("val_loss"), saver)
-    names = "EarlyStopping EarlyStopping:1 ModelCheckpoint On On:1 On:2".split()
-    identities = ["val_loss", "val_other", str(tmp_path), "", "", ""]
-    meta = {
-        "callbacks": dict(zip(names, range(6), strict=True)),
-        "identities": dict(zip(names, identities, strict=True)),
-    }
-    matched = {"EarlyStopping:1": 0, "ModelCheckpoint": 2, "On": 3, "On:1": 4}
-    assert match_states(trainer, meta) == matched

@@ -1,5 +1,6 @@
 """Norms by layer, update ratios, and leaves that do not learn."""
 
+import math
 import re
 
 import equinox as eqx
@@ -12,9 +13,8 @@ from toys import On, batches, cross_entropy, on_one_device, read_table
 
 from jaxdp import Pmap, Sharded, SingleDevice
 from jaxdp.callbacks import CSVLogger, GradientMonitor, ThroughputMonitor
-from jaxdp.callbacks.gradient_monitor import group_by_layer
 
-DATA = batches(*[8] * 6)
+DATA, KEY = batches(*[8] * 6), jax.random.key(0)
 
 
 def make_trainer(*callbacks, **options):
@@ -79,19 +79,33 @@ def test_the_last_values_are_among_all_that_is_logged():
 
 
 def test_layers_are_as_deep_as_their_number_allows():
-    linear = eqx.nn.Linear(2, 2, key=jax.random.key(0))
-    blocks = [{"attention": linear, "mlp": [linear, linear]} for _ in range(3)]
-    model = eqx.filter({"blocks": blocks, "scale": jnp.ones(())}, eqx.is_inexact_array)
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(model)]
-    finest = group_by_layer(paths, 100)
-    block = ["blocks[0]['attention']", "blocks[0]['mlp'][0]", "blocks[0]['mlp'][1]"]
-    assert list(finest)[:3] == block
-    assert len(finest) == 10 and finest["scale"] == [18]
-    assert list(group_by_layer(paths, 7))[1] == "blocks[0]['mlp']"
-    blocks = group_by_layer(paths, 6)
-    assert list(blocks) == ["blocks[0]", "blocks[1]", "blocks[2]", "scale"]
-    assert sorted(sum(blocks.values(), [])) == list(range(19))
-    assert group_by_layer(paths, 1) == {} and group_by_layer([], 5) == {}
+    each = [eqx.nn.Linear(4, 4, key=key) for key in jax.random.split(KEY, 9)]
+    blocks = [{"attention": each[i], "mlp": each[i + 1 : i + 3]} for i in (0, 3, 6)]
+    model = {"blocks": blocks, "scale": jnp.ones(())}
+
+    def loss_fn(model, x, y):
+        layers = jax.tree.leaves(model["blocks"], is_leaf=callable)
+        return sum(jax.vmap(one)(x).mean(1) for one in layers) * model["scale"]
+
+    def layers(max_layers):
+        """The norms of the gradients, by layer in order."""
+        monitor = GradientMonitor(max_layers=max_layers)
+        trainer = make_trainer(monitor, model=model, loss=None, loss_fn=loss_fn)
+        trainer.fit(DATA[:1])
+        found = {k: v for k, v in trainer.callback_metrics.items() if "grad_norm" in k}
+        total = found.pop("grad_norm")
+        parts = {name.removeprefix("grad_norm/"): v for name, v in found.items()}
+        if parts:
+            assert total == pytest.approx(math.hypot(*parts.values()), rel=1e-5)
+        return [*parts]
+
+    parts = "['attention']", "['mlp'][0]", "['mlp'][1]"
+    finest = [f"blocks[{i}]{part}" for i in range(3) for part in parts]
+    assert layers(100) == layers(10) == [*finest, "scale"]
+    halves = [f"blocks[{i}]['{part}']" for i in range(3) for part in blocks[i]]
+    assert layers(9) == layers(7) == [*halves, "scale"]
+    assert layers(6) == ["blocks[0]", "blocks[1]", "blocks[2]", "scale"]
+    assert layers(1) == []
 
 
 def test_leaves_that_do_not_learn_are_named_once_in_a_run():

@@ -2,15 +2,11 @@
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import optax
 import pytest
 from toys import At, On, batches, on_one_device, read_table
 
-from jaxdp.basics.stopwatch import PHASES
 from jaxdp.callbacks import CSVLogger, ModelCheckpoint, ThroughputMonitor
-from jaxdp.engine.in_flight import wait
-from jaxdp.extras.plan.products import count_products
 
 
 def slow(data, clock, seconds):
@@ -55,7 +51,8 @@ def test_each_phase_has_its_share_of_the_time(tmp_path, clock):
     assert float(second["throughput/mfu"]) == pytest.approx(200 / 1e4)
     assert monitor.summary["validation"] * monitor.summary["seconds"] == 20
     assert monitor.summary["steps"] == 12 and monitor.summary["examples"] == 96
-    assert sum(monitor.summary[p] for p in PHASES) == pytest.approx(1)
+    phases = "data", "device", "callbacks", "checkpoints", "validation", "loop"
+    assert sum(monitor.summary[phase] for phase in phases) == pytest.approx(1)
     # 11 batches of 3 s, 12 callbacks of 1 s and 2 validations of 10 s.
     assert monitor.summary["examples_per_s"] == pytest.approx(96 / 65)
 
@@ -89,7 +86,8 @@ def test_waits_for_the_device_count_where_a_fit_begins_at_an_epochs_end(tmp_path
     make_trainer(At(4, save, "on_boundary")).fit(data)
     trainer = make_trainer(ThroughputMonitor())
     trainer.fit(data, max_epochs=3, ckpt_path=tmp_path / "4")
-    assert trainer.run.engine.in_flight.wait is not wait
+    untouched = make_trainer().run.engine.in_flight.wait
+    assert trainer.run.engine.in_flight.wait is not untouched
 
 
 def test_a_short_run_and_own_loops_are_measured_too():
@@ -98,29 +96,6 @@ def test_a_short_run_and_own_loops_are_measured_too():
     assert monitor.summary["examples"] == 8 and "mfu" not in monitor.summary
     for _ in make_trainer(ThroughputMonitor()).steps(batches(8, 8)):
         pass
-
-
-def test_flops_of_convolutions_scans_and_branches():
-    def flops(function, *shapes):
-        arguments = [jnp.zeros(shape) for shape in shapes]
-        return count_products(jax.make_jaxpr(function)(*arguments)).total()
-
-    conv = eqx.nn.Conv2d(3, 8, 5, stride=2, groups=1, key=jax.random.key(0))
-    assert flops(jax.vmap(conv), (2, 3, 15, 15)) == 2 * 2 * 8 * 6 * 6 * (3 * 5 * 5)
-    grouped = eqx.nn.Conv2d(4, 8, 3, groups=2, key=jax.random.key(0))
-    assert flops(grouped, (4, 5, 5)) == 2 * 8 * 3 * 3 * (2 * 3 * 3)
-
-    def scanned(x, w):
-        return jax.lax.scan(lambda x, _: (x @ w, None), x, length=7)[0]
-
-    assert flops(scanned, (2, 4), (4, 4)) == 7 * 2 * 2 * 4 * 4
-
-    def branched(x):
-        return jax.lax.cond(x.sum() > 0, lambda x: x @ x, lambda x: x, x)
-
-    assert flops(branched, (4, 4)) == 2 * 4**3
-    batched = jax.vmap(lambda a, b: a @ b)
-    assert flops(batched, (3, 2, 4), (3, 4, 5)) == 3 * 2 * 2 * 4 * 5
 
 
 def test_logs_the_peak_memory_of_devices_that_report_it(tmp_path, monkeypatch):

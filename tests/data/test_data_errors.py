@@ -10,8 +10,6 @@ import pytest
 from toys import linear, make_small, rows
 
 from jaxdp import Arrays, Whole
-from jaxdp.data import open_loader
-from jaxdp.data.conversion import normalize_batch
 
 X, Y = rows(53)
 ONE, TWO = np.ones(3), np.ones((3, 2))
@@ -31,7 +29,7 @@ def sparse():
 
 
 def opened(loader):
-    return list(open_loader(loader, "train_loader", seed=0).read_epoch())
+    make_small(loss="mse").fit(loader)
 
 
 @pytest.mark.parametrize("batch, error, words", [
@@ -56,7 +54,7 @@ def test_invalid_batches_are_refused(batch, error, words):
     batch = batch() if callable(batch) else batch
     is_one = isinstance(batch, np.ndarray)
     with pytest.raises(error, match=words) as caught:
-        normalize_batch((batch,) if is_one else batch)
+        make_small().validate([(batch,) if is_one else batch])
     assert len(str(caught.value)) < 500
 
 
@@ -108,7 +106,7 @@ def test_batches_that_do_not_fit_the_loss_are_refused(batch, error, words):
     (lambda: opened(pytest.importorskip("pandas").DataFrame(X)), TypeError,
      r"is a DataFrame, not an iterable of batches; .*`to_numpy\(\)`"),
     (lambda: opened(3), TypeError, "is an int, not an iterable"),
-    (lambda: opened([(np.ones(2),), None]), TypeError,
+    (lambda: make_small().predict([(X[:8],), None]), TypeError,
      "a batch has no arrays in it: None"),
     (lambda: opened(pytest.importorskip("squares").Squares()), TypeError,
      r"is a Squares, not .*; of a dataset of examples torch.utils.data.DataL"),

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toys import Deep, Recorder, counting, hand_written, on_one_device
+from toys import Deep, On, Recorder, counting, hand_written, on_one_device
 
 from jaxdp import (
     FSDP,
@@ -18,8 +18,6 @@ from jaxdp import (
     SingleDevice,
     Whole,
 )
-from jaxdp.data import open_loader
-from jaxdp.data.conversion import normalize_batch
 
 ALL = [SingleDevice, Sharded, Pmap, FSDP]
 
@@ -190,11 +188,15 @@ def test_arrays_of_a_whole_are_converted(loader):
         loader = torch.utils.data.DataLoader([*x], 2, collate_fn=collate)
     else:
         loader = Arrays(*batch) if loader == "Arrays" else [batch]
-    ((x, whole),) = open_loader(loader, "loader", 0).read_epoch()
+    seen = []
+    loss_fn = lambda model, x, _: jax.vmap(model.field)(x[:, :2]).sum(1)  # noqa: E731
+    sees = On(on_train_batch_start=lambda trainer, batch, _: seen.append(batch))
+    make(sees, loss_fn=loss_fn).fit(loader)
+    ((x, whole),) = seen
     assert x.dtype == whole.array["times"].dtype == np.float32
     assert whole.array["times"].shape == (3,) and whole.array["scale"].shape == ()
     with pytest.raises(TypeError, match=r"batch\[1\]\.array is a str"):
-        normalize_batch((np.ones(2), Whole("times")))
+        make(loss_fn=loss_fn).fit([(np.ones(2), Whole("times"))])
 
 
 def test_predictions_and_all_batches_need_rows_in_the_same_places():

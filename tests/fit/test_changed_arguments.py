@@ -12,8 +12,6 @@ from toys import Mlp, batches, cross_entropy
 
 from jaxdp import LocalSGD, Part, Sharded, SingleDevice, Trainer
 from jaxdp.callbacks import LearningRateMonitor, WeightAveraging
-from jaxdp.callbacks.run_metadata import describe_optimizer
-from jaxdp.checkpoint.restoring import list_changed_arguments
 
 DATA = batches(16, 16)
 INJECTED = optax.inject_hyperparams(optax.adam)
@@ -122,17 +120,17 @@ def test_what_fits_and_was_changed_is_said(saved, changes, names, caplog):
 
 
 @pytest.mark.parametrize("schedule", [
-    optax.cosine_decay_schedule(1e-3, 50),
-    optax.piecewise_constant_schedule(1e-3, {20: 0.1}),
-    optax.warmup_cosine_decay_schedule(0.0, 1e-3, 10, 60),
-    optax.warmup_exponential_decay_schedule(0.0, 1e-3, 10, 50, 0.5),
+    lambda: optax.cosine_decay_schedule(1e-3, 50),
+    lambda: optax.piecewise_constant_schedule(1e-3, {20: 0.1}),
+    lambda: optax.warmup_cosine_decay_schedule(0.0, 1e-3, 10, 60),
+    lambda: optax.warmup_exponential_decay_schedule(0.0, 1e-3, 10, 50, 0.5),
 ])  # fmt: skip
-def test_a_schedule_that_has_run_is_no_other_one(schedule):
-    optimizer = optax.adam(schedule)
-    fresh = {"optimizer": describe_optimizer(optimizer)}
-    schedule(3)  # optax's cosine keeps its steps as a float from then on
-    used = {"arguments": {"optimizer": describe_optimizer(optimizer)}}
-    assert list_changed_arguments(used, fresh) == []
+def test_a_schedule_that_has_run_is_no_other_one(schedule, tmp_path, caplog):
+    fresh, used = schedule(), schedule()
+    used(3)  # optax's cosine keeps its steps as a float from then on
+    path = make(optimizer=optax.adam(used)).save(tmp_path / "used")
+    make(optimizer=optax.adam(fresh)).load(path)
+    assert "other arguments" not in caplog.text
 
 
 @pytest.mark.parametrize("then, now, is_same", [
@@ -140,9 +138,19 @@ def test_a_schedule_that_has_run_is_no_other_one(schedule):
     ("Config(names={'a', 'b'}, p=0.5)", "Config(names={'a', 'b'}, p=0.2)", False),
     ("{'ab', 'c'}", "{'ba', 'c'}", False),
 ])  # fmt: skip
-def test_a_set_has_no_order(then, now, is_same):
-    saved = {"arguments": {"Net.kind": then}}
-    assert (not list_changed_arguments(saved, {"Net.kind": now})) == is_same
+def test_a_set_has_no_order(then, now, is_same, tmp_path, caplog):
+    class Shows(eqx.Module):
+        text: str = eqx.field(static=True)
+
+        def __call__(self, x):
+            return jax.nn.gelu(x)
+
+        def __repr__(self):
+            return self.text
+
+    path = make(model=model(activation=Shows(then))).save(tmp_path / "then")
+    make(model=model(activation=Shows(now))).load(path)
+    assert ("other arguments" not in caplog.text) == is_same
 
 
 @pytest.mark.parametrize("before, after, names", [

@@ -2,7 +2,9 @@
 
 import types
 
+import equinox as eqx
 import jax
+import jax.numpy as jnp
 import optax
 import pytest
 from toys import Deep, batches, cross_entropy, mlp, quiet
@@ -94,3 +96,26 @@ def test_loggers_are_told_and_a_cpu_says_nothing(precision, caplog):
     facts = collect_metadata(trainer, None)["hyperparameters"]
     assert facts["float32_products"] == "float32"
     assert "matrix products" not in caplog.text
+
+
+def test_flops_of_convolutions_scans_and_branches():
+    def flops(function, *shapes):
+        arguments = [jnp.zeros(shape) for shape in shapes]
+        return count_products(jax.make_jaxpr(function)(*arguments)).total()
+
+    conv = eqx.nn.Conv2d(3, 8, 5, stride=2, groups=1, key=jax.random.key(0))
+    assert flops(jax.vmap(conv), (2, 3, 15, 15)) == 2 * 2 * 8 * 6 * 6 * (3 * 5 * 5)
+    grouped = eqx.nn.Conv2d(4, 8, 3, groups=2, key=jax.random.key(0))
+    assert flops(grouped, (4, 5, 5)) == 2 * 8 * 3 * 3 * (2 * 3 * 3)
+
+    def scanned(x, w):
+        return jax.lax.scan(lambda x, _: (x @ w, None), x, length=7)[0]
+
+    assert flops(scanned, (2, 4), (4, 4)) == 7 * 2 * 2 * 4 * 4
+
+    def branched(x):
+        return jax.lax.cond(x.sum() > 0, lambda x: x @ x, lambda x: x, x)
+
+    assert flops(branched, (4, 4)) == 2 * 4**3
+    batched = jax.vmap(lambda a, b: a @ b)
+    assert flops(batched, (3, 2, 4), (3, 4, 5)) == 3 * 2 * 2 * 4 * 5

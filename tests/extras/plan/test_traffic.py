@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
-from planned import HALVES, PARAMS, plan
+from planned import HALVES, PARAMS, batch, plan, trainer
 from toys import Apart
 
-from jaxdp import Pmap, Sharded, TensorParallel
+from jaxdp import Pmap, Sharded, SingleDevice, TensorParallel
 from jaxdp.extras.plan import hlo, repeated
 from jaxdp.extras.plan.products import read_num_runs
-from jaxdp.extras.plan.reading import describe_place
+from jaxdp.extras.plan.reading import StepAnalysis, describe_place
 
 
 @pytest.mark.slow_cases("2")
@@ -123,3 +123,15 @@ def test_the_place_of_a_collective_is_its_own_or_that_of_what_it_moves(path):
     assert describe_place(own) == PLACES[path]
     (moved,) = hlo.read(CALLED.format(own="", moved=named(path))).collectives
     assert describe_place(moved) == PLACES[path]
+
+
+@pytest.mark.parametrize(
+    ("memory", "waiting"), [(None, 0), (0, 2), (10**9, 8), (4 * 17 * 64 * 100, 5)]
+)
+def test_batches_that_wait_on_accelerators_are_part_of_the_peak(memory, waiting):
+    trained = trainer(SingleDevice())
+    trained.fit([batch()], max_epochs=1)
+    found = StepAnalysis(trained.run.engine, [0], memory).memory()
+    assert found.in_flight == waiting * 64 * (16 + 1) * 4
+    without = StepAnalysis(trained.run.engine, [0]).memory()
+    assert found.peak == without.peak + found.in_flight and not without.in_flight
