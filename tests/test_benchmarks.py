@@ -59,7 +59,12 @@ def final_loss_of_the_expert(name):
 # The other peers are below, in processes of their own: with eight faked devices and
 # warnings as errors they are not what users start.
 HERE = [*((name, "jaxdp") for name in [*KINDS, "W6"]), ("W6", "jaxdp_pmap")]
-HERE += [("W1", "jaxdp32"), ("W1", "tutorial"), ("W6", "tutorial")]
+HERE += [
+    ("W1", "jaxdp32"),
+    ("W1", "jaxdp_ready"),
+    ("W1", "tutorial"),
+    ("W6", "tutorial"),
+]
 HERE += [("W1", "expert_flat"), ("W1", "expert_loader"), ("W5", "computing")]
 HERE += [(name, "torch") for name in KINDS]
 

@@ -58,6 +58,12 @@ PEERS = {
         options=_BY_32,
         works=tuple(work for work in _ALL if work != "W2"),  # it has convolutions
     ),
+    "jaxdp_ready": Peer(
+        "jaxdp, ready batches",
+        "jaxdp_fit",
+        options={"ready": True},
+        works=("W1", "W1s", "W4", "W6"),
+    ),
     "jaxdp_pmap": Peer(
         "jaxdp, Pmap", "jaxdp_fit", options={"strategy": "Pmap"}, works=("W6",)
     ),

@@ -1,4 +1,7 @@
-"""jaxdp as users start it: a plain `DataLoader`, default callbacks and bar."""
+"""jaxdp as users start it: a plain `DataLoader`, default callbacks and bar.
+
+With `ready=True` it trains on the expert's list of ready batches instead.
+"""
 
 import tempfile
 from collections.abc import Callable
@@ -25,7 +28,11 @@ class Clock(Callback):
 
 
 def train(
-    work: Work, clock: Callable[[], None], strategy: str = "Sharded", **options: Any
+    work: Work,
+    clock: Callable[[], None],
+    strategy: str = "Sharded",
+    ready: bool = False,
+    **options: Any,
 ) -> Weights:
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -42,5 +49,6 @@ def train(
             if "steps_per_execution" in options:
                 raise Skip(str(error)) from error
             raise
-        trainer.fit(work.loader(), max_epochs=work.epochs)
+        loader = work.batches() if ready else work.loader()
+        trainer.fit(loader, max_epochs=work.epochs)
     return weights_of(trainer.model, work)
