@@ -213,8 +213,7 @@ def _unwrap_partial(criterion: Criterion) -> Criterion:
 def num_classes(
     criteria: Mapping[str, Criterion], prediction: Any, target: Any
 ) -> int | None:
-    """Returns the number of classes of targets, where the criteria tell; 1 for targets
-    that are probabilities of yes.
+    """Returns the number of classes of targets, where the criteria tell.
 
     Raises:
         ValueError: if answers to yes/no questions were taken for logits of classes, or
@@ -237,9 +236,7 @@ def num_classes(
         )
     dtype = getattr(target, "dtype", np.dtype(bool))
     if is_yes_no and jnp.issubdtype(dtype, jnp.floating):
-        return 1
-    if loss is cross_entropy and jnp.issubdtype(dtype, jnp.floating):
-        return num_logits(prediction)
+        return 2  # probabilities
     if not jnp.issubdtype(dtype, jnp.integer):
         return None
     if any(function in _OF_LABELS for function in (loss, *metrics)):

@@ -246,8 +246,8 @@ class Record:
         step, queue = self._progress.global_step, self._queue
         self._target = _LogTarget(metrics, metrics.added)
         if self._before_row:
-            metrics.add(self._before_row)
-            self._before_row = {}
+            values, self._before_row = self._before_row, {}
+            metrics.add(values)
         while sends and queue and queue[0][0] <= step:
             row = queue.popleft()[1]
             older: Any = row.values

@@ -4,6 +4,7 @@ import functools
 import itertools
 import pathlib
 import re
+from collections.abc import Callable
 
 import equinox as eqx
 import jax
@@ -301,6 +302,21 @@ def test_targets_that_a_loss_and_a_metric_can_read_are_taken(loss, metric, y):
 def test_a_model_may_end_in_what_its_loss_does_not_apply(loss, last):
     layers = [mlp(), eqx.nn.Lambda(last)] if last else [mlp(), eqx.nn.Identity()]
     assert quiet(eqx.nn.Sequential(layers), loss=loss).global_step == 0
+
+
+class Squashed(eqx.Module):
+    """Applies its `fn` inside, and its `final_activation` outside of training."""
+
+    mlp: eqx.nn.MLP
+    fn: Callable = eqx.field(static=True, default=jax.nn.sigmoid)
+    final_activation: Callable = eqx.field(static=True, default=jax.nn.softmax)
+
+    def __call__(self, x):
+        return self.mlp(self.fn(x))
+
+
+def test_a_model_of_ones_own_is_not_searched_for_activations():
+    assert quiet(Squashed(mlp()), loss="cross_entropy").global_step == 0
 
 
 def test_a_first_argument_called_y_true_gets_the_targets():

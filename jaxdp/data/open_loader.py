@@ -83,6 +83,7 @@ def open_loader(
 
 def _is_iterable(item: Any) -> bool:
     """Returns whether an item may yield batches."""
-    is_array = hasattr(item, "dtype") or hasattr(item, "to_numpy")
+    is_table = hasattr(item, "to_numpy") and hasattr(item, "columns")
+    is_array = hasattr(item, "dtype") or is_table
     is_other = is_array or isinstance(item, str | bytes | Mapping)
     return not is_other and (isinstance(item, Iterable) or hasattr(item, "__getitem__"))

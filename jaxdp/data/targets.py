@@ -38,15 +38,13 @@ def check_targets(batch: Batch, num_classes: int | None) -> None:
         mask = counts.reshape(*counts.shape, *[1] * (labels.ndim - 2))
         labels = np.where(mask, labels, 0)
     if labels.dtype.kind not in "iub":
-        # The limits allow for rounding of mixed targets, and for counts of classes. NaN
-        # passes here, but shows in the loss.
-        highest = 1.01 if num_classes == 1 else np.inf
-        if ((labels < -0.01) | (labels > highest)).any():
+        # The limits allow for rounding of mixed targets. NaN passes here, but shows in
+        # the loss.
+        if ((labels < -0.01) | (labels > 1.01)).any():
             raise ValueError(
-                "floating point targets of a cross-entropy are probabilities, 0 to 1;"
-                f" this batch has them from {labels.min()} to {labels.max()}. Labels of"
-                " -1 and 1 become those by (y + 1) / 2; for other numbers use"
-                " loss='mse'."
+                "targets of a binary cross-entropy are probabilities, 0 to 1; this"
+                f" batch has them from {labels.min()} to {labels.max()}. Labels of -1"
+                " and 1 become those by (y + 1) / 2; for other numbers use loss='mse'."
             )
         return
     unsigned = labels.view(_UNSIGNED.get(labels.dtype, labels.dtype))

@@ -30,8 +30,10 @@ WORKER_RULES = (
 )
 
 
-_SMALL: Final = 2**19
-"""The bytes up to which a copy of a tensor is faster than shared memory."""
+_SMALL_BATCH: Final = 2**19
+_SMALL_TENSOR: Final = 2**16
+"""The bytes up to which copies of a batch, or of a tensor of a larger one, are faster
+than shared memory."""
 
 
 class SeededBatchSampler:
@@ -78,15 +80,22 @@ class SmallArrays:
         self.collate = collate
 
     def __call__(self, rows: Any) -> Any:
-        return jax.tree.map(_convert_small, self.collate(rows))
+        batch = self.collate(rows)
+        is_small = sum(map(_count_bytes, jax.tree.leaves(batch))) <= _SMALL_BATCH
+        limit = _SMALL_BATCH if is_small else _SMALL_TENSOR
+
+        def convert(leaf: Any) -> Any:
+            is_small = 0 < _count_bytes(leaf) <= limit
+            array = as_numpy(leaf) if is_small else None
+            return leaf if array is None else array
+
+        return jax.tree.map(convert, batch)
 
 
-def _convert_small(leaf: Any) -> Any:
+def _count_bytes(leaf: Any) -> int:
+    """Returns the bytes of a tensor; 0 for other leaves."""
     is_tensor = isinstance(leaf, sys.modules["torch"].Tensor)
-    if not is_tensor or leaf.numel() * leaf.element_size() > _SMALL:
-        return leaf
-    array = as_numpy(leaf)
-    return leaf if array is None else array
+    return leaf.numel() * leaf.element_size() if is_tensor else 0
 
 
 def _unpickle_dataset() -> SeededDataset:

@@ -84,6 +84,11 @@ class SignalHandler:
                 self._pending = None
                 raise self._make_exception(max(signals))
         elif self._pending is not None:
+            self.raise_pending()
+
+    def raise_pending(self) -> None:
+        """Raises a signal of this process that is held back, and asks no other one."""
+        if self._pending is not None:
             number, self._pending = self._pending, None
             raise self._make_exception(number)
 

@@ -36,8 +36,7 @@ class Program:
         may_raise: whether it calls Python that may raise, so that each call is waited
             for before its results are used.
         checks_targets: whether the labels or weights of batches are checked.
-        num_classes: the number of classes that labels may have; 1 for probabilities of
-            yes, None for other targets.
+        num_classes: the number of classes that labels may have; None for no labels.
         compile_seconds: the time to trace and compile it.
     """
 

@@ -398,7 +398,10 @@ def check_ends_in_logits(model: Any, loss: losses.Criterion) -> None:
     last: Any = model
     while isinstance(last, eqx.nn.Sequential) and last.layers:
         last = last.layers[-1]
-    last = getattr(last, "final_activation", getattr(last, "fn", None))
+    if isinstance(last, eqx.nn.MLP):
+        last = last.final_activation
+    elif isinstance(last, eqx.nn.Lambda):
+        last = last.fn
     is_activation = last is jax.nn.softmax or last is jax.nn.sigmoid
     if is_activation and losses.takes_logits(loss):
         raise ValueError(

@@ -375,11 +375,20 @@ class FitLoop:
         is_stopped = True  # by an exception or a signal
 
         def end() -> None:
-            # Savers still write. A first signal waits for them; a second one does not.
-            interrupts = run.interrupts
-            defer = contextlib.nullcontext if is_stopped else interrupts.defer_signals
-            with defer(), self._record.write_last_row():
-                hooks.on_fit_end(trainer)
+            # Savers still write, so a first signal after a complete fit waits for them.
+            # Processes do not wait for each other any more.
+            error = None
+            try:
+                with contextlib.nullcontext() if is_stopped else run.interrupts:
+                    with self._record.write_last_row():
+                        hooks.on_fit_end(trainer)
+                if not is_stopped:
+                    run.interrupts.raise_pending()
+            except (Preempted, KeyboardInterrupt) as stop:
+                if (error := stop.__cause__) is None:
+                    raise
+            if error is not None:  # of a saver: it says more than the signal
+                raise error
 
         try:
             with (
@@ -392,7 +401,7 @@ class FitLoop:
                 run.interrupts.check(force=True)
                 is_stopped = False
         except KeyboardInterrupt as exception:
-            if is_graceful_stop(exception):
+            if is_stopped and is_graceful_stop(exception):
                 exception.args = (resume.format_resume_hint(trainer),)
             raise
         except Preempted as stop:

@@ -47,6 +47,7 @@ from ..step import (
     union_masks,
 )
 from ..strategies import DataParallel
+from ..strategies.method_checks import check_mesh
 from ..strategies.stack import find_stacks
 from . import checks
 from .checkpointing import describe_arguments, read_state
@@ -76,6 +77,7 @@ class TrainerConfig:
         # them as passed.
         arguments = arguments["strategy"].prepare(dict(arguments))
         self.strategy: DataParallel = arguments["strategy"]
+        check_mesh(self.strategy)
         self.adds_state = arguments["optimizer"] is not self.arguments["optimizer"]
         self._prepared = arguments
         self.model, self.model_state = arguments["model"], arguments["state"]

@@ -226,7 +226,7 @@ def run_step_hooks(
     inside: dict[str, Array] = {}
     for hook in hooks:
         name = f"{type(getattr(hook, '__self__', hook)).__name__}.inside_step"
-        with NoteOnError(f"in {name}, which is compiled: for `if` write jnp.where"):
+        with NoteOnError(f"in {name}, which is compiled with the step"):
             values = hook(*arguments)
         if not isinstance(values, dict):
             is_array = isinstance(values, jax.Array)

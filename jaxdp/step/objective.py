@@ -238,7 +238,7 @@ def _make_state_notes(model: PyTree, *states: PyTree) -> tuple[str, ...]:
     if is_frozen or any(map(operator.is_not, *map(jax.tree.leaves, states))):
         return ()
     note = "`loss_fn` returns the `state` that it was given, so BatchNorm's statistics"
-    return (f"{note} do not move: return the state that the model returned",)
+    return (f"{note} stay; to move them, return the state that the model returned",)
 
 
 def _loss_and_metrics(result: Any) -> tuple[Any, Mapping[str, Any]]:

@@ -17,17 +17,23 @@ _METHODS: Final = {
 """The methods of a strategy that a subclass may override."""
 
 
-def check_methods(strategy: DataParallel) -> None:
-    """Raises for a strategy without a mesh to place arrays on, and for a method that is
-    called with other arguments; warns of names that look like a misspelt method."""
-    kind = type(strategy)
+def check_mesh(strategy: DataParallel) -> None:
+    """Raises for a strategy without a mesh to place arrays on."""
     places = strategy.place != MethodType(DataParallel.place, strategy)
-    prepares = not kind.prepare.__module__.startswith("jaxdp.")  # and may make a mesh
-    if strategy.mesh.empty and not (places or prepares):
+    if strategy.mesh.empty and not places:
         raise ValueError(
-            f"`strategy`: `{kind.__name__}` has no `mesh`: call `super().__init__(...)`"
-            " in its `__init__`, or set `mesh`, or override `place` and `compile`."
+            f"`strategy`: `{type(strategy).__name__}` has no `mesh`: call"
+            " `super().__init__(...)` in its `__init__`, or set `mesh`, or override"
+            " `place` and `compile`."
         )
+
+
+def check_methods(strategy: DataParallel) -> None:
+    """Raises for a method that is called with other arguments, and for a missing mesh;
+    warns of names that look like a misspelt method."""
+    kind = type(strategy)
+    if kind.prepare.__module__.startswith("jaxdp."):  # another may make a mesh
+        check_mesh(strategy)
     classes = [cls for cls in kind.__mro__ if not cls.__module__.startswith("jaxdp.")]
     custom = {name for each in (*classes, strategy) for name in vars(each)}
     # Helpers may have names like `placed`, or names like a method beside that method.

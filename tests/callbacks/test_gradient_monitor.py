@@ -65,6 +65,18 @@ def test_a_value_of_the_same_name_is_refused():
     assert "GradientMonitor" in "".join(raised.value.__notes__)
 
 
+def test_a_refused_name_does_not_refuse_the_next_fit():
+    def log(trainer, *_):
+        if trainer.global_step == 0:
+            trainer.log("norm", 1.0)
+
+    inside = On(inside_step=lambda *_: {"norm": jnp.float32(0)})
+    trainer = make_trainer(On(on_train_batch_start=log), inside)
+    with pytest.raises(ValueError, match="'norm' is that of a metric"):
+        trainer.fit(DATA)
+    trainer.fit(DATA)
+
+
 def test_the_last_values_are_among_all_that_is_logged():
     monitor = GradientMonitor(max_layers=0)
     trainer = make_trainer(monitor, ThroughputMonitor(), log_every_n_steps=4)

@@ -31,6 +31,7 @@ from toys import linear  # noqa: E402
 from jaxdp import Arrays, Trainer  # noqa: E402
 from jaxdp.callbacks import ModelCheckpoint  # noqa: E402
 from jaxdp.data import Position, open_loader  # noqa: E402
+from jaxdp.data.torch_workers import SmallArrays  # noqa: E402
 
 
 def test_a_worker_that_imports_a_training_script_is_reported_at_once(
@@ -84,6 +85,23 @@ def test_batches_are_the_same_for_any_number_of_workers(workers, persistent):
     epochs = read(workers, persistent_workers=persistent)
     assert_same(first, epochs[0])
     assert_same(second, epochs[1])
+
+
+class Several(Squares):
+    """Has tensors that are small, medium and large, in a batch of two."""
+
+    def __getitem__(self, row):
+        return tuple(torch.zeros(size) for size in (1000, 30_000, 70_000))
+
+
+def test_of_a_large_batch_only_small_tensors_are_copied():
+    collate = SmallArrays(default_collate)
+    dataset = Several()
+    large = collate([dataset[0], dataset[1]])
+    assert [type(leaf) is np.ndarray for leaf in large] == [True, False, False]
+    small = collate([pair[:2] for pair in (dataset[0], dataset[1])])
+    assert [type(leaf) is np.ndarray for leaf in small] == [True, True]
+    assert [*map(type, collate([{"a": 1, "b": "c"}])["b"])] == [str]
 
 
 class Mixed(Squares):

@@ -10,7 +10,7 @@ import pytest
 from toys import At, On, assert_equal_leaves, batches, fail_with, run_python
 from toys import on_one_device as make
 
-from jaxdp.callbacks import Callback, ModelCheckpoint
+from jaxdp.callbacks import Callback, ModelCheckpoint, Preemption
 from jaxdp.distributed import Preempted, ProcessGroup, SignalHandler
 
 
@@ -125,6 +125,18 @@ def test_a_signal_at_the_end_of_a_fit_waits_for_the_last_save(tmp_path, number, 
         trainer.fit(batches(8, 8, 8))
     assert sorted(path.name for path in tmp_path.glob("[0-9]*")) == ["3"]
     assert signal.getsignal(signal.SIGINT) is previous
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_error_at_the_end_of_a_fit_is_not_hidden_by_a_signal(number):
+    def fail(trainer):
+        signal.raise_signal(number)
+        raise OSError("the disk is full")
+
+    for callbacks in (), (Preemption(action="return"),):
+        with pytest.raises(OSError, match="the disk is full"):
+            make(On(on_fit_end=fail), *callbacks).fit(batches(8, 8))
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 

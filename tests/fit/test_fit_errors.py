@@ -1,7 +1,5 @@
 """Each refusal of a trainer or a fit is an error that says what to change."""
 
-from functools import partial
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -22,7 +20,6 @@ from jaxdp import (
     Pipeline,
     Sharded,
     Whole,
-    losses,
 )
 from jaxdp.callbacks import NanGuard
 
@@ -194,9 +191,6 @@ def test_constructor_refuses(arguments, error, message):
      x_y(X, Y[:, None] - 1.0), ValueError, r"0 to 1; .* from -1.* \(y \+ 1\) / 2"),
     ({"model": linear(4, 1), "loss": optax.sigmoid_binary_cross_entropy},
      [(X, Y[:, None] + 1.5, Y + 1.0)], ValueError, "0 to 1; .* from 1.5 to 1.5"),
-    *(({"loss": loss}, x_y(X, X[:, :3] - 1.5), ValueError, "cross-entropy are"
-       " probabilities, 0 to 1; .* from -0.5 to -0.5. .* use loss='mse'")
-      for loss in ("cross_entropy", partial(losses.cross_entropy, label_smoothing=1))),
     *(({"model": linear(4, 1), "loss": loss, "metrics": ["mae", "accuracy"]},
        x_y(X, y), ValueError, "'accuracy' takes a logit above 0 for yes, but .* 'mae'")
       for loss in ("mse", optax.huber_loss) for y in (X[:, 0], X[:, :1])),

@@ -105,6 +105,9 @@ REFUSED = {
     "methods": [
         *[(without_init(base), "`Mine` has no `mesh`: call `super.*or set `mesh`")
           for base in (DataParallel, Sharded, FSDP, TensorParallel, LocalSGD)],
+        (fit(subclass(Sharded, __init__=lambda self: None,
+                      prepare=lambda self, arguments: arguments)()),
+         "`Mine` has no `mesh`: call `super"),
         *[(fit(subclass(base, **{name: method})()), rf"`Mine.{name}` .*`def {write}")
           for base, name, method, write in [
             (Sharded, "param_spec", lambda self, path: P(),
