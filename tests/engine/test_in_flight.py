@@ -9,5 +9,4 @@ def test_bytes_in_flight_are_bounded():
     for number, nbytes in enumerate([20, 20, 20, 60, 60, 60, 1, 1, 1]):
         flight.add(number, nbytes)
     assert waited == [0, 1, 2, 3, 4, 5]  # at least two stay in flight
-    assert [num_in_flight(n, 1000) for n in (0, 20, 25, 60)] == [8, 2, 2, 2]
-    assert num_in_flight(6, 1000) == 8 and num_in_flight(10, 1000) == 5
+    assert num_in_flight(0, 1000) == 8

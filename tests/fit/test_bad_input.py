@@ -114,7 +114,7 @@ def test_after_a_first_batch_that_does_not_fit_comes_one_that_does(call):
         wrong = [wrong[0][0]]
     with pytest.raises(TypeError, match="contracting dimensions") as caught:
         getattr(trainer, call)(wrong)
-    assert "called on one example, of shape (5,); " in caught.value.__notes__[0]
+    assert "called on one example, of shape (5,) (jax" in caught.value.__notes__[0]
     getattr(trainer, call)(batches(8, 8))  # with labels: the loss is another one
 
 
