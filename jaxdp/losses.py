@@ -130,7 +130,8 @@ def num_logits(prediction: Array) -> int:
 # its name, and a test fails without each: `_IS_AN_ERROR` (less is better) or
 # `_LARGER_IS_BETTER` in basics/columns.py; the table of docs/metrics.md, by which
 # tests/test_losses.py tests it; and docs/reference/models.md. If its integer targets
-# are labels, add it to `_OF_LABELS` or `_OF_YES_NO`.
+# are labels, add it to `_OF_LABELS` or `_OF_YES_NO`; if its predictions are numbers, to
+# `_OF_NUMBERS`.
 LOSSES: dict[str, Criterion] = {
     "cross_entropy": cross_entropy,
     "binary_cross_entropy": binary_cross_entropy,
@@ -186,7 +187,7 @@ def is_per_row(criterion: Criterion) -> bool:
     return _unwrap_partial(criterion) in _PER_ROW
 
 
-def takes_logits(loss: Criterion) -> bool:
+def has_activation(loss: Criterion) -> bool:
     """Returns True for a loss that applies the softmax or the sigmoid itself."""
     known = *_OF_LABELS, *_OF_YES_NO, optax.softmax_cross_entropy
     return _unwrap_partial(loss) in known
@@ -274,12 +275,12 @@ def find_criterion(argument: str, value: Any, known: Mapping[str, Criterion]) ->
 
     hint = "as (prediction, target); for a function of (model, *batch) use `loss_fn`"
     check_call(argument, value, hint, None, None)
-    if takes_targets_first(value):
+    if has_targets_first(value):
         return lambda prediction, target: value(target, prediction)
     return value
 
 
-def takes_targets_first(function: Callable[..., Any]) -> bool:
+def has_targets_first(function: Callable[..., Any]) -> bool:
     """Returns True if the first argument is called `y_true`, as in scikit-learn and
     Keras.
     """

@@ -62,11 +62,11 @@ def open_loader(
         hint = f" (For {loader} epochs: max_epochs={loader}.)" if is_epochs else ""
         raise TypeError(
             f"`{argument}` is {kind}, not an iterable of batches; pass a list or a"
-            " generator of (x, y) batches; of arrays x and y one loader of both,"
-            " jaxdp.Arrays(x, y, batch_size=32), and of x alone jaxdp.Arrays(x); of"
-            " columns of a table arrays by `to_numpy()`; of a"
-            " dataset of examples torch.utils.data.DataLoader(dataset, batch_size)."
-            f" (The trainer has its model: Trainer(model).fit(loader).){hint}"
+            " generator of (x, y) batches. For arrays x and y pass one loader of both,"
+            " jaxdp.Arrays(x, y, batch_size=32), for x alone jaxdp.Arrays(x), and for a"
+            " table the arrays of its `to_numpy()`; for a dataset of examples,"
+            " torch.utils.data.DataLoader(dataset, batch_size). (The trainer has its"
+            f" model: Trainer(model).fit(loader).){hint}"
         )
     if not isinstance(loader, list | tuple):
         # It draws from global generators as the user has seeded them.

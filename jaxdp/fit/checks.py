@@ -403,7 +403,7 @@ def check_ends_in_logits(model: Any, loss: losses.Criterion) -> None:
     elif isinstance(last, eqx.nn.Lambda):
         last = last.fn
     is_activation = last is jax.nn.softmax or last is jax.nn.sigmoid
-    if is_activation and losses.takes_logits(loss):
+    if is_activation and losses.has_activation(loss):
         raise ValueError(
             f"`model` ends in jax.nn.{last.__name__}, but `loss` takes logits: it"
             f" applies softmax or sigmoid itself. Leave {last.__name__} out of the"

@@ -44,7 +44,7 @@ class PassMetric:
                 f" number or a dict of numbers; got {fn!r}."
             )
         self.fn = fn
-        self._wants_targets_first = losses.takes_targets_first(fn)
+        self._wants_targets_first = losses.has_targets_first(fn)
 
     def __call__(self, name: str, predictions: PyTree, targets: PyTree) -> Any:
         """Returns the value of the metric `name`, or several values by name."""

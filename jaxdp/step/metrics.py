@@ -110,7 +110,8 @@ class Metrics(Mapping[str, Any]):
         if taken := values.keys() & {*self.facts.names, *self.inside}:
             raise ValueError(
                 f"the name {min(taken)!r} is that of a metric, or of a value of an"
-                " `inside_step`, and a callback logs another value by it; rename yours."
+                " `inside_step`, and a callback logs another value by it; rename one of"
+                " them."
             )
         self.added |= values
 

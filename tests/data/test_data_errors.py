@@ -101,7 +101,7 @@ def test_batches_that_do_not_fit_the_loss_are_refused(batch, error, words):
     (lambda: make_small().fit(Arrays(X[:9], Y[:9], drop_last=True)), ValueError,
      "shorter than one batch with drop_last=True"),
     (lambda: opened(np.ones(3)), TypeError,
-     r"is an ndarray, not an iterable of batches; .*; of arrays.*x alone jaxdp.Arr"),
+     r"is an ndarray, not an iterable of batches; .* For arrays.*x alone jaxdp.Arr"),
     (lambda: opened({"x": 1}), TypeError, "not an iterable of batches"),
     (lambda: opened(pytest.importorskip("pandas").DataFrame(X)), TypeError,
      r"is a DataFrame, not an iterable of batches; .*`to_numpy\(\)`"),
@@ -109,7 +109,7 @@ def test_batches_that_do_not_fit_the_loss_are_refused(batch, error, words):
     (lambda: make_small().predict([(X[:8],), None]), TypeError,
      "a batch has no arrays in it: None"),
     (lambda: opened(pytest.importorskip("squares").Squares()), TypeError,
-     r"is a Squares, not .*; of a dataset of examples torch.utils.data.DataL"),
+     r"is a Squares, not .* for a dataset of examples, torch.utils.data.DataL"),
     (lambda: opened(linear()), TypeError, r"is a Linear, .*Trainer\(model\).fit"),
 ])  # fmt: skip
 def test_invalid_loaders_are_refused(make, error, words):
