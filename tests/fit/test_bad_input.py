@@ -17,7 +17,7 @@ Y = np.zeros(8, np.int32)
 
 
 def test_arrays_in_the_place_of_loaders_are_told_how_to_be_batches():
-    trainer, one = make(), r"of arrays x and y one loader of both, jaxdp.Arrays\(x, y"
+    trainer, one = make(), r"pass one loader of both, jaxdp.Arrays\(x, y"
     x = jnp.asarray(X)
     for arguments, name in (
         ((X, Y), "train_loader"),
